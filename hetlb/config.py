@@ -1,0 +1,519 @@
+"""Files to frozen objects: latency profiles and fleet files, read once and then only read.
+
+Promise: whatever is wrong in a file comes out as one `InputError` line that names the file, the key,
+the value and what was expected. Unknown and repeated keys are errors. A number is a number however it
+is written (`8.03e9`, `5e-8`). Paths inside a file are relative to that file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.latency import LatencyModel
+from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.types import Capacity, InstanceSpec
+from hetlb.errors import ConfigError, InputError, ProfileError
+from hetlb.traces import read_trace
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+_T = TypeVar("_T")
+
+
+# --- reading YAML ------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's floats (PyYAML reads `5e-8` as text) and no repeated keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)
+             |[-+]?(?:[0-9][0-9_]*)\.[0-9_]*
+             |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+             |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
+    loader.flatten_mapping(node)
+    seen: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int):
+            raise yaml.MarkedYAMLError(problem="expected a plain key", problem_mark=key_node.start_mark)
+        key = str(key)
+        if key in seen:
+            raise yaml.MarkedYAMLError(
+                problem=f"the key {key!r} stands here twice", problem_mark=key_node.start_mark
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def _read_text(path: Path, error: type[InputError]) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as caught:
+        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
+
+
+_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value that msgspec's `.a[0].b` points at, or a marker where it cannot be followed."""
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+        try:
+            raw = raw[name] if name else raw[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ...
+    return raw
+
+
+def explain_validation_error(caught: msgspec.ValidationError, raw: Any) -> str:
+    """One `key: expected …, got …` phrase from msgspec's message and the data it complains about."""
+    text = str(caught)
+    match = _AT.search(text)
+    path = match["path"].lstrip(".") if match else ""
+    message = text[: match.start()] if match else text
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
+        key = f"{path}.{unknown[1]}" if path else unknown[1]
+        return f"{key}: unknown key, expected one of the documented ones"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
+        key = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{key}: expected a value, but the key is missing"
+    value = _value_at(raw, match["path"]) if match else raw
+    expected = re.sub(r", got `.*`$", "", message).replace("`", "")
+    expected = expected[:1].lower() + expected[1:]
+    got = "" if value is ... else f", got {_short(value)}"
+    return f"{path or 'the file'}: {expected}{got}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
+    """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
+    text = _read_text(path, error)
+    try:
+        raw = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as caught:
+        mark = caught.problem_mark or caught.context_mark
+        where = f" line {mark.line + 1}:" if mark else ""
+        raise error(f"{path}:{where} expected valid YAML: {caught.problem or caught.context}") from caught
+    except (yaml.YAMLError, ValueError, RecursionError) as caught:
+        line = str(caught).splitlines()[0] if str(caught) else type(caught).__name__
+        raise error(f"{path}: expected valid YAML: {line}") from caught
+    if not isinstance(raw, dict):
+        raise error(f"{path}: the file: expected a mapping of keys, got {_short(raw)}")
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as caught:
+        raise error(f"{path}: {explain_validation_error(caught, raw)}") from caught
+
+
+# --- latency profiles --------------------------------------------------------------------------------
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the profile was measured on. `memory_bytes` is of one GPU."""
+
+    gpu: str
+    gpus: PositiveInt = 1
+    memory_bytes: PositiveInt | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model served."""
+
+    name: str
+    kv_bytes_per_token: PositiveInt | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The engine and its limits, in vLLM's own spellings."""
+
+    name: str = "vllm"
+    version: str | None = None
+    tensor_parallel_size: PositiveInt | None = None
+    kv_cache_tokens: PositiveInt | None = None
+    block_size: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
+
+
+class PrefillCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """k1*B*I + k2*B + k3*I + k4, seconds."""
+
+    k1: float
+    k2: float
+    k3: float
+    k4: float
+
+
+class DecodeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """k5*B*c + k6*B + k7*c + k8, seconds of one step."""
+
+    k5: float
+    k6: float
+    k7: float
+    k8: float
+
+
+class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Relative errors of the fit."""
+
+    mean_error: NonNegative
+    p95_error: NonNegative
+    max_error: NonNegative
+    points: PositiveInt
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A latency profile: eight constants of one model on one engine, and what that engine can hold."""
+
+    version: Literal[1]
+    name: str
+    prefill: PrefillCoefficients
+    decode: DecodeCoefficients
+    hardware: Hardware | None = None
+    model: ModelInfo | None = None
+    engine: EngineInfo = EngineInfo()
+    fit: FitReport | None = None
+
+    @property
+    def latency(self) -> LatencyModel:
+        """The latency model of these constants."""
+        p, d = self.prefill, self.decode
+        return LatencyModel(p.k1, p.k2, p.k3, p.k4, d.k5, d.k6, d.k7, d.k8)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine can hold, None where the profile does not say."""
+        e = self.engine
+        return Capacity(
+            kv_cache_tokens=e.kv_cache_tokens,
+            block_size=e.block_size,
+            max_num_seqs=e.max_num_seqs,
+            max_num_batched_tokens=e.max_num_batched_tokens,
+            max_model_len=e.max_model_len,
+            kv_tokens_per_request=e.kv_cache_tokens,
+        )
+
+
+#: Where a profile must predict positive times: both formulas are bilinear, so the corners suffice.
+_CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a latency profile. Raises `ProfileError`."""
+    profile = load_yaml(path, Profile, ProfileError)
+    for section in ("prefill", "decode"):
+        table = getattr(profile, section)
+        for key in table.__struct_fields__:
+            value = getattr(table, key)
+            if not math.isfinite(value):
+                raise ProfileError(f"{path}: {section}.{key}: expected a finite number, got {value}")
+    latency = profile.latency
+    for batch, length in _CORNERS:
+        for section, seconds in (
+            ("prefill", latency.prefill_s(batch, length)),
+            ("decode", latency.decode_step_s(batch, length)),
+        ):
+            if seconds <= 0:
+                raise ProfileError(
+                    f"{path}: {section}: expected constants that predict a positive time, "
+                    f"got {seconds:.3g} s for a batch of {batch} at length {length}"
+                )
+    return profile
+
+
+# --- fleet files -------------------------------------------------------------------------------------
+
+
+class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the proxy accepts requests."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+
+
+class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The admin listener. It stays on loopback: there is no token yet."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8081
+    registration: bool = False
+
+
+class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which policy, and its parameters.
+
+    `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
+    where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable.
+    """
+
+    name: str = "hetlb"
+    theta: Positive = 2.0
+    combine: str = "power"
+    predictor: str | None = None
+    trace: str | None = None
+    decay_s: Positive = 10.0
+    seed: int = 0
+
+
+class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The bounded queue in front of the instances."""
+
+    max_requests: PositiveInt = 16_384
+    max_bytes: PositiveInt = 256 << 20
+    timeout_s: Positive = 300.0
+    no_instance_timeout_s: NonNegative = 30.0
+
+
+class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How engines are watched."""
+
+    interval_s: Positive = 1.0
+    timeout_s: Positive = 2.0
+
+
+class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits and timeouts of the data plane. Sizes in bytes."""
+
+    extra_paths: tuple[str, ...] = ()
+    connect_timeout_s: Positive = 1.0
+    first_byte_timeout_s: Positive = 300.0
+    idle_timeout_s: Positive = 60.0
+    head_timeout_s: Positive = 10.0
+    body_timeout_s: Positive = 30.0
+    keepalive_timeout_s: Positive = 75.0
+    write_timeout_s: Positive = 60.0
+    upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
+    max_body_bytes: PositiveInt = 8 << 20
+    max_multipart_bytes: PositiveInt = 64 << 20
+    shutdown_grace_s: NonNegative = 120.0
+    request_log: bool = True
+
+
+class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server. `name` defaults to the address in `url`."""
+
+    name: str | None = None
+    url: str | None = None
+    profile: str | None = None
+    weight: Positive = 1.0
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pool: the instances that serve one model."""
+
+    name: str
+    instances: tuple[InstanceTable, ...]
+    tokenizer: str | None = None
+
+
+class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fleet file as written."""
+
+    version: Literal[1]
+    models: tuple[ModelTable, ...]
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    policy: PolicyTable = PolicyTable()
+    queue: QueueTable = QueueTable()
+    scrape: ScrapeTable = ScrapeTable()
+    proxy: ProxyTable = ProxyTable()
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet file resolved: every instance with its profile read, in file order."""
+
+    path: Path | None
+    listen: Listen
+    admin: Admin
+    policy: PolicyTable
+    queue: QueueTable
+    scrape: ScrapeTable
+    proxy: ProxyTable
+    instances: tuple[InstanceSpec, ...]
+    profiles: dict[str, Profile]
+    tokenizers: dict[str, Path]
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        """The parameters in the scheduler's own type."""
+        return PolicyParams(theta=self.policy.theta, combine=self.policy.combine, decay_s=self.policy.decay_s)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """The queue's limits in the scheduler's own type."""
+        q = self.queue
+        return QueueLimits(
+            max_requests=q.max_requests,
+            max_bytes=q.max_bytes,
+            timeout_s=q.timeout_s,
+            no_instance_timeout_s=q.no_instance_timeout_s,
+        )
+
+    def output_lengths(self) -> LengthDistribution | None:
+        """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
+        if self.policy.trace is None:
+            return None
+        base = self.path.parent if self.path else Path()
+        rows = read_trace(base / self.policy.trace)
+        return LengthDistribution(row.output_tokens for row in rows)
+
+
+def check_url(url: str, where: str) -> str:
+    """An engine's base URL without a trailing slash. Raises `ConfigError` naming `where`."""
+    expected = f"{where}: expected a URL like http://host:8000, got {url!r}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as caught:
+        raise ConfigError(expected) from caught
+    if parts.scheme not in ("http",) or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(expected)
+    if parts.username is not None or parts.path not in ("", "/") or port == 0:
+        raise ConfigError(expected)
+    if re.search(r"[\x00-\x20\x7f]", url):
+        raise ConfigError(expected)
+    return url.rstrip("/")
+
+
+def check_policy(table: PolicyTable, where: str) -> None:
+    """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
+    for key, value, names in (
+        ("name", table.name, tuple(POLICIES)),
+        ("combine", table.combine, tuple(COMBINE_FORMS)),
+        ("predictor", table.predictor, PREDICTORS),
+    ):
+        if value is not None and value not in names:
+            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
+
+
+def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
+    """Check a fleet as a whole and read its profiles. Raises `ConfigError` or `ProfileError`."""
+    where = f"{path}: " if path else ""
+    base = path.parent if path else Path()
+    check_policy(file.policy, where)
+    if not file.models:
+        raise ConfigError(f"{where}models: expected at least one model, got none")
+    seen_models: set[str] = set()
+    specs: list[InstanceSpec] = []
+    profiles: dict[str, Profile] = {}
+    cache: dict[Path, Profile] = {}
+    tokenizers: dict[str, Path] = {}
+    for m, model in enumerate(file.models):
+        key = f"{where}models[{m}]"
+        if model.name in seen_models:
+            raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
+        seen_models.add(model.name)
+        if not model.instances:
+            raise ConfigError(f"{key}.instances: expected at least one instance, got none")
+        if model.tokenizer is not None:
+            tokenizers[model.name] = base / model.tokenizer
+        for i, instance in enumerate(model.instances):
+            ikey = f"{key}.instances[{i}]"
+            url = "" if instance.url is None else check_url(instance.url, f"{ikey}.url")
+            name = instance.name or urlsplit(url).netloc
+            if not name:
+                raise ConfigError(f"{ikey}.name: expected a name, but neither name nor url is given")
+            if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
+                raise ConfigError(
+                    f"{ikey}.name: expected letters, digits and . _ : - (128 at most), got {_short(name)}"
+                )
+            if any(spec.name == name for spec in specs):
+                raise ConfigError(f"{ikey}.name: expected a name used once in the fleet, got {name!r} again")
+            profile: Profile | None = None
+            if instance.profile is not None:
+                profile_path = base / instance.profile
+                if profile_path not in cache:
+                    if not profile_path.is_file():
+                        raise ConfigError(
+                            f"{ikey}.profile: expected the path of a latency profile, "
+                            f"got {instance.profile!r}: no such file"
+                        )
+                    cache[profile_path] = load_profile(profile_path)
+                profile = profiles[name] = cache[profile_path]
+            specs.append(
+                InstanceSpec(
+                    name=name,
+                    model=model.name,
+                    url=url,
+                    weight=instance.weight,
+                    latency=profile.latency if profile else None,
+                    capacity=profile.capacity if profile else Capacity(),
+                )
+            )
+    return Fleet(
+        path=path,
+        listen=file.listen,
+        admin=file.admin,
+        policy=file.policy,
+        queue=file.queue,
+        scrape=file.scrape,
+        proxy=file.proxy,
+        instances=tuple(specs),
+        profiles=profiles,
+        tokenizers=tokenizers,
+    )
+
+
+def load_fleet(path: Path) -> Fleet:
+    """Read a fleet file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    return resolve_fleet(load_yaml(path, FleetFile, ConfigError), path)
+
+
+def fleet_from_urls(urls: list[str]) -> Fleet:
+    """A fleet without a file: what the engines serve, and how fast, is learnt from them."""
+    instances = []
+    seen: set[str] = set()
+    for url in urls:
+        clean = check_url(url, "--instance")
+        name = urlsplit(clean).netloc
+        if name in seen:
+            raise ConfigError(f"--instance: expected every URL once, got {url!r} again")
+        seen.add(name)
+        instances.append(InstanceSpec(name=name, model="", url=clean))
+    defaults = FleetFile(version=1, models=())
+    return Fleet(
+        path=None,
+        listen=defaults.listen,
+        admin=defaults.admin,
+        policy=defaults.policy,
+        queue=defaults.queue,
+        scrape=defaults.scrape,
+        proxy=defaults.proxy,
+        instances=tuple(instances),
+        profiles={},
+        tokenizers={},
+    )

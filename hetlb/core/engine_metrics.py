@@ -1,0 +1,116 @@
+"""vLLM's metrics text to an `EngineSample`: the only file that knows `vllm:` names and their old aliases.
+
+Promise: whatever the text is (HTML, NaN, negative, repeated or missing series) a sample comes out, with
+None for what is absent or absurd and the names of those. Series of several engines of one server (data
+parallel) are summed; the KV fraction is their mean, since all have the same capacity.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from hetlb.core.types import Capacity, EngineSample
+
+RUNNING = ("vllm:num_requests_running",)
+WAITING = ("vllm:num_requests_waiting",)
+#: The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
+KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+CACHE_CONFIG = ("vllm:cache_config_info",)
+
+_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG))
+_LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+#: More requests or tokens than this on one server is nonsense.
+_MAX_COUNT = 1 << 40
+
+
+def parse(text: str) -> EngineSample:
+    """Read a Prometheus text page of one vLLM server."""
+    series: dict[str, dict[str, float]] = {}
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        match = _LINE.match(line)
+        if match is None or match[1] not in _WANTED:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            value = math.nan
+        # A repeated series replaces itself: last wins, nothing is counted twice.
+        series.setdefault(match[1], {})[match[2] or ""] = value
+    missing: list[str] = []
+    invalid: list[str] = []
+    running = _count(series, RUNNING, missing, invalid)
+    waiting = _count(series, WAITING, missing, invalid)
+    kv_usage = _fraction(series, KV_USAGE, missing, invalid)
+    capacity = _capacity(series, missing, invalid)
+    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid))
+
+
+def _find(
+    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str]
+) -> tuple[str, list[float]]:
+    names = tuple(names)
+    for name in names:
+        if name in series:
+            return name, list(series[name].values())
+    missing.append(names[0])
+    return names[0], []
+
+
+def _count(
+    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
+) -> int | None:
+    name, values = _find(series, names, missing)
+    if not values:
+        return None
+    if not all(0 <= value <= _MAX_COUNT for value in values):
+        invalid.append(name)
+        return None
+    return round(sum(values))
+
+
+def _fraction(
+    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
+) -> float | None:
+    name, values = _find(series, names, missing)
+    if not values:
+        return None
+    if not all(0 <= value <= 1 for value in values):
+        invalid.append(name)
+        return None
+    return sum(values) / len(values)
+
+
+def _capacity(series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]) -> Capacity:
+    name = CACHE_CONFIG[0]
+    if name not in series:
+        missing.append(name)
+        return Capacity()
+    per_engine: list[int] = []
+    block_size: int | None = None
+    for labels_text in series[name]:
+        labels = dict(_LABEL.findall(labels_text))
+        block_size = _whole(labels.get("block_size")) or block_size
+        tokens = _whole(labels.get("kv_cache_size_tokens"))
+        if tokens is None:
+            blocks = _whole(labels.get("num_gpu_blocks"))
+            size = _whole(labels.get("block_size"))
+            tokens = blocks * size if blocks and size else None
+        if tokens is not None:
+            per_engine.append(tokens)
+    if not per_engine:
+        invalid.append(name)
+        return Capacity(block_size=block_size)
+    return Capacity(
+        kv_cache_tokens=sum(per_engine), block_size=block_size, kv_tokens_per_request=min(per_engine)
+    )
+
+
+def _whole(text: str | None) -> int | None:
+    if text is None or not re.fullmatch(r"[0-9]{1,15}", text):
+        return None
+    return int(text) or None

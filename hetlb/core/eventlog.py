@@ -1,0 +1,287 @@
+"""What the scheduler saw and decided, as JSON lines; and the same facts fed to a scheduler again.
+
+Promise: a log holds everything a decision depends on (the set-up with its seed, then every fact with its
+time), so that replaying it gives the same decisions, to the last bit. The first line is the set-up; every
+further line is one fact with the decisions it led to. No prompt text is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.latency import LatencyModel
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    CapacityLearned,
+    Command,
+    Dispatch,
+    EngineSample,
+    Health,
+    HealthChanged,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceSpec,
+    Lease,
+    LeaseId,
+    ModelsLearned,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Reject,
+    Request,
+    RequestId,
+)
+
+FORMAT_VERSION = 1
+
+_T = TypeVar("_T", bound=Scheduler)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup:
+    """Everything a scheduler is built from: the same object makes the proxy's and the simulator's."""
+
+    specs: tuple[InstanceSpec, ...]
+    policy: str
+    params: PolicyParams
+    limits: QueueLimits
+    predictor: str
+    seed: int
+    lengths: LengthDistribution | None = None
+    initial_health: Health = Health.SUSPECT
+    now: float = 0.0
+
+    def build(
+        self,
+        kind: Callable[..., _T],
+        *,
+        oracle: Mapping[RequestId, int] | None = None,
+        **extra: Any,
+    ) -> _T:
+        """A scheduler of class `kind`. Raises `ValueError` if the predictor lacks what it needs."""
+        rng = random.Random(self.seed)
+        return kind(
+            self.specs,
+            self.policy,
+            params=self.params,
+            limits=self.limits,
+            predictor=make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle),
+            rng=rng,
+            initial_health=self.initial_health,
+            now=self.now,
+            **extra,
+        )
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes every fact and what came of it to `write`, a line at a time."""
+
+    def __init__(self, *args: Any, write: Callable[[str], object], **kwargs: Any) -> None:
+        self._write = write
+        super().__init__(*args, **kwargs)
+
+    def _record(self, kind: str, now: float, commands: list[Command], **fact: Any) -> list[Command]:
+        line = {"t": now, "kind": kind, **fact, "out": [encode_command(command) for command in commands]}
+        self._write(json.dumps(line, separators=(",", ":")) + "\n")
+        return commands
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        commands = super().on_arrival(request, now)
+        return self._record("arrival", now, commands, request=asdict(request))
+
+    def on_first_token(self, lease: Lease, now: float) -> list[Command]:
+        return self._record("first_token", now, super().on_first_token(lease, now), lease=lease.id)
+
+    def on_lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True
+    ) -> list[Command]:
+        commands = super().on_lease_ended(lease, outcome, now, retry=retry)
+        return self._record(
+            "lease_ended",
+            now,
+            commands,
+            lease=lease.id,
+            outcome=outcome.value,
+            output_tokens=lease.output_tokens,
+            retry=retry,
+        )
+
+    def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
+        return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
+
+    def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
+        commands = super().on_instance(change, now)
+        return self._record(
+            "instance", now, commands, change=type(change).__name__, **{"with": asdict(change)}
+        )
+
+    def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
+        commands = super().on_scrape(name, sample, now)
+        return self._record("scrape", now, commands, name=name, sample=asdict(sample))
+
+    def set_policy(self, name: str, now: float) -> list[Command]:
+        return self._record("policy", now, super().set_policy(name, now), name=name)
+
+    def on_tick(self, now: float) -> list[Command]:
+        return self._record("tick", now, super().on_tick(now))
+
+
+def encode_command(command: Command) -> list[Any]:
+    """A command as a short JSON list: its kind, then what identifies it."""
+    if isinstance(command, Dispatch):
+        lease = command.lease
+        return ["dispatch", command.request_id, lease.id, lease.instance, lease.work_ns, lease.kv_tokens]
+    if isinstance(command, Reject):
+        return ["reject", command.request_id, command.reason.value]
+    if isinstance(command, HealthChanged):
+        return ["health", command.instance, command.health.value]
+    return ["abort", command.request_id, command.lease.id]
+
+
+def encode_setup(setup: SchedulerSetup) -> str:
+    """The first line of a log."""
+    document = {
+        "version": FORMAT_VERSION,
+        "kind": "setup",
+        "specs": [asdict(spec) for spec in setup.specs],
+        "policy": setup.policy,
+        "params": asdict(setup.params),
+        "limits": asdict(setup.limits),
+        "predictor": setup.predictor,
+        "seed": setup.seed,
+        "lengths": setup.lengths.lengths if setup.lengths else None,
+        "initial_health": setup.initial_health.value,
+        "now": setup.now,
+    }
+    return json.dumps(document, separators=(",", ":")) + "\n"
+
+
+def _spec(raw: dict[str, Any]) -> InstanceSpec:
+    latency = raw["latency"]
+    return InstanceSpec(
+        **{
+            **raw,
+            "latency": LatencyModel(**latency) if latency else None,
+            "capacity": Capacity(**raw["capacity"]),
+        }
+    )
+
+
+def decode_setup(line: str) -> SchedulerSetup:
+    """Read the first line of a log. Raises `ValueError` when it is not one."""
+    raw = _object(line)
+    if raw.get("kind") != "setup" or raw.get("version") != FORMAT_VERSION:
+        raise ValueError(f"expected a set-up line of format {FORMAT_VERSION}")
+    try:
+        return SchedulerSetup(
+            specs=tuple(_spec(spec) for spec in raw["specs"]),
+            policy=raw["policy"],
+            params=PolicyParams(**raw["params"]),
+            limits=QueueLimits(**raw["limits"]),
+            predictor=raw["predictor"],
+            seed=raw["seed"],
+            lengths=LengthDistribution(raw["lengths"]) if raw["lengths"] else None,
+            initial_health=Health(raw["initial_health"]),
+            now=raw["now"],
+        )
+    except (KeyError, TypeError) as caught:
+        raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+    except ValueError as caught:
+        raise ValueError(f"expected JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ValueError("expected a JSON object")
+    return raw
+
+
+_CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
+    "InstanceAdded": lambda raw: InstanceAdded(_spec(raw["spec"])),
+    "InstanceRemoved": lambda raw: InstanceRemoved(**raw),
+    "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
+    "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
+    "ModelsLearned": lambda raw: ModelsLearned(raw["name"], tuple(raw["models"])),
+    "Probed": lambda raw: Probed(raw["name"], ProbeResult(raw["result"])),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One fact of a log: its line number, what was decided then and what is decided now."""
+
+    line: int
+    raw: dict[str, Any]
+    recorded: list[Any]
+    commands: list[Command]
+
+    @property
+    def same(self) -> bool:
+        """Whether the decisions agree."""
+        return self.recorded == [encode_command(command) for command in self.commands]
+
+
+class Replay:
+    """Feeds the facts of a log to a scheduler built from the log's own set-up."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self.setup = decode_setup(next(self._lines, ""))
+        self.scheduler = self.setup.build(Scheduler)
+        self._leases: dict[LeaseId, Lease] = {}
+
+    def __iter__(self) -> Iterator[Replayed]:
+        """Raises `ValueError` naming the line where the log cannot be followed."""
+        for number, line in enumerate(self._lines, start=2):
+            try:
+                raw = _object(line)
+                commands = self._feed(raw)
+                recorded = raw["out"]
+            except (KeyError, TypeError, ValueError) as caught:
+                raise ValueError(f"line {number}: {type(caught).__name__}: {caught}") from caught
+            for command in commands:
+                if isinstance(command, Dispatch):
+                    self._leases[command.lease.id] = command.lease
+            yield Replayed(number, raw, recorded, commands)
+
+    def _feed(self, raw: dict[str, Any]) -> list[Command]:
+        scheduler, now, kind = self.scheduler, raw["t"], raw["kind"]
+        if kind == "arrival":
+            return scheduler.on_arrival(Request(**raw["request"]), now)
+        if kind == "first_token":
+            return scheduler.on_first_token(self._leases[raw["lease"]], now)
+        if kind == "lease_ended":
+            lease = self._leases.pop(raw["lease"])
+            lease.output_tokens = raw["output_tokens"]
+            return scheduler.on_lease_ended(lease, Outcome(raw["outcome"]), now, retry=raw["retry"])
+        if kind == "cancelled":
+            return scheduler.on_cancelled(raw["request"], now)
+        if kind == "instance":
+            return scheduler.on_instance(_CHANGES[raw["change"]](raw["with"]), now)
+        if kind == "scrape":
+            sample = raw["sample"]
+            values = {
+                **sample,
+                "capacity": Capacity(**sample["capacity"]),
+                "missing": tuple(sample["missing"]),
+                "invalid": tuple(sample["invalid"]),
+            }
+            return scheduler.on_scrape(raw["name"], EngineSample(**values), now)
+        if kind == "policy":
+            return scheduler.set_policy(raw["name"], now)
+        if kind == "tick":
+            return scheduler.on_tick(now)
+        raise ValueError(f"unknown kind {kind!r}")

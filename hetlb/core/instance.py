@@ -1,0 +1,241 @@
+"""What we believe about one instance: its ledger, its limits, its speed, corrected by evidence.
+
+Promise: the ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
+sum over the live leases at every moment; nothing in it can fall below zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hetlb.core.health import HealthTracker
+from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.core.types import (
+    AdminState,
+    Capacity,
+    EngineSample,
+    Health,
+    InstanceSpec,
+    Lease,
+    LeaseId,
+    Request,
+)
+
+#: What an engine that has not told its KV capacity is taken to hold, in tokens.
+DEFAULT_KV_CACHE_TOKENS = 131_072
+#: A scrape older than this says nothing about now.
+SIGNAL_STALE_S = 5.0
+#: Learnt speed factors stay within 64 times of the default, either way.
+_SPEED_BOUND = 64.0
+#: Weight of one finished answer in the learnt speed.
+_SPEED_GAIN = 0.1
+
+
+class PeakEwma:
+    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds.
+
+    A latency above the estimate replaces it at once; below it decays towards the new value with weight
+    `exp(-elapsed / decay_s)`, also towards zero while nothing is heard. The start value is Linkerd's
+    default of 30 ms. Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
+    """
+
+    __slots__ = ("_rtt_s", "_updated_at")
+
+    DEFAULT_RTT_S = 0.030
+
+    def __init__(self, now: float) -> None:
+        self._rtt_s = self.DEFAULT_RTT_S
+        self._updated_at = now
+
+    def observe(self, rtt_s: float, now: float, decay_s: float) -> None:
+        """A first byte came after `rtt_s`."""
+        if rtt_s > self._rtt_s:
+            self._rtt_s = rtt_s
+        else:
+            keep = self._keep(now, decay_s)
+            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
+        self._updated_at = now
+
+    def estimate_s(self, now: float, decay_s: float) -> float:
+        """The estimate now, decayed since the last observation."""
+        return self._rtt_s * self._keep(now, decay_s)
+
+    def _keep(self, now: float, decay_s: float) -> float:
+        return math.exp(-(now - self._updated_at) / decay_s)
+
+
+class Instance:
+    """One incarnation of one vLLM server."""
+
+    __slots__ = (
+        "_speed_log",
+        "admin",
+        "capacity",
+        "health",
+        "in_flight",
+        "incarnation",
+        "kv_tokens",
+        "latency",
+        "leases",
+        "longest_request_tokens",
+        "name",
+        "peak_ewma",
+        "profiled",
+        "removed",
+        "sample",
+        "sample_at",
+        "sequences",
+        "served",
+        "spec",
+        "work_ns",
+    )
+
+    def __init__(self, spec: InstanceSpec, incarnation: int, health: HealthTracker, now: float) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.incarnation = incarnation
+        self.health = health
+        self.admin = AdminState.READY
+        self.removed = False
+        self.profiled = spec.latency is not None
+        self.latency: LatencyModel = spec.latency or DEFAULT_LATENCY
+        self.capacity = Capacity()
+        #: The most tokens (prompt and output) one sequence may have, None while unknown.
+        self.longest_request_tokens: int | None = None
+        self.learn_capacity(spec.capacity)
+        self.served: tuple[str, ...] | None = None
+        self.sample: EngineSample | None = None
+        self.sample_at: float | None = None
+        self.peak_ewma = PeakEwma(now)
+        self.leases: dict[LeaseId, Lease] = {}
+        self.work_ns = 0
+        self.kv_tokens = 0
+        self.in_flight = 0
+        self.sequences = 0
+        self._speed_log: float | None = None
+
+    # --- limits ---
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens its KV cache holds, a stated default while unknown."""
+        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
+
+    @property
+    def kv_utilization(self) -> float:
+        """Promised fraction of the KV cache: the paper's u. It may exceed 1."""
+        return self.kv_tokens / self.kv_cache_tokens
+
+    def kv_used_tokens(self, now: float) -> float:
+        """Tokens in use: what we promised, or what the engine reports if that is more and fresh."""
+        sample = self.sample
+        if (
+            sample is not None
+            and sample.kv_usage is not None
+            and self.sample_at is not None
+            and now - self.sample_at <= SIGNAL_STALE_S
+        ):
+            return max(float(self.kv_tokens), sample.kv_usage * self.kv_cache_tokens)
+        return float(self.kv_tokens)
+
+    def learn_capacity(self, newer: Capacity) -> None:
+        """Take over what the engine says it can hold; figures it does not know stay."""
+        capacity = self.capacity = self.capacity.updated(newer)
+        limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
+        known = [limit for limit in limits if limit is not None]
+        self.longest_request_tokens = min(known) if known else None
+
+    def fits(self, request: Request) -> bool:
+        """Whether prompt and the output the client may ask for fit this instance at all."""
+        limit = self.longest_request_tokens
+        if limit is None:
+            return True
+        output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
+        return (request.longest_prompt_tokens or request.prompt_tokens) + output <= limit
+
+    # --- state ---
+
+    @property
+    def routable(self) -> bool:
+        """Whether new work may go here at all."""
+        return not self.removed and self.admin is AdminState.READY and self.health.state is not Health.EJECTED
+
+    def serves(self, model: str) -> bool:
+        """Whether this instance answers to `model`: by its own list once known, else as configured."""
+        if self.served is None:
+            return self.spec.model == model
+        return model in self.served
+
+    # --- ledger ---
+
+    @property
+    def work_s(self) -> float:
+        """The paper's W_i: assigned and not yet completed work, in seconds."""
+        return self.work_ns / 1e9
+
+    def acquire(self, lease: Lease) -> None:
+        """Book a lease."""
+        assert lease.work_ns >= 0, f"{lease!r} books negative work"
+        assert lease.kv_tokens >= 0, f"{lease!r} books negative KV tokens"
+        self.leases[lease.id] = lease
+        self.work_ns += lease.work_ns
+        self.kv_tokens += lease.kv_tokens
+        self.in_flight += 1
+        self.sequences += lease.request.sequences
+
+    def release(self, lease: Lease) -> None:
+        """Give back exactly what the lease booked, once."""
+        assert not lease.ended, f"{lease!r} was released before"
+        booked = self.leases.pop(lease.id, None)
+        assert booked is lease, f"{lease!r} is not booked on {self.name}"
+        lease.ended = True
+        self.work_ns -= lease.work_ns
+        self.kv_tokens -= lease.kv_tokens
+        self.in_flight -= 1
+        self.sequences -= lease.request.sequences
+        assert min(self.work_ns, self.kv_tokens, self.in_flight, self.sequences) >= 0, (
+            f"the ledger of {self.name} fell below zero"
+        )
+
+    def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
+        """For explanations only: a state without leases behind it, unrounded."""
+        if work_s is not None:
+            self.work_ns = work_s * 1e9  # type: ignore[assignment]
+        if kv_utilization is not None:
+            self.kv_tokens = kv_utilization * self.kv_cache_tokens  # type: ignore[assignment]
+
+    def check_integrity(self) -> None:
+        """Assert that the ledger is the sum over the live leases."""
+        leases = self.leases.values()
+        assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
+        assert self.kv_tokens == sum(lease.kv_tokens for lease in leases), self.name
+        assert self.in_flight == len(self.leases), self.name
+        assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
+        assert all(not lease.ended for lease in leases), self.name
+
+    # --- evidence ---
+
+    def learn_speed(self, lease: Lease, now: float) -> None:
+        """Correct the speed of an instance without a profile by one finished answer.
+
+        The observed gap between its tokens over the default model's step at the batch it ran in, as an
+        average of logarithms: a factor on all of the default's constants.
+        """
+        tokens = lease.output_tokens / lease.request.sequences
+        if self.profiled or lease.first_token_at is None or tokens < 4:
+            return
+        gap_s = (now - lease.first_token_at) / (tokens - 1)
+        if gap_s <= 0:
+            return
+        batch = self.sequences + lease.request.sequences
+        if self.capacity.max_num_seqs is not None:
+            batch = min(batch, self.capacity.max_num_seqs)
+        step_s = DEFAULT_LATENCY.decode_step_s(batch, lease.request.prompt_tokens + tokens / 2)
+        observed = math.log(gap_s / step_s)
+        bound = math.log(_SPEED_BOUND)
+        observed = min(bound, max(-bound, observed))
+        if self._speed_log is None:
+            self._speed_log = observed
+        else:
+            self._speed_log += _SPEED_GAIN * (observed - self._speed_log)
+        self.latency = DEFAULT_LATENCY.scaled(math.exp(self._speed_log))

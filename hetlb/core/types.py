@@ -1,0 +1,316 @@
+"""The words of the scheduler: what goes in (requests, facts), what comes out (commands), what is lent.
+
+Facts and commands are frozen; a `Lease` is the one mutable thing that a driver shares with the
+scheduler: the driver counts tokens into it, the scheduler reads them when it decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from hetlb.core.latency import LatencyModel
+
+RequestId: TypeAlias = int
+LeaseId: TypeAlias = int
+
+#: Nothing an engine can take is longer than this; larger figures in a request are wrong input.
+MAX_TOKENS_LIMIT = 1 << 31
+
+
+class AdminState(StrEnum):
+    """What an operator asked for. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
+
+    READY = "ready"
+    DRAIN = "drain"
+    MAINT = "maint"
+
+
+class Health(StrEnum):
+    """What the evidence says. `SUSPECT` is used only while no instance that can take a request is `UP`."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    EJECTED = "ejected"
+
+
+class Outcome(StrEnum):
+    """How a request, or one lease of it, ended. Every accepted request has exactly one."""
+
+    OK = "ok"
+    UPSTREAM_ERROR = "upstream_error"
+    BAD_REQUEST = "bad_request"
+    REJECTED_FULL = "rejected_full"
+    NO_INSTANCE = "no_instance"
+    EXPIRED_QUEUE = "expired_queue"
+    CONNECT_FAILED = "connect_failed"
+    NO_RESPONSE = "no_response"
+    BROKEN_STREAM = "broken_stream"
+    CLIENT_GONE = "client_gone"
+    LOCAL_FAULT = "local_fault"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one instance can hold. `None` means not known yet.
+
+    `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
+    the most that a single request can use of it (one engine's share).
+    """
+
+    kv_cache_tokens: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_tokens_per_request: int | None = None
+
+    def updated(self, newer: Capacity) -> Capacity:
+        """This capacity with every figure that `newer` knows replaced by it."""
+        return Capacity(
+            *(
+                getattr(self, name) if getattr(newer, name) is None else getattr(newer, name)
+                for name in Capacity.__slots__
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
+
+    `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
+    """
+
+    name: str
+    model: str
+    url: str = ""
+    weight: float = 1.0
+    latency: LatencyModel | None = None
+    capacity: Capacity = Capacity()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the scheduler sees it. It never holds the true output length.
+
+    `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one;
+    `sequences` is how many the engine will run for it (number of prompts times `n`); `max_tokens` is
+    the client's cap on the output of each sequence, None if it gave none. `generates` is False for
+    embeddings, scores, tokenize and the like, which have no output. `prompt_exact` says that the length
+    was counted, not estimated from bytes. `pinned` names the one instance that can answer.
+    """
+
+    id: RequestId
+    model: str
+    prompt_tokens: int
+    max_tokens: int | None = None
+    sequences: int = 1
+    longest_prompt_tokens: int = 0
+    generates: bool = True
+    body_bytes: int = 0
+    prompt_exact: bool = False
+    pinned: str | None = None
+
+
+class Lease:
+    """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
+
+    `work_ns` and `kv_tokens` are fixed at dispatch and given back exactly once. The driver counts
+    `output_tokens` (all sequences together) as they appear; nothing is called per token.
+    """
+
+    __slots__ = (
+        "dispatched_at",
+        "ended",
+        "first_token_at",
+        "id",
+        "incarnation",
+        "instance",
+        "kv_tokens",
+        "output_tokens",
+        "predicted_output",
+        "request",
+        "work_ns",
+    )
+
+    def __init__(
+        self,
+        lease_id: LeaseId,
+        request: Request,
+        instance: str,
+        incarnation: int,
+        *,
+        work_ns: int,
+        kv_tokens: int,
+        predicted_output: float,
+        dispatched_at: float,
+    ) -> None:
+        self.id = lease_id
+        self.request = request
+        self.instance = instance
+        self.incarnation = incarnation
+        self.work_ns = work_ns
+        self.kv_tokens = kv_tokens
+        self.predicted_output = predicted_output
+        self.dispatched_at = dispatched_at
+        self.first_token_at: float | None = None
+        self.output_tokens = 0
+        self.ended = False
+
+    def __repr__(self) -> str:
+        return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
+
+
+# --- facts about instances ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAdded:
+    """A server joined the fleet (or came back under the same name: then it is a new incarnation)."""
+
+    spec: InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRemoved:
+    """A server left the fleet: no new work; its leases end when their requests do."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdminStateSet:
+    """An operator set the administrative state."""
+
+    name: str
+    state: AdminState
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityLearned:
+    """The engine told what it can hold; figures it does not know stay as they were."""
+
+    name: str
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsLearned:
+    """The engine's own list of model names (base, aliases, LoRA adapters)."""
+
+    name: str
+    models: tuple[str, ...]
+
+
+class ProbeResult(StrEnum):
+    """What a probe of an engine found. A refused connection is proof of absence, a timeout is not."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A health probe ended."""
+
+    name: str
+    result: ProbeResult
+
+
+InstanceChange: TypeAlias = (
+    InstanceAdded | InstanceRemoved | AdminStateSet | CapacityLearned | ModelsLearned | Probed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One scrape of an engine, summed over its data-parallel series. None where absent or absurd.
+
+    `kv_usage` is a fraction 0..1. `missing` and `invalid` name the metrics that were not there or absurd.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    capacity: Capacity = Capacity()
+    missing: tuple[str, ...] = ()
+    invalid: tuple[str, ...] = ()
+
+
+# --- commands ----------------------------------------------------------------------------------------
+
+
+class RejectReason(StrEnum):
+    """Why the scheduler turned a request down."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    NO_INSTANCE = "no_instance"
+    QUEUE_EXPIRED = "queue_expired"
+    CONNECT_FAILED = "connect_failed"
+    NO_RESPONSE = "no_response"
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One instance as a policy saw it for one request: every term of the score, lowest score wins.
+
+    `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
+    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
+    policy does not use stay None.
+    """
+
+    instance: str
+    score: float = 0.0
+    eligible: bool = True
+    reason: str = ""
+    ideal_batch: int | None = None
+    processing_s: float | None = None
+    kv_utilization: float | None = None
+    workload: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the request to the lease's instance now."""
+
+    request_id: RequestId
+    lease: Lease
+    reason: str
+    candidates: tuple[Candidate, ...] = field(default=(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Answer the client: the request will not be run. `detail` is a sentence for the client."""
+
+    request_id: RequestId
+    reason: RejectReason
+    detail: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End this lease's work at the engine; the driver reports its end as usual."""
+
+    request_id: RequestId
+    lease: Lease
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChanged:
+    """An instance's health changed; for the log and the metrics."""
+
+    instance: str
+    health: Health
+    reason: str
+
+
+Command: TypeAlias = Dispatch | Reject | Abort | HealthChanged

@@ -1,0 +1,59 @@
+"""The exceptions of hetlb: the tree says who is at fault.
+
+    HetlbError
+    ├── InputError            a person's file, flag or environment: exit status 2, one line
+    │   ├── ConfigError       a fleet or cluster file
+    │   ├── ProfileError      a latency profile
+    │   └── TraceError        a request trace or an event log
+    ├── PlanError             a plan that cannot be made
+    └── UpstreamError         an engine that did not do its part
+        ├── ConnectFailed     no connection: nothing was sent
+        ├── NoResponse        sent, and no (usable) reply came
+        └── BrokenStream      a reply began and did not end properly
+
+A request that hetlb itself turns down raises nothing: the scheduler returns a `Reject` command
+(`hetlb.core.types`) and the proxy has one table from its reason to the HTTP reply
+(`hetlb.proxy.replies`). A client that leaves is not an error at all.
+"""
+
+from __future__ import annotations
+
+
+class HetlbError(Exception):
+    """Base class of everything hetlb raises on purpose."""
+
+
+class InputError(HetlbError):
+    """Wrong input from a person. `str()` is one line: file, key, value and what was expected."""
+
+
+class ConfigError(InputError):
+    """A fleet or cluster file that cannot be used."""
+
+
+class ProfileError(InputError):
+    """A latency profile that cannot be used."""
+
+
+class TraceError(InputError):
+    """A request trace or event log that cannot be used."""
+
+
+class PlanError(HetlbError):
+    """No plan satisfies the constraints, or a plan failed its check."""
+
+
+class UpstreamError(HetlbError):
+    """An engine did not do its part. The text is for the log, never for the client."""
+
+
+class ConnectFailed(UpstreamError):
+    """No connection was made: the request was provably not sent."""
+
+
+class NoResponse(UpstreamError):
+    """The request was sent and no usable response head came back."""
+
+
+class BrokenStream(UpstreamError):
+    """A response began and broke off or was malformed."""
