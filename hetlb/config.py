@@ -11,7 +11,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -94,7 +94,31 @@ def _value_at(raw: Any, path: str) -> Any:
     return raw
 
 
-def explain_validation_error(caught: msgspec.ValidationError, raw: Any) -> str:
+#: msgspec's names of types in the words of someone who writes YAML.
+_PLAIN_WORDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping of keys",
+    "null": "nothing",
+}
+
+
+def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The keys that the table at `path` of a `kind` may have."""
+    for name, _ in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+        if name:
+            kind = get_type_hints(kind)[name]
+        for inner in get_args(kind):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                kind = inner
+    fields: tuple[str, ...] = kind.__struct_fields__
+    return fields
+
+
+def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: Any) -> str:
     """One `key: expected …, got …` phrase from msgspec's message and the data it complains about."""
     text = str(caught)
     match = _AT.search(text)
@@ -102,12 +126,16 @@ def explain_validation_error(caught: msgspec.ValidationError, raw: Any) -> str:
     message = text[: match.start()] if match else text
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
         key = f"{path}.{unknown[1]}" if path else unknown[1]
-        return f"{key}: unknown key, expected one of the documented ones"
+        keys = ", ".join(_keys_at(kind, match["path"] if match else ""))
+        return f"{key}: unknown key, expected one of {keys}"
     if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
         key = f"{path}.{missing[1]}" if path else missing[1]
         return f"{key}: expected a value, but the key is missing"
     value = _value_at(raw, match["path"]) if match else raw
-    expected = re.sub(r", got `.*`$", "", message).replace("`", "")
+    if message.startswith("Invalid enum value"):
+        return f"{path}: expected 1, the only version there is, got {_short(value)}"
+    expected = re.sub(r", got `.*`$", "", message)
+    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
     expected = expected[:1].lower() + expected[1:]
     got = "" if value is ... else f", got {_short(value)}"
     return f"{path or 'the file'}: {expected}{got}"
@@ -135,7 +163,7 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as caught:
-        raise error(f"{path}: {explain_validation_error(caught, raw)}") from caught
+        raise error(f"{path}: {explain_validation_error(caught, raw, kind)}") from caught
 
 
 # --- latency profiles --------------------------------------------------------------------------------

@@ -32,8 +32,10 @@ def parse(text: str) -> EngineSample:
     for line in text.splitlines():
         if not line.startswith("vllm:"):
             continue
+        if line.partition("{")[0].partition(" ")[0] not in _WANTED:
+            continue
         match = _LINE.match(line)
-        if match is None or match[1] not in _WANTED:
+        if match is None:
             continue
         try:
             value = float(match[3])

@@ -6,6 +6,7 @@ scheduler: the driver counts tokens into it, the scheduler reads them when it de
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -273,6 +274,19 @@ class Candidate:
     processing_s: float | None = None
     kv_utilization: float | None = None
     workload: float | None = None
+
+    def document(self) -> dict[str, object]:
+        """As JSON names it, unrounded; a score that is never chosen is null."""
+        return {
+            "instance": self.instance,
+            "ideal_batch": self.ideal_batch,
+            "processing_s": self.processing_s,
+            "kv_utilization": self.kv_utilization,
+            "workload": self.workload,
+            "score": self.score if math.isfinite(self.score) else None,
+            "eligible": self.eligible,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True, slots=True)

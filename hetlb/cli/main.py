@@ -1,0 +1,69 @@
+"""`hetlb`: finds the command, runs it, and turns errors into one line and an exit status.
+
+Promise: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else; Ctrl-C ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import hetlb
+from hetlb.errors import HetlbError, InputError
+
+#: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
+COMMANDS = {
+    "demo": "the whole loop on this machine, no GPU needed",
+    "serve": "the reverse proxy in front of a fleet",
+    "engine": "an emulated vLLM server, timed by a latency profile",
+    "simulate": "a fleet in virtual time, or a replay of a recorded event log",
+    "explain": "one decision in numbers",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or of `only` one (the others then have no flags)."""
+    parser = _Parser(
+        prog="hetlb",
+        description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
+    )
+    parser.add_argument("--version", action="version", version=f"hetlb {hetlb.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if only in (None, name):
+            importlib.import_module(f"hetlb.cli.{name}").add_arguments(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+    try:
+        status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
+        sys.stdout.flush()
+        return int(status)
+    except InputError as error:
+        print(f"hetlb {args.command}: {error}", file=sys.stderr)
+        return 2
+    except HetlbError as error:
+        print(f"hetlb {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): nothing more to say, and no traceback at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

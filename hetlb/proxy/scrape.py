@@ -1,0 +1,224 @@
+"""Watching the engines: health, what they serve, how full they are. The only user of aiohttp's client.
+
+Promise: one request at a time per instance, each with its own deadline; whatever an engine answers, the
+watcher goes on. A refused connection is told apart from a slow answer, and trouble of our own (no file
+descriptors, no ports) is nobody's failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from hetlb.config import ScrapeTable
+from hetlb.core.engine_metrics import parse
+from hetlb.core.types import (
+    Capacity,
+    CapacityLearned,
+    EngineSample,
+    InstanceChange,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
+
+logger = logging.getLogger("hetlb.scrape")
+
+#: Errors of this machine, not of the engine.
+LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+#: A metrics or models page beyond this is not one.
+_MAX_PAGE_BYTES = 4 << 20
+#: The model list is read again after this many rounds, and whenever an instance comes back.
+_MODELS_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One server to watch."""
+
+    name: str
+    url: str
+
+
+class _LocalTroubleError(Exception):
+    """We could not even try."""
+
+
+class Scraper:
+    """One watching task per instance; facts go to the two callbacks, on the event loop."""
+
+    def __init__(
+        self,
+        table: ScrapeTable,
+        *,
+        on_change: Callable[[InstanceChange], None],
+        on_sample: Callable[[str, EngineSample], None],
+    ) -> None:
+        self._table = table
+        self._on_change = on_change
+        self._on_sample = on_sample
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._first_rounds: dict[str, asyncio.Event] = {}
+        self._session: aiohttp.ClientSession | None = None
+        #: The engines' own entries of `/v1/models`, by instance.
+        self.models: dict[str, list[dict[str, Any]]] = {}
+        #: The engines' `/version`, by instance.
+        self.versions: dict[str, str] = {}
+        self.invalid_samples: dict[str, int] = {}
+
+    async def start(self, targets: Iterable[Target], first_round_s: float = 1.0) -> None:
+        """Watch the targets; returns after every one has answered once, or after `first_round_s`."""
+        timeout = aiohttp.ClientTimeout(total=self._table.timeout_s)
+        # uvicorn closes idle connections after 5 s: ours are given up first.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        for target in targets:
+            self.add(target)
+        rounds = [asyncio.create_task(event.wait()) for event in self._first_rounds.values()]
+        if rounds:
+            _, pending = await asyncio.wait(rounds, timeout=first_round_s)
+            for task in pending:
+                task.cancel()
+
+    def add(self, target: Target) -> None:
+        """Begin to watch one more server."""
+        self._first_rounds[target.name] = asyncio.Event()
+        self._tasks[target.name] = asyncio.create_task(self._watch(target), name=f"watch {target.name}")
+
+    def remove(self, name: str) -> None:
+        """Stop watching a server."""
+        if task := self._tasks.pop(name, None):
+            task.cancel()
+        for known in (self.models, self.versions, self.invalid_samples, self._first_rounds):
+            known.pop(name, None)
+
+    async def close(self) -> None:
+        """Stop watching everything."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _watch(self, target: Target) -> None:
+        loop = asyncio.get_running_loop()
+        rounds_until_models = 0
+        told_missing = False
+        while True:
+            started = loop.time()
+            result = await self._probe(target)
+            if result is not None:
+                self._on_change(Probed(target.name, result))
+            if result is ProbeResult.OK:
+                if rounds_until_models <= 0:
+                    rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
+                rounds_until_models -= 1
+                sample = await self._read_metrics(target)
+                if sample is not None:
+                    self._on_sample(target.name, sample)
+                    if sample.invalid:
+                        self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
+                    if sample.missing and not told_missing:
+                        logger.warning(
+                            "%s does not report %s; its own ledger is used instead",
+                            target.name,
+                            ", ".join(sample.missing),
+                        )
+                        told_missing = True
+            else:
+                # Whoever comes back may serve something else.
+                rounds_until_models = 0
+            self._first_rounds[target.name].set()
+            await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        assert self._session is not None, "start() comes first"
+        try:
+            async with self._session.get(url, allow_redirects=False) as reply:
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > _MAX_PAGE_BYTES:
+                        return reply.status, b""
+                return reply.status, bytes(body)
+        except OSError as error:
+            if error.errno in LOCAL_ERRNOS:
+                raise _LocalTroubleError from error
+            raise
+
+    async def _probe(self, target: Target) -> ProbeResult | None:
+        try:
+            status, _ = await self._get(f"{target.url}/health")
+        except _LocalTroubleError:
+            return None
+        except aiohttp.ClientConnectorError as error:
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            return ProbeResult.REFUSED if refused else ProbeResult.FAILED
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return ProbeResult.FAILED
+        return ProbeResult.OK if status == 200 else ProbeResult.FAILED
+
+    async def _read_metrics(self, target: Target) -> EngineSample | None:
+        try:
+            status, body = await self._get(f"{target.url}/metrics")
+        except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
+        return parse(body.decode("utf-8", "replace")) if status == 200 else None
+
+    async def _read_models(self, target: Target) -> bool:
+        try:
+            status, body = await self._get(f"{target.url}/v1/models")
+            _, version = await self._get(f"{target.url}/version")
+        except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return False
+        entries = read_model_list(body) if status == 200 else []
+        if not entries:
+            return False
+        self.models[target.name] = entries
+        if text := read_version(version):
+            self.versions[target.name] = text
+        self._on_change(ModelsLearned(target.name, tuple(dict.fromkeys(entry["id"] for entry in entries))))
+        lengths = [entry["max_model_len"] for entry in entries if _is_length(entry.get("max_model_len"))]
+        if lengths:
+            self._on_change(CapacityLearned(target.name, Capacity(max_model_len=max(lengths))))
+        return True
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
+
+
+def read_model_list(body: bytes) -> list[dict[str, Any]]:
+    """The entries of a `/v1/models` answer that have a name, [] if it is none."""
+    document = _json(body)
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        return []
+    return [
+        entry
+        for entry in data[:1000]
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and 0 < len(entry["id"]) <= 512
+    ]
+
+
+def read_version(body: bytes) -> str | None:
+    """The text of a `/version` answer."""
+    document = _json(body)
+    version = document.get("version") if isinstance(document, dict) else None
+    return version if isinstance(version, str) and len(version) <= 64 else None
+
+
+def _json(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,128 @@
+"""A recorded log, replayed, gives the same decisions; a log that was tampered with does not pass unseen."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from helpers import MODEL, request, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.eventlog import RecordingScheduler, Replay, SchedulerSetup, encode_setup
+from hetlb.core.policies import POLICIES, PolicyParams
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    CapacityLearned,
+    Dispatch,
+    EngineSample,
+    InstanceAdded,
+    InstanceRemoved,
+    Lease,
+    ModelsLearned,
+    Outcome,
+    Probed,
+    ProbeResult,
+)
+
+
+def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str]:
+    """Drive a recording scheduler with every kind of fact, at random."""
+    rng = random.Random(seed)
+    setup = SchedulerSetup(
+        specs=(spec("a"), spec("b", slower=2.7, kv=5000), spec("c", latency=None)),
+        policy=policy,
+        params=PolicyParams(),
+        limits=QueueLimits(),
+        predictor=predictor,
+        seed=seed,
+        lengths=LengthDistribution([3, 77, 400]),
+    )
+    lines = [encode_setup(setup)]
+    scheduler = setup.build(RecordingScheduler, write=lines.append)
+    now = 0.0
+    leases: list[Lease] = []
+    for i in range(steps):
+        now += rng.random() / 3
+        name = rng.choice("abc")
+        kind = rng.randrange(12)
+        commands = []
+        if kind < 5:
+            commands = scheduler.on_arrival(
+                request(i, prompt=rng.randrange(1, 900), max_tokens=rng.choice([None, 50])), now
+            )
+        elif kind < 7 and leases:
+            lease = leases.pop(rng.randrange(len(leases)))
+            scheduler.on_first_token(lease, now)
+            lease.output_tokens = rng.randrange(1, 500)
+            commands = scheduler.on_lease_ended(lease, rng.choice(list(Outcome)), now + 0.1)
+        elif kind == 7:
+            commands = scheduler.on_scrape(name, EngineSample(1, 2, rng.random(), missing=("x",)), now)
+        elif kind == 8:
+            commands = scheduler.on_instance(Probed(name, rng.choice(list(ProbeResult))), now)
+        elif kind == 9:
+            change = rng.choice(
+                [
+                    AdminStateSet(name, rng.choice(list(AdminState))),
+                    ModelsLearned(name, (MODEL, "lora")),
+                    CapacityLearned(name, Capacity(kv_cache_tokens=rng.randrange(900, 9000))),
+                ]
+            )
+            commands = scheduler.on_instance(change, now)
+        elif kind == 10:
+            commands = scheduler.on_tick(now) + scheduler.on_cancelled(i - 1, now)
+        else:
+            commands = scheduler.set_policy(rng.choice(sorted(POLICIES)), now)
+            commands += scheduler.on_instance(InstanceRemoved(name), now)
+            commands += scheduler.on_instance(InstanceAdded(spec(name, slower=rng.random() + 0.5)), now)
+        leases += [command.lease for command in commands if isinstance(command, Dispatch)]
+    return lines
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(("online", "normal", "mean", "empirical")),
+    st.integers(0, 1 << 20),
+)
+def test_replay_decides_the_same(policy: str, predictor: str, seed: int) -> None:
+    replay = Replay(record(policy, predictor, seed))
+    assert all(step.same for step in replay)
+    replay.scheduler.check_integrity()
+
+
+def test_a_changed_decision_is_noticed() -> None:
+    lines = record("paper", "online", 1)
+    index = next(i for i, line in enumerate(lines) if '"dispatch"' in line)
+    fact = json.loads(lines[index])
+    fact["out"][0][4] += 1  # one nanosecond of work
+    lines[index] = json.dumps(fact)
+    assert [step.line for step in Replay(lines) if not step.same] == [index + 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", "line 2: ValueError: expected JSON"),
+        ("[]", "line 2: ValueError: expected a JSON object"),
+        ('{"t":0,"kind":"nap","out":[]}', "unknown kind 'nap'"),
+        ('{"t":0,"kind":"first_token","lease":9,"out":[]}', "line 2: KeyError: 9"),
+        ('{"kind":"tick"}', "line 2: KeyError: 't'"),
+    ],
+)
+def test_a_broken_log_names_its_line(line: str, message: str) -> None:
+    setup = record("paper", "online", 1, steps=0)[0]
+    with pytest.raises(ValueError, match="line 2") as caught:
+        list(Replay([setup, line]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("first", ["", "{}", '{"kind":"setup","version":99}', '{"kind":"setup","version":1}'])
+def test_a_log_without_its_set_up_is_refused(first: str) -> None:
+    with pytest.raises(ValueError, match=r"set-up|JSON"):
+        Replay([first])

@@ -1,0 +1,102 @@
+"""Every row of the transition table in `hetlb.core.health`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetlb.core.health import EJECTION_CAP_S, FALL, PASSIVE_FALL, HealthTracker
+from hetlb.core.types import Health, ProbeResult
+
+
+def tracker(state: Health = Health.UP) -> HealthTracker:
+    return HealthTracker(random.Random(0), state)
+
+
+@pytest.mark.parametrize("state", [Health.UP, Health.SUSPECT])
+def test_a_refused_connection_is_proof(state: Health) -> None:
+    health = tracker(state)
+    assert health.on_probe(ProbeResult.REFUSED, 0.0)
+    assert health.state is Health.EJECTED
+    assert not health.on_probe(ProbeResult.REFUSED, 1.0)
+
+
+def test_a_suspect_is_up_after_one_probe_or_one_answer() -> None:
+    health = tracker(Health.SUSPECT)
+    assert health.on_probe(ProbeResult.OK, 0.0)
+    assert health.state is Health.UP
+    health = tracker(Health.SUSPECT)
+    assert health.on_success(0.0)
+    assert health.state is Health.UP
+
+
+def test_missed_probes_eject_after_three_in_a_row() -> None:
+    health = tracker()
+    assert [health.on_probe(ProbeResult.FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
+    assert health.state is Health.EJECTED
+
+
+def test_tokens_that_flow_outweigh_missed_probes() -> None:
+    health = tracker()
+    for _ in range(20):
+        health.on_probe(ProbeResult.FAILED, 0.0)
+        health.on_success(0.0)
+    assert health.state is Health.UP
+
+
+def test_the_way_back_takes_two_probes() -> None:
+    health = tracker()
+    health.on_probe(ProbeResult.REFUSED, 0.0)
+    assert not health.on_probe(ProbeResult.OK, 1.0)
+    assert not health.on_probe(ProbeResult.FAILED, 2.0)
+    assert not health.on_probe(ProbeResult.OK, 3.0)
+    assert health.on_probe(ProbeResult.OK, 4.0)
+    assert health.state is Health.UP
+
+
+def test_failed_answers_eject_and_a_probe_alone_does_not_bring_back() -> None:
+    health = tracker()
+    assert [health.on_failure(0.0, may_eject=True) for _ in range(PASSIVE_FALL)][-1]
+    assert health.state is Health.EJECTED
+    for _ in range(10):
+        assert not health.on_probe(ProbeResult.OK, 3.0)
+    assert health.on_probe(ProbeResult.OK, 6.5)
+
+
+def test_a_success_in_between_starts_the_count_anew() -> None:
+    health = tracker()
+    for _ in range(20):
+        for _ in range(PASSIVE_FALL - 1):
+            assert not health.on_failure(0.0, may_eject=True)
+        health.on_success(0.0)
+    assert health.state is Health.UP
+
+
+def test_the_last_instance_is_not_ejected() -> None:
+    health = tracker()
+    for _ in range(50):
+        assert not health.on_failure(0.0, may_eject=False)
+    assert health.state is Health.UP
+
+
+def test_ejections_grow_to_a_cap_and_are_forgiven() -> None:
+    health = tracker()
+    now, lengths = 0.0, []
+    for _ in range(20):
+        for _ in range(PASSIVE_FALL):
+            health.on_failure(now, may_eject=True)
+        lengths.append(health.ejected_until - now)
+        now = health.ejected_until
+        for _ in range(2):
+            health.on_probe(ProbeResult.OK, now)
+        assert health.state is Health.UP
+    assert 4 <= lengths[0] <= 6
+    assert lengths[5] > lengths[0] * 3
+    assert max(lengths) <= EJECTION_CAP_S * 1.2
+    for _ in range(100):
+        now += 31
+        health.on_success(now)
+    for _ in range(PASSIVE_FALL):
+        health.on_failure(now, may_eject=True)
+    assert health.ejected_until - now <= 6

@@ -1,0 +1,63 @@
+"""The latency formulas agree with the sums they stand for, computed the long way."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.latency import IterationRule, LatencyModel, ideal_batch, processing_s
+
+MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=3e-7, k8=1.3e-2)
+
+
+@given(st.integers(1, 256), st.integers(1, 4096), st.integers(1, 400))
+def test_closed_form_of_decode_is_the_sum_of_its_steps(batch: int, inputs: int, outputs: int) -> None:
+    total = math.fsum(MODEL.decode_step_s(batch, inputs + j) for j in range(1, outputs + 1))
+    assert MODEL.decode_s(batch, inputs, outputs) == pytest.approx(total, rel=1e-12)
+
+
+def test_processing_time_of_a_hand_computed_case() -> None:
+    # kv 690000, I 512, O 128: floor(690000 / 640) = 1078, capped at 256.
+    assert ideal_batch(690_000, 512, 128, 256) == 256
+    prefill = 1.1e-4 * 256 * 512 + 1e-3 * 256 + 2e-6 * 512 + 1e-2
+    decode = 128 * (6e-5 * 256 + 1.3e-2) + (5e-8 * 256 + 3e-7) * (128 * 512 + 128 * 129 / 2)
+    assert processing_s(MODEL, 256, 512, 128) == pytest.approx((prefill + decode) / 256, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kv", "inputs", "outputs", "cap", "expected"),
+    [(1000, 100, 100, None, 5), (1000, 100, 101, None, 4), (10, 100, 1, None, 1), (1000, 1, 0, 7, 7)],
+)
+def test_ideal_batch(kv: int, inputs: int, outputs: float, cap: int | None, expected: int) -> None:
+    assert ideal_batch(kv, inputs, outputs, cap) == expected
+
+
+def test_pure_iterations_are_as_fitted() -> None:
+    work = {"prefill_tokens": 512, "prefill_requests": 1, "longest_prefill": 512}
+    idle = {"prefill_tokens": 0, "prefill_requests": 0, "longest_prefill": 0}
+    for rule in IterationRule:
+        assert MODEL.iteration_s(**work, decodes=0, cached_tokens=0, rule=rule) == pytest.approx(
+            MODEL.prefill_s(1, 512), rel=1e-14
+        )
+        assert MODEL.iteration_s(**idle, decodes=8, cached_tokens=8 * 700, rule=rule) == pytest.approx(
+            MODEL.decode_step_s(8, 700), rel=1e-14
+        )
+
+
+def test_mixed_iterations_follow_their_rules() -> None:
+    p, n, longest, d, c = 600, 2, 400, 8, 5600
+    prefill = MODEL.k1 * p + MODEL.k2 * n + MODEL.k3 * longest
+    attention = MODEL.k5 * c + MODEL.k7 * c / d
+    mixed = {"prefill_tokens": p, "prefill_requests": n, "longest_prefill": longest, "decodes": d}
+    assert MODEL.iteration_s(**mixed, cached_tokens=c, rule=IterationRule.SUM) == pytest.approx(
+        prefill + MODEL.k4 + attention + MODEL.k6 * d + MODEL.k8, rel=1e-14
+    )
+    assert MODEL.iteration_s(**mixed, cached_tokens=c) == pytest.approx(
+        max(MODEL.k4, MODEL.k8) + prefill + MODEL.k6 * d + 1.5 * attention, rel=1e-14
+    )
+
+
+def test_a_constant_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="k5: expected a finite number, got nan"):
+        LatencyModel(0, 0, 0, 1, math.nan, 0, 0, 1)

@@ -1,0 +1,183 @@
+"""Each policy chooses as its name says, ties go to the first in file order, scores are hand-computable."""
+
+import math
+import random
+
+import pytest
+from helpers import FAST, dispatched, make_scheduler, request, spec
+
+from hetlb.core.instance import PeakEwma
+from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.predictor import make_predictor
+from hetlb.core.types import Capacity, EngineSample, Outcome
+
+COMBINE_BY_HAND = {
+    "power": lambda t, u, theta: t * theta**u,
+    "exp": lambda t, u, theta: t * math.exp(theta * u),
+    "linear": lambda t, u, theta: t * (1 + theta * u),
+    "sum": lambda t, u, theta: t + theta * u,
+}
+
+
+def shares(policy: str, count: int, *specs: object, seed: int = 0) -> list[str]:
+    scheduler = make_scheduler(specs, policy, seed=seed)  # type: ignore[arg-type]
+    return [dispatched(scheduler.on_arrival(request(i), 0.0)).instance for i in range(count)]
+
+
+def test_the_contract_s_names_are_all_there() -> None:
+    assert set(POLICIES) == {
+        "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single",
+        "paper", "paper-memory", "hetlb",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))
+def test_ties_go_to_the_first_in_file_order(policy: str) -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], policy)
+    assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "a"
+
+
+def test_round_robin_takes_turns() -> None:
+    assert shares("rr", 6, spec("a"), spec("b"), spec("c")) == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_weighted_round_robin_is_interleaved() -> None:
+    # nginx's own example of the smooth form: weights 5, 1, 1.
+    chosen = shares("wrr", 7, spec("a", weight=5), spec("b"), spec("c"))
+    assert "".join(chosen) == "aabacaa"
+
+
+def test_random_reaches_everyone_and_is_seeded() -> None:
+    chosen = shares("random", 300, spec("a"), spec("b"), spec("c"), seed=1)
+    assert all(chosen.count(name) > 60 for name in "abc")
+    assert chosen == shares("random", 300, spec("a"), spec("b"), spec("c"), seed=1)
+
+
+def test_least_requests_counts_requests_in_flight() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "least-requests")
+    first = dispatched(scheduler.on_arrival(request(1), 0.0))
+    assert dispatched(scheduler.on_arrival(request(2), 0.0)).instance == "b"
+    scheduler.on_lease_ended(first, Outcome.OK, 1.0)
+    assert dispatched(scheduler.on_arrival(request(3), 1.0)).instance == "a"
+
+
+def test_two_choices_never_take_the_worst() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b"), spec("c")], "p2c")
+    busy = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(60)]
+    counts = [instance.in_flight for instance in scheduler.instances]
+    assert max(counts) - min(counts) <= 4
+    assert len(busy) == 60
+
+
+def test_least_kv_takes_the_most_free_tokens_not_the_lowest_percentage() -> None:
+    scheduler = make_scheduler([spec("small", kv=10_000), spec("large", kv=100_000)], "least-kv")
+    # 50 % of the large cache is still more free tokens than the whole small one.
+    scheduler.on_scrape("large", EngineSample(kv_usage=0.5), 0.0)
+    assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "large"
+    scheduler.on_scrape("large", EngineSample(kv_usage=0.95), 0.0)
+    assert dispatched(scheduler.on_arrival(request(2), 0.0)).instance == "small"
+
+
+def test_a_stale_or_lower_report_never_undercuts_the_ledger() -> None:
+    scheduler = make_scheduler([spec("a", kv=10_000)], "least-kv")
+    lease = dispatched(scheduler.on_arrival(request(1, prompt=4000), 0.0))
+    instance = scheduler.instances[0]
+    scheduler.on_scrape("a", EngineSample(kv_usage=0.0), 0.0)
+    assert instance.kv_used_tokens(0.0) == lease.kv_tokens
+    scheduler.on_scrape("a", EngineSample(kv_usage=0.9), 0.0)
+    assert instance.kv_used_tokens(4.0) == pytest.approx(9000)
+    assert instance.kv_used_tokens(6.0) == lease.kv_tokens
+
+
+def test_single_uses_one_and_fails_over() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    first = dispatched(scheduler.on_arrival(request(1), 0.0))
+    second = dispatched(scheduler.on_arrival(request(2), 0.0))
+    assert (first.instance, second.instance) == ("a", "a")
+    commands = scheduler.on_lease_ended(first, Outcome.CONNECT_FAILED, 0.1)
+    assert dispatched(commands).instance == "b"
+
+
+def test_peak_ewma_jumps_up_at_once_and_decays_slowly() -> None:
+    estimate = PeakEwma(now=0.0)
+    assert estimate.estimate_s(0.0, 10.0) == pytest.approx(0.030)
+    estimate.observe(2.0, 0.0, 10.0)
+    assert estimate.estimate_s(0.0, 10.0) == pytest.approx(2.0)
+    assert estimate.estimate_s(10.0, 10.0) == pytest.approx(2.0 / math.e)
+    estimate.observe(1.0, 10.0, 10.0)
+    keep = math.exp(-1)
+    assert estimate.estimate_s(10.0, 10.0) == pytest.approx(2.0 * keep + 1.0 * (1 - keep))
+
+
+def test_peak_ewma_avoids_the_slow_one() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "peak-ewma")
+    slow = dispatched(scheduler.on_arrival(request(1), 0.0))
+    scheduler.on_first_token(slow, 5.0)
+    scheduler.on_lease_ended(slow, Outcome.OK, 5.0)
+    assert slow.instance == "a"
+    chosen = [dispatched(scheduler.on_arrival(request(i), 5.0)).instance for i in range(2, 12)]
+    assert chosen == ["b"] * 10
+
+
+@pytest.mark.parametrize("combine", sorted(COMBINE_FORMS))
+@pytest.mark.parametrize("theta", [2.0, 0.5])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_paper_scores_by_hand(combine: str, theta: float, sequences: int) -> None:
+    lengths = {1: 137, 2: 64, 3: 200}
+    scheduler = make_scheduler(
+        [spec("a", kv=69_000), spec("b", slower=3.0, kv=20_000)],
+        "paper",
+        predictor=make_predictor("oracle", rng=random.Random(0), oracle=lengths),
+        params=PolicyParams(theta=theta, combine=combine),
+    )
+    work = {"a": 0, "b": 0}
+    kv = {"a": 0, "b": 0}
+    limits = {"a": 69_000, "b": 20_000}
+    slower = {"a": 1.0, "b": 3.0}
+    for i, output in lengths.items():
+        expected = {}
+        for name in work:
+            batch = min(64, max(1, math.floor(limits[name] / (300 + output))))
+            k = FAST.scaled(slower[name])
+            prefill = k.k1 * batch * 300 + k.k2 * batch + k.k3 * 300 + k.k4
+            decode = sum(
+                k.k5 * batch * (300 + j) + k.k6 * batch + k.k7 * (300 + j) + k.k8
+                for j in range(1, output + 1)
+            )
+            t = (prefill + decode) / batch
+            w = COMBINE_BY_HAND[combine](t, kv[name] / limits[name], theta) * sequences
+            expected[name] = (work[name] / 1e9 + w, w)
+        commands = scheduler.on_arrival(request(i, prompt=300, max_tokens=None, sequences=sequences), 0.0)
+        lease = dispatched(commands)
+        candidates = commands[0].candidates  # type: ignore[union-attr]
+        for candidate in candidates:
+            assert candidate.score == pytest.approx(expected[candidate.instance][0], rel=1e-9)
+            assert candidate.workload == pytest.approx(expected[candidate.instance][1], rel=1e-9)
+        best = min(work, key=lambda name: expected[name][0])
+        assert lease.instance == best
+        assert lease.work_ns == round(expected[best][1] * 1e9)
+        work[best] += lease.work_ns
+        kv[best] += sequences * (300 + output)
+    by_name = {instance.name: instance for instance in scheduler.instances}
+    assert {name: instance.kv_tokens for name, instance in by_name.items()} == kv
+
+
+def test_the_memory_baseline_ignores_speed() -> None:
+    chosen = shares("paper-memory", 40, spec("a", slower=50.0), spec("b"))
+    assert chosen.count("a") == chosen.count("b") == 20
+
+
+def test_paper_masks_nothing_by_kv() -> None:
+    scheduler = make_scheduler([spec("a", kv=1000)], "paper")
+    for i in range(50):
+        commands = scheduler.on_arrival(request(i), 0.0)
+        assert all(candidate.eligible for candidate in commands[0].candidates)  # type: ignore[union-attr]
+    assert scheduler.instances[0].kv_utilization > 1
+
+
+def test_an_absurd_utilisation_does_not_overflow() -> None:
+    capacity = Capacity(kv_cache_tokens=10, kv_tokens_per_request=None)
+    scheduler = make_scheduler([spec("a", capacity=capacity)], "paper", params=PolicyParams(theta=50.0))
+    for i in range(2000):
+        dispatched(scheduler.on_arrival(request(i, exact=False), 0.0))
+    scheduler.check_integrity()

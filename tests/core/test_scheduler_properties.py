@@ -1,0 +1,222 @@
+"""Whatever happens in whatever order: nothing is lost, nothing is answered twice, the ledger adds up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from helpers import make_scheduler, request, spec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.policies import POLICIES
+from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Command,
+    Dispatch,
+    EngineSample,
+    Health,
+    HealthChanged,
+    InstanceAdded,
+    InstanceRemoved,
+    Lease,
+    ModelsLearned,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Reject,
+)
+
+NAMES = ("a", "b", "c")
+ENDS = (
+    Outcome.OK, Outcome.UPSTREAM_ERROR, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE,
+    Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE, Outcome.LOCAL_FAULT, Outcome.SHUTDOWN,
+)  # fmt: skip
+LIMITS = QueueLimits(max_requests=5, max_bytes=1000, timeout_s=60, no_instance_timeout_s=10)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A driver that does everything a driver may do, with a clock of its own."""
+
+    policy = "paper"
+
+    @initialize(predictor=st.sampled_from(("normal", "online", "empirical")), seed=st.integers(0, 5))
+    def start(self, predictor: str, seed: int) -> None:
+        self.now = 0.0
+        self.scheduler = make_scheduler(
+            [spec(name, slower=1.0 + i, kv=2000 * (i + 1)) for i, name in enumerate(NAMES)],
+            self.policy,
+            predictor=make_predictor(
+                predictor, rng=random.Random(seed), lengths=LengthDistribution([5, 50, 500])
+            ),
+            limits=LIMITS,
+            seed=seed,
+        )
+        self.next_id = 1
+        self.waiting: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.answered: set[int] = set()
+
+    def carry_out(self, commands: list[Command], pending: int | None = None) -> None:
+        """Do what the scheduler says; `pending` is the request whose fate these commands must tell."""
+        told: set[int] = set()
+        for command in commands:
+            if isinstance(command, HealthChanged):
+                continue
+            assert isinstance(command, Dispatch | Reject)
+            request_id = command.request_id
+            assert request_id in self.waiting or request_id == pending
+            assert request_id not in told, "two commands for one request"
+            assert request_id not in self.answered
+            told.add(request_id)
+            self.waiting.discard(request_id)
+            if isinstance(command, Reject):
+                self.answered.add(request_id)
+                continue
+            lease = command.lease
+            assert lease.request.id == request_id
+            instance = next(i for i in self.scheduler.instances if i.name == lease.instance)
+            assert instance.incarnation == lease.incarnation
+            assert instance.admin is AdminState.READY
+            assert instance.health.state is not Health.EJECTED
+            assert lease.id not in self.leases
+            assert lease.request.id not in {other.request.id for other in self.leases.values()}
+            self.leases[lease.id] = lease
+        if pending is not None and pending not in told:
+            self.waiting.add(pending)
+
+    @rule(
+        prompt=st.integers(1, 7000),
+        max_tokens=st.one_of(st.none(), st.integers(1, 3000)),
+        sequences=st.integers(1, 4),
+        exact=st.booleans(),
+        body=st.integers(0, 400),
+        generates=st.booleans(),
+        model=st.sampled_from(("m", "m", "m", "lora", "nobody")),
+    )
+    def arrive(
+        self,
+        prompt: int,
+        max_tokens: int | None,
+        sequences: int,
+        exact: bool,
+        body: int,
+        generates: bool,
+        model: str,
+    ) -> None:
+        request_id, self.next_id = self.next_id, self.next_id + 1
+        arriving = request(
+            request_id, prompt=prompt, max_tokens=max_tokens, sequences=sequences, exact=exact,
+            body_bytes=body, generates=generates, model=model,
+        )  # fmt: skip
+        self.carry_out(self.scheduler.on_arrival(arriving, self.now), request_id)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
+        lease.output_tokens += 1
+        self.carry_out(self.scheduler.on_first_token(lease, self.now))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), outcome=st.sampled_from(ENDS), retry=st.booleans(), tokens=st.integers(0, 900))
+    def end(self, data: st.DataObject, outcome: Outcome, retry: bool, tokens: int) -> None:
+        lease = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
+        lease.output_tokens = tokens
+        commands = self.scheduler.on_lease_ended(lease, outcome, self.now, retry=retry)
+        undecided = retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE)
+        if not undecided:
+            self.answered.add(lease.request.id)
+        self.carry_out(commands, lease.request.id if undecided else None)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def client_leaves_the_queue(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.waiting.discard(request_id)
+        self.answered.add(request_id)
+        self.carry_out(self.scheduler.on_cancelled(request_id, self.now))
+
+    @rule(name=st.sampled_from(NAMES), state=st.sampled_from(tuple(AdminState)))
+    def administer(self, name: str, state: AdminState) -> None:
+        self.carry_out(self.scheduler.on_instance(AdminStateSet(name, state), self.now))
+
+    @rule(name=st.sampled_from(NAMES), result=st.sampled_from(tuple(ProbeResult)))
+    def probe(self, name: str, result: ProbeResult) -> None:
+        self.carry_out(self.scheduler.on_instance(Probed(name, result), self.now))
+
+    @rule(name=st.sampled_from(NAMES), models=st.sampled_from((("m",), ("m", "lora"), ("x",))))
+    def serve(self, name: str, models: tuple[str, ...]) -> None:
+        self.carry_out(self.scheduler.on_instance(ModelsLearned(name, models), self.now))
+
+    @rule(name=st.sampled_from(NAMES), usage=st.one_of(st.none(), st.floats(0, 1)))
+    def scrape(self, name: str, usage: float | None) -> None:
+        self.carry_out(self.scheduler.on_scrape(name, EngineSample(kv_usage=usage), self.now))
+
+    @rule(name=st.sampled_from(NAMES), come_back=st.booleans())
+    def replace(self, name: str, come_back: bool) -> None:
+        self.carry_out(self.scheduler.on_instance(InstanceRemoved(name), self.now))
+        if come_back or not self.scheduler.instances:
+            self.carry_out(self.scheduler.on_instance(InstanceAdded(spec(name)), self.now))
+
+    @rule(seconds=st.floats(0, 20))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        deadline = self.scheduler.next_deadline()
+        if deadline is not None and deadline <= self.now:
+            self.carry_out(self.scheduler.on_tick(self.now))
+
+    @rule(name=st.sampled_from(sorted(POLICIES)))
+    def switch(self, name: str) -> None:
+        self.carry_out(self.scheduler.set_policy(name, self.now))
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.in_flight == len(self.leases)
+        assert {entry.request.id for entry in self.scheduler.queue} == self.waiting
+        assert len(self.waiting) <= 5
+        assert self.scheduler.queue.bytes <= 1000
+        leased = {lease.request.id for lease in self.leases.values()}
+        everyone = leased | self.waiting | self.answered
+        assert everyone == set(range(1, self.next_id)), "a request was lost"
+        assert not leased & self.answered
+        assert not self.waiting & self.answered
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for lease in list(self.leases.values()):
+            del self.leases[lease.id]
+            self.answered.add(lease.request.id)
+            self.carry_out(self.scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, self.now))
+        while self.waiting or self.leases:
+            self.now += 100.0
+            for lease in list(self.leases.values()):
+                del self.leases[lease.id]
+                self.answered.add(lease.request.id)
+                self.carry_out(self.scheduler.on_lease_ended(lease, Outcome.OK, self.now))
+            self.carry_out(self.scheduler.on_tick(self.now))
+        for instance in self.scheduler.instances:
+            assert (instance.work_ns, instance.kv_tokens, instance.in_flight) == (0, 0, 0)
+        self.adds_up()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_invariants_hold_under_every_policy(policy: str) -> None:
+    machine = type(f"Machine_{policy}", (SchedulerMachine,), {"policy": policy})
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=25, stateful_step_count=40, deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )  # fmt: skip

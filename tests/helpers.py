@@ -1,0 +1,71 @@
+"""Makers of small fleets and requests, shared by the tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.latency import LatencyModel
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
+
+FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
+MODEL = "m"
+
+
+def spec(name: str, *, slower: float = 1.0, kv: int | None = 10_000, **more: Any) -> InstanceSpec:
+    """An instance of `MODEL` with a profile, `slower` times as slow as `FAST`."""
+    capacity = more.pop("capacity", Capacity(kv_cache_tokens=kv, kv_tokens_per_request=kv, max_num_seqs=64))
+    return InstanceSpec(
+        name,
+        more.pop("model", MODEL),
+        latency=more.pop("latency", FAST.scaled(slower)),
+        capacity=capacity,
+        **more,
+    )
+
+
+def make_scheduler(
+    specs: Iterable[InstanceSpec],
+    policy: str = "paper",
+    *,
+    predictor: Predictor | None = None,
+    limits: QueueLimits | None = None,
+    health: Health = Health.UP,
+    seed: int = 0,
+    params: PolicyParams | None = None,
+) -> Scheduler:
+    """A scheduler whose instances are up."""
+    return Scheduler(
+        specs,
+        policy,
+        params=params or PolicyParams(),
+        limits=limits or QueueLimits(),
+        predictor=predictor or OnlinePredictor(),
+        rng=random.Random(seed),
+        initial_health=health,
+    )
+
+
+def request(request_id: int, *, prompt: int = 100, max_tokens: int | None = 50, **more: Any) -> Request:
+    """A request for `MODEL` with an exact prompt length."""
+    return Request(
+        id=request_id,
+        model=more.pop("model", MODEL),
+        prompt_tokens=prompt,
+        longest_prompt_tokens=more.pop("longest", prompt),
+        max_tokens=max_tokens,
+        prompt_exact=more.pop("exact", True),
+        **more,
+    )
+
+
+def dispatched(commands: Iterable[object]) -> Lease:
+    """The lease of the one dispatch among the commands."""
+    leases = [command.lease for command in commands if isinstance(command, Dispatch)]
+    assert len(leases) == 1, f"expected one dispatch, got {leases}"
+    return leases[0]

@@ -1,0 +1,183 @@
+"""Every mistake in a file is one line that names file, key, value and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetlb.config import Fleet, fleet_from_urls, load_fleet, load_profile
+from hetlb.errors import InputError
+from hetlb.traces import read_trace
+
+PROFILE = """\
+version: 1
+name: v100-llama3-8b-tp4
+hardware: {gpu: V100-SXM2-32GB, gpus: 4, memory_bytes: 34359738368}
+model: {name: meta-llama/Meta-Llama-3-8B, kv_bytes_per_token: 131072}
+engine: {name: vllm, version: 0.6.0, tensor_parallel_size: 4, kv_cache_tokens: 690000, block_size: 16, max_num_seqs: 256, max_num_batched_tokens: 2048}
+prefill: {k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}     # k1*B*I + k2*B + k3*I + k4
+decode:  {k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}
+fit: {mean_error: 0.021, p95_error: 0.05, max_error: 0.07, points: 40}
+"""  # noqa: E501
+FLEET = """\
+version: 1
+listen: {host: 127.0.0.1, port: 8080}
+admin: {host: 127.0.0.1, port: 8081}
+policy: {name: hetlb}
+models:
+  - name: llama-3-8b
+    instances:
+      - {name: a800-0, url: "http://127.0.0.1:8000", profile: p.yaml}
+      - {name: v100-0, url: "http://127.0.0.1:8001", profile: p.yaml, weight: 4}
+"""
+
+
+def write_fleet(folder: Path, fleet: str = FLEET, profile: str = PROFILE) -> Path:
+    (folder / "p.yaml").write_text(profile)
+    path = folder / "fleet.yaml"
+    path.write_text(fleet)
+    return path
+
+
+def load(folder: Path, fleet: str = FLEET, profile: str = PROFILE) -> Fleet:
+    return load_fleet(write_fleet(folder, fleet, profile))
+
+
+def test_the_examples_of_the_contract_load(tmp_path: Path) -> None:
+    fleet = load(tmp_path)
+    assert [spec.name for spec in fleet.instances] == ["a800-0", "v100-0"]
+    assert fleet.instances[1].weight == 4
+    assert fleet.instances[0].capacity.kv_cache_tokens == 690_000
+    assert fleet.instances[0].latency is not None
+    assert fleet.instances[0].latency.k5 == 5e-8
+
+
+def test_only_version_and_models_are_needed(tmp_path: Path) -> None:
+    fleet = load(
+        tmp_path, 'version: 1\nmodels: [{name: m, instances: [{url: "http://h:1"}, {url: "http://h:2/"}]}]\n'
+    )
+    assert [(spec.name, spec.url, spec.weight) for spec in fleet.instances] == [
+        ("h:1", "http://h:1", 1.0),
+        ("h:2", "http://h:2", 1.0),
+    ]
+    assert fleet.policy.name == "hetlb"
+
+
+def test_a_number_is_a_number_however_it_is_written(tmp_path: Path) -> None:
+    text = PROFILE.replace("1.1e-4", "11e-5").replace("5.0e-8", "5e-8").replace("1.3e-2", ".013")
+    latency = load(tmp_path, profile=text).instances[0].latency
+    assert latency is not None
+    assert (latency.k1, latency.k5, latency.k8) == (11e-5, 5e-8, 0.013)
+
+
+def test_a_profile_without_hardware_model_or_capacity_is_good(tmp_path: Path) -> None:
+    kept = [line for line in PROFILE.splitlines() if line.split(":")[0] in "version name prefill decode"]
+    profile = load_profile(write_fleet(tmp_path, profile="\n".join(kept)).parent / "p.yaml")
+    assert profile.capacity.kv_cache_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("weight: 4", "weight: two", "models[0].instances[1].weight: expected a number, got 'two'"),
+        ("weight: 4", "weight: 0", "models[0].instances[1].weight: expected a number > 0"),
+        ("weight: 4", "weigth: 4", "weigth: unknown key, expected one of name, url, profile, weight"),
+        ("policy:", "polisy:", "polisy: unknown key, expected one of version, models, listen"),
+        ("version: 1", "version: 2", "version: expected 1, the only version there is, got 2"),
+        ("version: 1\n", "", "version: expected a value, but the key is missing"),
+        ("name: v100-0", "name: a800-0", "expected a name used once in the fleet, got 'a800-0' again"),
+        ("p.yaml}", "q.yaml}", "instances[0].profile: expected the path of a latency profile, got 'q.yaml'"),
+        ("{name: hetlb}", "{name: fastest}", "policy.name: expected one of rr, wrr, random"),
+        ("{name: hetlb}", "{combine: cube}", "policy.combine: expected one of power, exp, linear, sum"),
+        ("{name: hetlb}", "{theta: .nan}", "policy.theta"),
+        ("port: 8080", "port: 99999", "listen.port: expected a whole number <= 65535, got 99999"),
+        ("http://127.0.0.1:8000", "ftp://x", "instances[0].url: expected a URL like http://host:8000"),
+        ("http://127.0.0.1:8000", "http://u:p@h:1", "instances[0].url: expected a URL like"),
+        ("http://127.0.0.1:8000", "http://h:1/v1", "instances[0].url: expected a URL like"),
+        ("policy: {name: hetlb}", "policy: {name: hetlb}\npolicy: {name: rr}", "line 5: expected valid YAML"),
+        ("models:", "models: [", "expected valid YAML"),
+        ("name: a800-0", 'name: "a\\nb"', "instances[0].name: expected letters, digits"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_fleet_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in FLEET
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, FLEET.replace(old, new, 1))
+    text = str(caught.value)
+    assert text.startswith(str(tmp_path / "fleet.yaml") + ":")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("5.0e-8", ".nan", "decode.k5: expected a finite number, got nan"),
+        ("1.0e-2}", "-1.0}", "prefill: expected constants that predict a positive time"),
+        ("kv_cache_tokens: 690000", "kv_cache_tokens: -5", "kv_cache_tokens: expected a whole number >= 1, got -5"),
+        ("kv_cache_tokens: 690000", "kv_cache_tokens: .nan", "kv_cache_tokens: expected a whole number"),
+        ("block_size", "blocksize", "engine.blocksize: unknown key, expected one of name, version"),
+        ("k8: 1.3e-2", "k9: 1.3e-2", "decode"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_profile(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in PROFILE
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, profile=PROFILE.replace(old, new, 1))
+    assert str(caught.value).startswith(str(tmp_path / "p.yaml") + ":")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "just text", "models: []\nversion: 1\n"])
+def test_a_file_that_is_no_fleet(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        load(tmp_path, text)
+
+
+def test_no_instance_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"models\[0\].instances: expected at least one instance"):
+        load(tmp_path, "version: 1\nmodels: [{name: m, instances: []}]\n")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no-such-file\.yaml: expected a readable file: No such file"):
+        load_fleet(tmp_path / "no-such-file.yaml")
+
+
+def test_a_fleet_from_addresses() -> None:
+    fleet = fleet_from_urls(["http://h:1", "http://h:2"])
+    assert [(spec.name, spec.model) for spec in fleet.instances] == [("h:1", ""), ("h:2", "")]
+    with pytest.raises(InputError, match="--instance: expected every URL once"):
+        fleet_from_urls(["http://h:1", "http://h:1/"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "header: expected the columns arrival_s,input_tokens,output_tokens"),
+        ("arrival_s,input_tokens,output_tokens\n", "expected at least one row"),
+        ("arrival_s,input_tokens,output_tokens\n0,x,1\n", "line 2: input_tokens: expected a whole number"),
+        ("arrival_s,input_tokens,output_tokens\n0,0,1\n", "line 2: input_tokens: expected a whole number from"),
+        ("arrival_s,input_tokens,output_tokens\n0,1,-1\n", "line 2: output_tokens"),
+        ("arrival_s,input_tokens,output_tokens\nnan,1,1\n", "line 2: arrival_s: expected seconds"),
+        ("arrival_s,input_tokens,output_tokens\n0,1\n", "line 2: expected 3 columns, got 2"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_trace(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_a_trace_keeps_its_further_columns(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens,session_id\n,5,7,s1\n1.5,6,8,s2\n")
+    rows = read_trace(path)
+    assert [(r.arrival_s, r.input_tokens, r.output_tokens, r.extra) for r in rows] == [
+        (None, 5, 7, {"session_id": "s1"}),
+        (1.5, 6, 8, {"session_id": "s2"}),
+    ]

@@ -1,0 +1,73 @@
+"""Imports go one way, the core is pure, and every module opens with what it promises."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "hetlb"
+MODULES = sorted(ROOT.rglob("*.py"))
+
+#: What each room may import of hetlb besides itself. `errors` is a leaf that anyone may import.
+MAY_IMPORT = {
+    "errors": set(),
+    "core": set(),
+    "traces": set(),
+    "config": {"core", "traces"},
+    "sim": {"core", "config", "traces"},
+    "proxy": {"core", "config"},
+    "emulator": {"core", "config", "sim"},
+    "loadtest": {"core", "config", "traces"},
+    "demo": set(),
+    "cli": {"core", "config", "traces", "sim", "proxy", "emulator", "loadtest", "demo"},
+}
+#: `core` decides; it must not be able to look at a clock, a socket or a log.
+FORBIDDEN_IN_CORE = {"asyncio", "aiohttp", "time", "logging", "os", "socket", "threading", "datetime"}
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(path)
+    if here in ("__init__", "__main__"):
+        return
+    for name in imports(path):
+        if not name.startswith("hetlb."):
+            continue
+        there = name.split(".")[1]
+        assert there in {here, "errors", *MAY_IMPORT[here]}, f"{here} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if room(path) == "core"], ids=lambda path: path.name
+)
+def test_the_core_is_pure_and_needs_the_standard_library_alone(path: Path) -> None:
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top == "hetlb" or top in sys.stdlib_module_names, f"{path}: {name}"
+        assert top not in FORBIDDEN_IN_CORE, f"{path}: {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_opens_with_what_it_promises(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, f"{path} has no docstring"
+    assert docstring.endswith((".", ":", "|")) or "\n" in docstring
