@@ -1,13 +1,15 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
-Promise: first in, first out; never more than `max_requests` requests or `max_bytes` bytes of bodies;
+Promise: first in, first out within a lane; never more than `max_requests` requests or `max_bytes` bytes;
 what goes in comes out exactly once.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hetlb.core.types import Request, RequestId
 
@@ -34,48 +36,73 @@ class Queued:
     arrived_at: float
 
 
-class Queue:
-    """FIFO of waiting requests, bounded by count and bytes."""
+#: What shares one line: requests for one name, or for one instance of it.
+Lane: TypeAlias = tuple[str, str | None]
 
-    __slots__ = ("_entries", "bytes", "limits")
+
+class Queue:
+    """FIFO of waiting requests in lanes, bounded by count and bytes over all of them."""
+
+    __slots__ = ("_lane_of", "_lanes", "bytes", "limits")
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        self._entries: dict[RequestId, Queued] = {}
+        # Ordered: the head of a plain dict that is eaten from the front costs its past length.
+        self._lanes: dict[Lane, OrderedDict[RequestId, Queued]] = {}
+        self._lane_of: dict[RequestId, Lane] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._lane_of)
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._entries
+        return request_id in self._lane_of
 
     def __iter__(self) -> Iterator[Queued]:
-        """The waiting requests, oldest first; a snapshot, so that callers may remove while iterating."""
-        return iter(tuple(self._entries.values()))
+        """The waiting requests, lane by lane, oldest first; a snapshot: callers may remove meanwhile."""
+        return iter([entry for lane in self._lanes.values() for entry in lane.values()])
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes in which somebody waits."""
+        return list(self._lanes)
+
+    def head(self, lane: Lane) -> Queued | None:
+        """Who waits longest in a lane."""
+        entries = self._lanes.get(lane)
+        return next(iter(entries.values())) if entries else None
 
     def has_room(self, request: Request) -> bool:
         """Whether one more request with this body stays within both bounds."""
         limits = self.limits
-        if limits.max_requests is not None and len(self._entries) >= limits.max_requests:
+        if limits.max_requests is not None and len(self._lane_of) >= limits.max_requests:
             return False
         return limits.max_bytes is None or self.bytes + request.body_bytes <= limits.max_bytes
 
     def push(self, request: Request, arrived_at: float) -> None:
         """Append a request; the caller has asked `has_room`."""
-        assert request.id not in self._entries, f"request {request.id} is queued already"
-        self._entries[request.id] = Queued(request, arrived_at)
+        assert request.id not in self._lane_of, f"request {request.id} is queued already"
+        lane = (request.model, request.pinned)
+        self._lanes.setdefault(lane, OrderedDict())[request.id] = Queued(request, arrived_at)
+        self._lane_of[request.id] = lane
         self.bytes += request.body_bytes
 
     def remove(self, request_id: RequestId) -> Queued | None:
         """Take a request out, None if it is not waiting."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self.bytes -= entry.request.body_bytes
-            assert self.bytes >= 0, "queued bytes fell below zero"
+        lane = self._lane_of.pop(request_id, None)
+        if lane is None:
+            return None
+        entries = self._lanes[lane]
+        entry = entries.pop(request_id)
+        if not entries:
+            del self._lanes[lane]
+        self.bytes -= entry.request.body_bytes
+        assert self.bytes >= 0, "queued bytes fell below zero"
         return entry
 
     def check_integrity(self) -> None:
-        """Assert that the byte count is the sum over the entries."""
-        total = sum(entry.request.body_bytes for entry in self._entries.values())
-        assert total == self.bytes, f"queue counts {self.bytes} bytes, its entries hold {total}"
+        """Assert that the counts are those of the entries."""
+        entries = list(self)
+        assert sum(entry.request.body_bytes for entry in entries) == self.bytes
+        assert {entry.request.id for entry in entries} == self._lane_of.keys()
+        assert all(self._lanes.values()), "an empty lane was left behind"

@@ -451,14 +451,12 @@ class Scheduler:
         if not len(self._queue):
             return []
         commands: list[Command] = []
-        blocked: set[str] = set()
-        for entry in self._queue:
-            if entry.request.model not in blocked:
+        for lane in self._queue.lanes:
+            while (entry := self._queue.head(lane)) is not None:
                 command = self._place_queued(entry, now)
-                if command is None and entry.request.pinned is None:
-                    blocked.add(entry.request.model)
-                elif command is not None:
-                    commands.append(command)
+                if command is None:
+                    break
+                commands.append(command)
         return commands
 
     def _place_queued(self, entry: Queued, now: float) -> Command | None:

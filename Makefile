@@ -1,0 +1,50 @@
+# Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
+#   make demo       the main job on embedded emulated engines, no GPU
+#   make test       the tests (real sockets, no GPU, under a minute)
+#   make check      formatting, lint, types
+#   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
+#   make bench      the recorded benches against real vLLM on CPU
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: demo test check format bench test-vllm clean
+.DELETE_ON_ERROR:
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("hetlb needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+
+.venv/.run: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@ .venv/.run
+
+demo: .venv/.run
+	@$(BIN)/hetlb demo
+
+test: .venv/.dev
+	$(BIN)/python -m pytest
+
+check: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-vllm: .venv/.dev
+	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+	$(BIN)/python -m pytest -m vllm tests/vllm
+
+bench: .venv/.dev
+	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+	$(BIN)/python bench/vllm_pair.py
+
+clean:
+	rm -rf .venv .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

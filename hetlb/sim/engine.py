@@ -1,0 +1,650 @@
+"""One vLLM V1 engine as a synchronous object: continuous batching, paged KV, chunked prefill, preemption.
+
+Promise: no clock, no I/O, no randomness. `begin_iteration` decides what the next iteration computes and
+says how long it takes, `end_iteration` says who got a token and who finished. Arrivals may come at any
+time and count from the next beginning on. Same calls, same results.
+
+What an iteration does (vLLM 0.32, `v1/core/sched/scheduler.py`): running requests first, each decode one
+token and an unfinished prompt as much as is left of the `max_num_batched_tokens` budget; then, unless
+somebody was preempted in this iteration, first-come-first-served admission while `max_num_seqs`, the
+budget and the blocks allow. A request is admitted only if its whole prompt fits the free blocks
+(`scheduler_reserve_full_isl`), but blocks are taken for the tokens of this iteration only. Where a
+running request needs a block and none is free, the latest admitted one is preempted: its blocks are
+freed, it goes to the front of the waiting queue, and its prompt and the tokens it had generated are
+prefilled again. The iteration that completes a prefill yields a token. The last token of a request
+is never written to the cache, so P prompt and O output tokens hold P + O - 1 tokens at most.
+
+Left out: prefix caching, speculative decoding, asynchronous scheduling (one iteration of lag).
+
+Cost: an iteration of decodes does not touch the sequences. Every decoding sequence gains one token per
+iteration, so one step counter stands for all of them: a sequence keeps the difference between the
+counter and its tokens in the cache (`_offset`), sequences are bucketed by the step at which they finish,
+and counted by `_offset % block_size`, which says at which steps they need a block. A stretch of such
+iterations is one object of four numbers (`begin_stretch`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from hetlb.core.kvcache import BlockPool, blocks_for
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.types import Capacity
+
+#: vLLM's own defaults (`vllm serve` without the flags), for capacities that do not say.
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one engine can hold and compute at once. Tokens, blocks of `block_size` tokens, sequences."""
+
+    kv_cache_tokens: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"engine.{name}: expected at least 1, got {value}")
+        if self.kv_blocks < 1:
+            raise ValueError(
+                f"engine.kv_cache_tokens: expected at least one block of {self.block_size} tokens, "
+                f"got {self.kv_cache_tokens}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # vLLM refuses this too: every running request must be able to decode in every iteration.
+            raise ValueError(
+                f"engine.max_num_batched_tokens: expected at least engine.max_num_seqs "
+                f"({self.max_num_seqs}), got {self.max_num_batched_tokens}"
+            )
+
+    @property
+    def kv_blocks(self) -> int:
+        """Whole blocks of the KV cache."""
+        return self.kv_cache_tokens // self.block_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens (prompt + output) one sequence may have: its last token needs no slot."""
+        return self.kv_blocks * self.block_size + 1
+
+    @classmethod
+    def from_capacity(cls, capacity: Capacity) -> EngineLimits:
+        """Limits as a profile or an engine states them, vLLM's defaults for what they leave out.
+
+        Raises `ValueError` naming the key where the KV capacity is missing or figures contradict.
+        """
+        if capacity.kv_cache_tokens is None:
+            raise ValueError(
+                "engine.kv_cache_tokens: expected the capacity in tokens, but the key is missing"
+            )
+        seqs, batched = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        if batched is None:
+            batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0)
+        if seqs is None:
+            seqs = min(DEFAULT_MAX_NUM_SEQS, batched)
+        return cls(
+            kv_cache_tokens=capacity.kv_cache_tokens,
+            block_size=capacity.block_size or DEFAULT_BLOCK_SIZE,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched,
+        )
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is. `PREFILL` and `DECODE` are what vLLM counts as running."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class Sequence:
+    """One sequence: a prompt and as many output tokens as it will have. `tag` is the driver's own.
+
+    `output_tokens` is when the model would stop; 0 is a prompt that is only read (an embedding).
+    `state` and `preemptions` are read-only for drivers. Drivers may subclass it to hang data on it.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_generated",
+        "_offset",
+        "output_tokens",
+        "preemptions",
+        "prompt_tokens",
+        "state",
+        "tag",
+    )
+
+    def __init__(self, prompt_tokens: int, output_tokens: int, tag: Any = None) -> None:
+        if prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens: expected at least 1, got {prompt_tokens}")
+        if output_tokens < 0:
+            raise ValueError(f"output_tokens: expected 0 or more, got {output_tokens}")
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.tag = tag
+        self.state = SequenceState.NEW
+        self.preemptions = 0
+        self._computed = 0  # tokens in the cache, while in PREFILL
+        self._generated = 0  # output tokens, while not in DECODE
+        self._offset = 0  # step counter minus tokens in the cache, while in DECODE
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"
+
+
+class Stretch(NamedTuple):
+    """`steps` iterations one after the other. Step j (from 0) takes `first_s + j * increment_s` seconds.
+
+    `decodes` sequences get one token at the end of every step. A stretch of one step may hold prefill
+    work too; a longer one never does.
+    """
+
+    steps: int
+    first_s: float
+    increment_s: float
+    decodes: int
+
+    def elapsed_s(self, steps: int) -> float:
+        """Seconds from the start to the end of the first `steps` steps."""
+        return steps * self.first_s + self.increment_s * (steps * (steps - 1) / 2)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the whole stretch takes."""
+        return self.elapsed_s(self.steps)
+
+    def boundaries_s(self, start_s: float) -> list[float]:
+        """The time of every step's end, if the stretch began at `start_s`."""
+        return [start_s + self.elapsed_s(step) for step in range(1, self.steps + 1)]
+
+    def steps_until(self, elapsed_s: float) -> int:
+        """The first step, counted from 1, that ends at `elapsed_s` or later; the last one if none does."""
+        first, increment = self.first_s, self.increment_s
+        if elapsed_s <= first or self.steps == 1:
+            return 1
+        # Root of elapsed_s(m) = elapsed_s, in the form that does not cancel for small increments.
+        slope = first - increment / 2
+        square = slope * slope + 2 * increment * elapsed_s
+        if square < 0 or (denominator := slope + math.sqrt(square)) <= 0:
+            return self.steps
+        root = 2 * elapsed_s / denominator
+        steps = self.steps if root >= self.steps else max(1, math.ceil(root))
+        # The root is rounded, the boundaries are what `elapsed_s` says.
+        while steps > 1 and self.elapsed_s(steps - 1) >= elapsed_s:
+            steps -= 1
+        while steps < self.steps and self.elapsed_s(steps) < elapsed_s:
+            steps += 1
+        return steps
+
+    def steps_completed(self, elapsed_s: float) -> int:
+        """How many steps have ended by `elapsed_s`."""
+        steps = self.steps_until(elapsed_s)
+        return steps if self.elapsed_s(steps) <= elapsed_s else steps - 1
+
+
+class Ended(NamedTuple):
+    """What the iterations that just ended did.
+
+    In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
+    every sequence in `EngineModel.decoding` and every one in `finished` (with output) has got one.
+    `first` got their very first token, `resumed` their next one after a preemption: both by the prefill
+    that ended here, at the end. `finished` are complete. `preempted` lost their place when it began.
+    """
+
+    stretch: Stretch
+    first: tuple[Sequence, ...]
+    resumed: tuple[Sequence, ...]
+    finished: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+
+
+class EngineModel:
+    """One engine: `submit` and `abort` sequences, `begin_*` and `end_iteration` in turn.
+
+    A driver that steps: `begin_iteration`, wait that long, `end_iteration`, again until None. A driver in
+    virtual time uses `begin_stretch` instead and, where something happens inside the stretch that the
+    engine must see, `cut`s it to the boundary at which the engine would see it.
+    """
+
+    __slots__ = (
+        "_completing",
+        "_decode_tokens",
+        "_decoding",
+        "_demand",
+        "_finish",
+        "_finish_steps",
+        "_increment_per_decode",
+        "_partial",
+        "_preempted",
+        "_step",
+        "_stretch",
+        "_waiting",
+        "generated_tokens",
+        "latency",
+        "limits",
+        "pool",
+        "preemptions",
+        "prefilled_tokens",
+        "rule",
+    )
+
+    def __init__(
+        self, latency: LatencyModel, limits: EngineLimits, rule: IterationRule = IterationRule.TOKEN
+    ) -> None:
+        self.latency = latency
+        self.limits = limits
+        self.rule = rule
+        self.pool = BlockPool.of_tokens(limits.kv_cache_tokens, limits.block_size)
+        #: Counters since the start; `generated_tokens` and `prefilled_tokens` count ended iterations.
+        self.preemptions = 0
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._decoding: dict[Sequence, None] = {}  # in order of admission
+        self._partial: Sequence | None = None  # prefill unfinished: always the latest admitted
+        self._completing: list[Sequence] = []  # prefills that end with the iteration in flight
+        self._preempted: tuple[Sequence, ...] = ()
+        self._stretch: Stretch | None = None  # in flight
+        self._step = 0  # iterations begun (of a longer stretch in flight: the first)
+        self._decode_tokens = 0  # tokens in the cache of all decoding sequences, the step begun included
+        self._finish: dict[int, dict[Sequence, None]] = {}  # step -> who finishes at its end
+        self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
+        self._demand = [0] * limits.block_size  # decoding sequences by `_offset % block_size`
+
+    # --- what can be seen ---
+
+    @property
+    def waiting(self) -> int:
+        """Sequences not admitted, the preempted included."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Sequences admitted and not finished."""
+        return len(self._decoding) + len(self._completing) + (self._partial is not None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._decoding or self._waiting or self._completing or self._partial)
+
+    @property
+    def in_flight(self) -> Stretch | None:
+        """The iterations begun and not ended."""
+        return self._stretch
+
+    @property
+    def kv_used_blocks(self) -> int:
+        """Blocks in use; of a stretch in flight, after its first step."""
+        return self.pool.used_blocks
+
+    @property
+    def kv_total_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self.pool.total_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the blocks in use, 0..1: vLLM's `kv_cache_usage_perc`."""
+        return self.pool.usage
+
+    @property
+    def decoding(self) -> KeysView[Sequence]:
+        """The sequences that decode, in order of admission (a live view)."""
+        return self._decoding.keys()
+
+    @property
+    def admission_blocked(self) -> bool:
+        """Whether a sequence submitted now cannot start before the iterations in flight end.
+
+        It waits behind somebody who cannot be admitted until one finishes, or every place is taken; then
+        an arrival needs no `cut`.
+        """
+        return bool(self._waiting) or self.running >= self.limits.max_num_seqs
+
+    def generated(self, sequence: Sequence) -> int:
+        """Output tokens that `sequence` has got from iterations that ended."""
+        if sequence.state is SequenceState.DECODE:
+            cached = self._step - sequence._offset
+            return cached - sequence.prompt_tokens + (self._stretch is None)
+        return sequence._generated
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether the whole KV cache is enough for such a sequence."""
+        return prompt_tokens + max(output_tokens, 1) <= self.limits.max_sequence_tokens
+
+    # --- what comes in ---
+
+    def submit(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the queue. The caller has refused what never `fits`."""
+        assert sequence.state is SequenceState.NEW, f"expected a new sequence, got {sequence!r}"
+        assert self.fits(sequence.prompt_tokens, sequence.output_tokens), (
+            f"expected at most {self.limits.max_sequence_tokens} tokens, got {sequence!r}"
+        )
+        sequence.state = SequenceState.WAITING
+        self._waiting[sequence] = None
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a sequence, submitted or not, and free its blocks at once; one that has ended stays ended.
+
+        An iteration in flight keeps its duration. A longer stretch must have been `cut` and ended.
+        """
+        state = sequence.state
+        if state is SequenceState.WAITING:
+            del self._waiting[sequence]
+        elif state is SequenceState.DECODE:
+            assert self._stretch is None or self._stretch.steps == 1, (
+                "expected an abort at an iteration boundary, got one inside a stretch"
+            )
+            sequence._generated = self.generated(sequence)
+            del self._decoding[sequence]
+            self._leave_decode(sequence)
+        elif state is SequenceState.PREFILL:
+            self.pool.release(sequence._computed)
+            if sequence is self._partial:
+                self._partial = None
+            else:
+                self._completing.remove(sequence)
+        elif state is not SequenceState.NEW:
+            return
+        sequence.state = SequenceState.ABORTED
+
+    # --- iterations ---
+
+    def begin_iteration(self) -> float | None:
+        """Begin one iteration: its duration in seconds, or None if there is nothing to do."""
+        if self.idle:
+            return None
+        return self._begin().first_s
+
+    def begin_stretch(self, until_s: float = math.inf) -> Stretch | None:
+        """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
+
+        Alike: nobody finishes before the last one ends, nobody can be admitted, and every block needed is
+        free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
+        result is the same as that many calls of `begin_iteration` and `end_iteration`.
+        """
+        if self.idle:
+            return None
+        stretch = self._begin()
+        if self._completing or self._partial or self._preempted or not self._decoding:
+            return stretch
+        steps = self._next_finish() - self._step + 1
+        if steps == 1 or until_s <= stretch.first_s:
+            return stretch
+        steps = 1 + self._affordable_steps(steps - 1)
+        _, first_s, increment_s, decodes = stretch
+        if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
+            return stretch  # constants that predict no time: step, where each is clamped
+        stretch = Stretch(steps, first_s, increment_s, decodes)
+        if until_s < math.inf:
+            stretch = Stretch(stretch.steps_until(until_s), first_s, increment_s, decodes)
+        self._stretch = stretch
+        return stretch
+
+    def cut(self, elapsed_s: float) -> Stretch:
+        """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start."""
+        stretch = self._stretch
+        assert stretch is not None, "expected iterations in flight to cut"
+        steps = stretch.steps_until(elapsed_s)
+        if steps < stretch.steps:
+            self._stretch = stretch = stretch._replace(steps=steps)
+        return stretch
+
+    def end_iteration(self) -> Ended:
+        """End what was begun: tokens are out, finished sequences have left and freed their blocks."""
+        stretch = self._stretch
+        assert stretch is not None, "expected iterations in flight to end"
+        self._stretch = None
+        decoding = self._decoding
+        decodes = len(decoding)
+        if decodes != stretch.decodes:  # the others were aborted in the meantime and got nothing
+            stretch = stretch._replace(decodes=decodes)
+        if stretch.steps > 1:
+            more = stretch.steps - 1
+            self.pool.take(self._block_demand(self._step, more))
+            self._step += more
+            self._decode_tokens += more * decodes
+        self.generated_tokens += stretch.steps * decodes
+        step = self._step
+        finished: list[Sequence] = []
+        leaving = self._finish.pop(step, None)
+        if leaving is not None:
+            for sequence in leaving:
+                del decoding[sequence]
+                self._forget_decode(sequence)
+                sequence._generated = sequence.output_tokens
+                sequence.state = SequenceState.FINISHED
+                finished.append(sequence)
+        first: tuple[Sequence, ...] = ()
+        resumed: tuple[Sequence, ...] = ()
+        if self._completing:
+            first, resumed = self._complete_prefills(finished)
+        preempted, self._preempted = self._preempted, ()
+        return Ended(stretch, first, resumed, tuple(finished), preempted)
+
+    def _begin(self) -> Stretch:
+        assert self._stretch is None, "expected the iterations in flight to end first"
+        decoding = self._decoding
+        demand = self._demand[self._step % self.limits.block_size]
+        if demand:
+            if demand > self.pool.free_blocks:
+                demand = self._make_room(demand)
+            self.pool.take(demand)
+        self._step += 1
+        decodes = len(decoding)
+        self._decode_tokens += decodes
+        tokens = prompts = longest = 0
+        if self._partial is not None or self._waiting:
+            tokens, prompts, longest = self._schedule_prefills(self.limits.max_num_batched_tokens - decodes)
+            self.prefilled_tokens += tokens
+        first_s = self.latency.iteration_s(
+            prefill_tokens=tokens,
+            prefill_requests=prompts,
+            longest_prefill=longest,
+            decodes=decodes,
+            cached_tokens=self._decode_tokens,
+            rule=self.rule,
+        )
+        # One step later every decode has one more token in the cache: k5 per token, k7 per mean token.
+        increment_s = self.latency.k5 * decodes + self.latency.k7
+        self._stretch = Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
+        return self._stretch
+
+    def _make_room(self, demand: int) -> int:
+        """Preempt the latest until the decodes that stay have their blocks; returns what those need."""
+        preempted: list[Sequence] = []
+        pool, size, residue = self.pool, self.limits.block_size, self._step % self.limits.block_size
+        while demand > pool.free_blocks:
+            if self._partial is not None:
+                victim, self._partial = self._partial, None
+                pool.release(victim._computed)
+            else:
+                victim, _ = self._decoding.popitem()
+                victim._generated = self.generated(victim)
+                demand -= victim._offset % size == residue
+                self._leave_decode(victim)
+            self._preempt(victim)
+            preempted.append(victim)
+        self._preempted = tuple(preempted)
+        return demand
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Send a running sequence, whose blocks are free already, to the front of the queue."""
+        victim.state = SequenceState.WAITING
+        victim.preemptions += 1
+        victim._computed = 0
+        self.preemptions += 1
+        self._waiting[victim] = None
+        self._waiting.move_to_end(victim, last=False)
+
+    def _schedule_prefills(self, budget: int) -> tuple[int, int, int]:
+        """Continue the unfinished prompt, then admit. Returns (tokens, prompts, longest part)."""
+        tokens = prompts = longest = 0
+        pool, size = self.pool, self.limits.block_size
+        partial = self._partial
+        if partial is not None:
+            need = partial.prompt_tokens + partial._generated - partial._computed
+            part = min(need, budget)
+            if pool.extend(partial._computed, partial._computed + part):
+                partial._computed += part
+                budget -= part
+                tokens, prompts, longest = part, 1, part
+                if part == need:
+                    self._partial = None
+                    self._completing.append(partial)
+            else:
+                # The latest admitted finds no block: it is itself the one to preempt.
+                self._partial = None
+                pool.release(partial._computed)
+                self._preempt(partial)
+                self._preempted = (*self._preempted, partial)
+        if self._preempted:
+            return tokens, prompts, longest
+        waiting = self._waiting
+        places = self.limits.max_num_seqs - self.running
+        while waiting and budget > 0 and places > 0:
+            head = next(iter(waiting))
+            need = head.prompt_tokens + head._generated
+            if blocks_for(need, size) > pool.free_blocks:
+                break
+            part = min(need, budget)
+            reserved = pool.reserve(part)
+            assert reserved, "expected blocks for a part of a prompt that fits as a whole"
+            del waiting[head]
+            head.state = SequenceState.PREFILL
+            head._computed = part
+            budget -= part
+            places -= 1
+            tokens += part
+            prompts += 1
+            longest = max(longest, part)
+            if part == need:
+                self._completing.append(head)
+            else:
+                self._partial = head
+        return tokens, prompts, longest
+
+    def _complete_prefills(
+        self, finished: list[Sequence]
+    ) -> tuple[tuple[Sequence, ...], tuple[Sequence, ...]]:
+        """The prompts of this iteration are read: each yields a token and decodes from now on."""
+        first: list[Sequence] = []
+        resumed: list[Sequence] = []
+        step = self._step
+        for sequence in self._completing:
+            output = sequence.output_tokens
+            if output > 0:
+                (resumed if sequence._generated else first).append(sequence)
+                sequence._generated += 1
+                self.generated_tokens += 1
+            if sequence._generated == output:
+                self.pool.release(sequence._computed)
+                sequence.state = SequenceState.FINISHED
+                finished.append(sequence)
+                continue
+            cached = sequence._computed
+            sequence._offset = offset = step - cached
+            sequence.state = SequenceState.DECODE
+            self._decoding[sequence] = None
+            self._decode_tokens += cached
+            self._demand[offset % self.limits.block_size] += 1
+            last = offset + sequence.prompt_tokens + output - 1
+            bucket = self._finish.get(last)
+            if bucket is None:
+                self._finish[last] = {sequence: None}
+                heapq.heappush(self._finish_steps, last)
+            else:
+                bucket[sequence] = None
+        self._completing.clear()
+        return tuple(first), tuple(resumed)
+
+    def _leave_decode(self, sequence: Sequence) -> None:
+        """Take a sequence that does not finish out of the books of the decoding ones."""
+        last = sequence._offset + sequence.prompt_tokens + sequence.output_tokens - 1
+        bucket = self._finish[last]
+        del bucket[sequence]
+        if not bucket:
+            del self._finish[last]
+        self._forget_decode(sequence)
+
+    def _forget_decode(self, sequence: Sequence) -> None:
+        cached = self._step - sequence._offset
+        self._decode_tokens -= cached
+        self._demand[sequence._offset % self.limits.block_size] -= 1
+        self.pool.release(cached)
+
+    # --- stretches ---
+
+    def _next_finish(self) -> int:
+        """The step at whose end the next decoding sequence finishes."""
+        steps = self._finish_steps
+        while steps[0] not in self._finish:
+            heapq.heappop(steps)
+        return steps[0]
+
+    def _block_demand(self, step: int, steps: int) -> int:
+        """Blocks that the decoding sequences need in the `steps` steps after `step`."""
+        size = self.limits.block_size
+        cycles, rest = divmod(steps, size)
+        blocks = cycles * len(self._decoding)
+        start = step % size
+        end = start + rest
+        if end <= size:
+            return blocks + sum(self._demand[start:end])
+        return blocks + sum(self._demand[start:]) + sum(self._demand[: end - size])
+
+    def _affordable_steps(self, steps: int) -> int:
+        """How many of the next `steps` steps find every block they need free."""
+        free = self.pool.free_blocks
+        if self._block_demand(self._step, steps) <= free:
+            return steps
+        size = self.limits.block_size
+        cycles, free = divmod(free, len(self._decoding))
+        affordable = cycles * size
+        start = self._step % size
+        while (free := free - self._demand[(start + affordable) % size]) >= 0:
+            affordable += 1
+        return affordable
+
+    # --- for tests ---
+
+    def check_integrity(self) -> None:
+        """Count everything again, sequence by sequence; assertion where a sum disagrees."""
+        size = self.limits.block_size
+
+        def held(sequences: Iterable[Sequence]) -> int:
+            return sum(blocks_for(sequence._computed, size) for sequence in sequences)
+
+        cached = {sequence: self._step - sequence._offset for sequence in self._decoding}
+        prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
+        blocks = held(prefills) + sum(blocks_for(tokens, size) for tokens in cached.values())
+        assert self.pool.used_blocks == blocks, f"expected {blocks} used blocks, got {self.pool.used_blocks}"
+        assert self._decode_tokens == sum(cached.values()), "expected the sum of the cached tokens"
+        assert self.running <= self.limits.max_num_seqs, f"expected max_num_seqs, got {self.running} running"
+        demand = [0] * size
+        for sequence in self._decoding:
+            demand[sequence._offset % size] += 1
+        assert demand == self._demand, "expected the block demand counted anew"
+        bucketed = {sequence for bucket in self._finish.values() for sequence in bucket}
+        assert bucketed == set(self._decoding), "expected every decoding sequence in one finish bucket"
+        assert all(sequence.state is SequenceState.WAITING for sequence in self._waiting)
+        assert all(sequence.state is SequenceState.DECODE for sequence in self._decoding)
+        assert all(sequence.state is SequenceState.PREFILL for sequence in prefills)

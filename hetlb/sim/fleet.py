@@ -1,0 +1,280 @@
+"""The simulator's driver: the production scheduler and one engine model per instance, in virtual time.
+
+Promise: the scheduler is the very object the proxy drives; a run depends on nothing but its arguments
+(same seed, same result); every planned request ends in exactly one record. Time is a heap of events;
+ties are broken by kind, then by order of creation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    Command,
+    Dispatch,
+    EngineSample,
+    HealthChanged,
+    Lease,
+    Outcome,
+    Reject,
+    Request,
+)
+from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Stretch
+from hetlb.sim.engine import Sequence as EngineSequence
+
+#: Simulated engines are scraped as often as real ones by default.
+SCRAPE_INTERVAL_S = 1.0
+
+# Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
+# requests that arrive together are in the same batch.
+_END, _ARRIVAL, _SCRAPE, _TICK, _BEGIN = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One simulated engine: how fast it is and what it holds."""
+
+    latency: LatencyModel
+    limits: EngineLimits
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Times between tokens, run-length coded: `steps` gaps from `first_s` on, each `decodes` times.
+
+    An iteration gives every decoding sequence one gap, so whole stretches are four numbers.
+    """
+
+    first_s: array[float] = field(default_factory=lambda: array("d"))
+    increment_s: array[float] = field(default_factory=lambda: array("d"))
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    decodes: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, first_s: float, increment_s: float, steps: int, decodes: int) -> None:
+        """Count one stretch."""
+        self.first_s.append(first_s)
+        self.increment_s.append(increment_s)
+        self.steps.append(steps)
+        self.decodes.append(decodes)
+
+
+class Flight:
+    """One planned request on its way: times in seconds of virtual time, None until they happen."""
+
+    __slots__ = ("end_s", "first_token_s", "instance", "last_token_s", "lease", "outcome", "planned")
+
+    def __init__(self, planned: PlannedRequest) -> None:
+        self.planned = planned
+        self.lease: Lease | None = None
+        self.instance = ""
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.end_s: float | None = None
+        self.outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class FleetResult:
+    """What a run gives: every request's flight in plan order, and counts per instance."""
+
+    flights: list[Flight]
+    gaps: Gaps
+    preemptions: dict[str, int]
+    kv_peak: dict[str, float]
+    duration_s: float
+
+
+class _Engine:
+    """An engine model and the iterations it has in flight."""
+
+    __slots__ = ("begin_pending", "kv_peak", "model", "name", "started_s", "version")
+
+    def __init__(self, name: str, model: EngineModel) -> None:
+        self.name = name
+        self.model = model
+        self.started_s = 0.0
+        self.version = 0
+        self.begin_pending = False
+        self.kv_peak = 0.0
+
+
+class FleetSimulation:
+    """One run. `engines` has an entry for every instance of the set-up, by name."""
+
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        engines: Mapping[str, EngineSpec],
+        plan: Sequence[PlannedRequest],
+        *,
+        model: str,
+        rule: IterationRule = IterationRule.TOKEN,
+    ) -> None:
+        oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
+        self.scheduler: Scheduler = setup.build(Scheduler, oracle=oracle)
+        self._engines = {
+            spec.name: _Engine(
+                spec.name, EngineModel(engines[spec.name].latency, engines[spec.name].limits, rule)
+            )
+            for spec in setup.specs
+        }
+        self._model = model
+        self._flights = [Flight(planned) for planned in plan]
+        self._by_id = {flight.planned.index: flight for flight in self._flights}
+        self._gaps = Gaps()
+        self._heap: list[tuple[float, int, int, Any]] = []
+        self._sequence = 0
+        self._now = 0.0
+        self._open = len(plan)
+        self._tick_pending = False
+
+    def run(self) -> FleetResult:
+        """Simulate until every request has ended."""
+        self._push_arrival(0)
+        self._push(0.0, _SCRAPE, None)
+        handlers = {
+            _END: self._on_end,
+            _ARRIVAL: self._on_arrival,
+            _SCRAPE: self._on_scrape,
+            _TICK: self._on_tick,
+            _BEGIN: self._on_begin,
+        }
+        while self._open and self._heap:
+            self._now, kind, _, payload = heapq.heappop(self._heap)
+            handlers[kind](payload)
+        assert self._open == 0, f"{self._open} requests never ended"
+        self.scheduler.check_integrity()
+        return FleetResult(
+            self._flights,
+            self._gaps,
+            {name: engine.model.preemptions for name, engine in self._engines.items()},
+            {name: engine.kv_peak for name, engine in self._engines.items()},
+            self._now,
+        )
+
+    # --- events ---
+
+    def _push(self, when: float, kind: int, payload: object) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (when, kind, self._sequence, payload))
+
+    def _push_arrival(self, index: int) -> None:
+        if index < len(self._flights):
+            self._push(self._flights[index].planned.scheduled_s, _ARRIVAL, index)
+
+    def _on_arrival(self, index: int) -> None:
+        planned = self._flights[index].planned
+        request = Request(
+            id=planned.index,
+            model=self._model,
+            prompt_tokens=planned.prompt_tokens,
+            longest_prompt_tokens=planned.prompt_tokens,
+            prompt_exact=True,
+        )
+        self._carry_out(self.scheduler.on_arrival(request, self._now))
+        self._push_arrival(index + 1)
+
+    def _on_scrape(self, _: None) -> None:
+        for name, engine in self._engines.items():
+            model = engine.model
+            sample = EngineSample(model.running, model.waiting, model.kv_usage)
+            self._carry_out(self.scheduler.on_scrape(name, sample, self._now))
+        self._push(self._now + SCRAPE_INTERVAL_S, _SCRAPE, None)
+
+    def _on_tick(self, _: None) -> None:
+        self._tick_pending = False
+        self._carry_out(self.scheduler.on_tick(self._now))
+
+    def _on_begin(self, engine: _Engine) -> None:
+        engine.begin_pending = False
+        stretch = engine.model.begin_stretch()
+        if stretch is not None:
+            engine.started_s = self._now
+            self._schedule_end(engine, stretch)
+        engine.kv_peak = max(engine.kv_peak, engine.model.kv_usage)
+
+    def _schedule_end(self, engine: _Engine, stretch: Stretch) -> None:
+        engine.version += 1
+        self._push(engine.started_s + stretch.duration_s, _END, (engine, engine.version))
+
+    def _on_end(self, payload: tuple[_Engine, int]) -> None:
+        engine, version = payload
+        if version != engine.version:
+            return  # the stretch was cut meanwhile
+        engine.kv_peak = max(engine.kv_peak, engine.model.kv_usage)
+        ended = engine.model.end_iteration()
+        self._count_gaps(engine, ended)
+        self._wake(engine)
+        now = self._now
+        for sequence in ended.first:
+            flight: Flight = sequence.tag
+            flight.first_token_s = now
+            assert flight.lease is not None
+            self._carry_out(self.scheduler.on_first_token(flight.lease, now))
+        for sequence in ended.finished:
+            flight = sequence.tag
+            assert flight.lease is not None
+            flight.lease.output_tokens = sequence.output_tokens
+            flight.last_token_s = now
+            self._close(flight, Outcome.OK)
+            self._carry_out(self.scheduler.on_lease_ended(flight.lease, Outcome.OK, now))
+
+    def _count_gaps(self, engine: _Engine, ended: Ended) -> None:
+        stretch = ended.stretch
+        if stretch.decodes:
+            self._gaps.add(stretch.first_s, stretch.increment_s, stretch.steps, stretch.decodes)
+        for sequence in ended.preempted:
+            sequence.tag.last_token_s = engine.started_s
+        for sequence in ended.resumed:
+            self._gaps.add(self._now - sequence.tag.last_token_s, 0.0, 1, 1)
+
+    # --- commands ---
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Dispatch):
+                self._dispatch(command)
+            elif isinstance(command, Reject):
+                self._close(self._by_id[command.request_id], Outcome.BAD_REQUEST)
+            else:
+                assert isinstance(command, HealthChanged), command
+        if not self._tick_pending and (deadline := self.scheduler.next_deadline()) is not None:
+            self._tick_pending = True
+            self._push(max(deadline, self._now), _TICK, None)
+
+    def _dispatch(self, command: Dispatch) -> None:
+        lease = command.lease
+        flight = self._by_id[command.request_id]
+        flight.lease, flight.instance = lease, lease.instance
+        engine = self._engines[lease.instance]
+        planned = flight.planned
+        output = max(1, planned.output_tokens)
+        if not engine.model.fits(planned.prompt_tokens, output):
+            # A real engine would cut the answer at its context length: not what the trace asks for.
+            self._close(flight, Outcome.UPSTREAM_ERROR)
+            self._carry_out(self.scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
+            return
+        interrupts = engine.model.in_flight is not None and not engine.model.admission_blocked
+        engine.model.submit(EngineSequence(planned.prompt_tokens, output, flight))
+        if interrupts:
+            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
+        self._wake(engine)
+
+    def _wake(self, engine: _Engine) -> None:
+        if engine.model.in_flight is None and not engine.begin_pending:
+            engine.begin_pending = True
+            self._push(self._now, _BEGIN, engine)
+
+    def _close(self, flight: Flight, outcome: Outcome) -> None:
+        assert flight.outcome is None, f"request {flight.planned.index} ended twice"
+        flight.outcome = outcome
+        flight.end_s = self._now
+        self._open -= 1

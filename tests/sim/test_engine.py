@@ -1,0 +1,521 @@
+"""Shows that the engine model schedules as vLLM V1 does, loses nothing, and that stretches equal steps.
+
+`NaiveEngine` below is the scheduler written down sequence by sequence, as vLLM's own loop reads, with
+nothing derived or bucketed: slow, plain, and the oracle for the fast one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.types import Capacity
+from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Sequence, SequenceState, Stretch
+
+MAX_EXAMPLES = 200
+LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
+
+
+# --- the oracle --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class NaiveSequence:
+    number: int
+    prompt: int
+    output: int
+    generated: int = 0
+    computed: int = 0
+    decodes: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.generated
+
+
+@dataclass
+class NaiveIteration:
+    duration_s: float
+    tokens: list[int] = field(default_factory=list)  # numbers that got one
+    finished: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    used_blocks: int = 0  # after the schedule, before anybody leaves
+
+
+class NaiveEngine:
+    def __init__(self, limits: EngineLimits, rule: IterationRule) -> None:
+        self.limits = limits
+        self.rule = rule
+        self.waiting: deque[NaiveSequence] = deque()
+        self.running: list[NaiveSequence] = []
+        self.blocks: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(self.blocks.values())
+
+    def allocate(self, sequence: NaiveSequence, new_tokens: int, whole: bool = False) -> bool:
+        free = self.limits.kv_blocks - self.used
+        held = self.blocks.get(sequence.number, 0)
+        if whole and math.ceil(sequence.tokens / self.limits.block_size) - held > free:
+            return False
+        need = math.ceil((sequence.computed + new_tokens) / self.limits.block_size) - held
+        if need > free:
+            return False
+        self.blocks[sequence.number] = held + need
+        return True
+
+    def drop(self, number: int) -> None:
+        self.waiting = deque(s for s in self.waiting if s.number != number)
+        self.running = [s for s in self.running if s.number != number]
+        self.blocks.pop(number, None)
+
+    def iterate(self) -> NaiveIteration | None:
+        if not self.waiting and not self.running:
+            return None
+        budget = self.limits.max_num_batched_tokens
+        scheduled: list[tuple[NaiveSequence, int]] = []
+        preempted: list[NaiveSequence] = []
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            new = min(sequence.tokens - sequence.computed, budget)
+            while not (allocated := self.allocate(sequence, new)):
+                victim = self.running.pop()
+                self.blocks.pop(victim.number)
+                victim.computed = 0
+                victim.decodes = False
+                self.waiting.appendleft(victim)
+                preempted.append(victim)
+                if victim is sequence:
+                    break
+            if not allocated:
+                break
+            scheduled.append((sequence, new))
+            budget -= new
+            index += 1
+        if not preempted:
+            while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+                sequence = self.waiting[0]
+                new = min(sequence.tokens, budget)
+                if not self.allocate(sequence, new, whole=True):
+                    break
+                self.waiting.popleft()
+                self.running.append(sequence)
+                scheduled.append((sequence, new))
+                budget -= new
+        decodes = [(s, n) for s, n in scheduled if s.decodes]
+        prefills = [(s, n) for s, n in scheduled if not s.decodes]
+        result = NaiveIteration(
+            LATENCY.iteration_s(
+                prefill_tokens=sum(n for _, n in prefills),
+                prefill_requests=len(prefills),
+                longest_prefill=max((n for _, n in prefills), default=0),
+                decodes=len(decodes),
+                cached_tokens=sum(s.computed + 1 for s, _ in decodes),
+                rule=self.rule,
+            ),
+            preempted=[s.number for s in preempted],
+            used_blocks=self.used,
+        )
+        for sequence, new in scheduled:
+            sequence.computed += new
+            if sequence.computed < sequence.tokens:
+                continue
+            sequence.decodes = True
+            if sequence.output:
+                sequence.generated += 1
+                result.tokens.append(sequence.number)
+            if sequence.generated == sequence.output:
+                result.finished.append(sequence.number)
+                self.drop(sequence.number)
+        return result
+
+
+# --- strategies --------------------------------------------------------------------------------------
+
+
+@st.composite
+def engine_limits(draw: st.DrawFn) -> EngineLimits:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    blocks = draw(st.integers(1, 40))
+    seqs = draw(st.integers(1, 8))
+    return EngineLimits(
+        kv_cache_tokens=blocks * block_size + draw(st.integers(0, block_size - 1)),
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + draw(st.integers(0, 40)),
+    )
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[int, int, int]]]:
+    """Limits, and (arrival step, prompt, output) of sequences that fit, in order of arrival."""
+    limits = draw(engine_limits())
+    longest = limits.max_sequence_tokens
+    sequences = []
+    for arrival in sorted(draw(st.lists(st.integers(0, 60), min_size=1, max_size=12))):
+        prompt = draw(st.integers(1, longest - 1))
+        output = draw(st.integers(0, longest - prompt))
+        sequences.append((arrival, prompt, output))
+    return limits, sequences
+
+
+rules = st.sampled_from(list(IterationRule))
+
+
+def run(engine: EngineModel) -> list[Ended]:
+    """Step until idle."""
+    ends = []
+    while engine.begin_iteration() is not None:
+        engine.check_integrity()
+        ends.append(engine.end_iteration())
+        engine.check_integrity()
+    return ends
+
+
+# --- properties --------------------------------------------------------------------------------------
+
+
+@given(
+    load=loads(), rule=rules, aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=4)
+)
+@settings(max_examples=MAX_EXAMPLES, deadline=None)
+def test_same_as_the_naive_scheduler(
+    load: tuple[EngineLimits, list[tuple[int, int, int]]],
+    rule: IterationRule,
+    aborts: list[tuple[int, int]],
+) -> None:
+    """Durations, tokens, finishes, preemptions, blocks and queues agree in every iteration."""
+    limits, sequences = load
+    naive, fast = NaiveEngine(limits, rule), EngineModel(LATENCY, limits, rule)
+    arriving = [
+        (arrival, Sequence(prompt, output, n)) for n, (arrival, prompt, output) in enumerate(sequences)
+    ]
+    generated: dict[int, int] = {}
+    for step in itertools.count():
+        for arrival, sequence in arriving:
+            if arrival == step:
+                naive.waiting.append(
+                    NaiveSequence(sequence.tag, sequence.prompt_tokens, sequence.output_tokens)
+                )
+                fast.submit(sequence)
+        for at, number in aborts:
+            if at == step and number < len(arriving) and arriving[number][0] <= step:
+                naive.drop(number)
+                fast.abort(arriving[number][1])
+        expected = naive.iterate()
+        duration_s = fast.begin_iteration()
+        fast.check_integrity()
+        if expected is None:
+            assert duration_s is None
+            if step > 80:
+                break
+            continue
+        assert duration_s == expected.duration_s
+        assert fast.kv_used_blocks == expected.used_blocks <= limits.kv_blocks
+        ended = fast.end_iteration()
+        fast.check_integrity()
+        got = {s.tag for s in (*fast.decoding, *ended.finished) if s.output_tokens}
+        assert got == set(expected.tokens)
+        assert sorted(s.tag for s in ended.finished) == sorted(expected.finished)
+        assert [s.tag for s in ended.preempted] == expected.preempted
+        assert (fast.running, fast.waiting) == (len(naive.running), len(naive.waiting))
+        assert [s.tag for s in fast.decoding] == [s.number for s in naive.running if s.decodes]
+        for number in got:
+            generated[number] = generated.get(number, 0) + 1
+        assert {s.tag for s in ended.first} == {n for n in got if generated[n] == 1}
+        for sequence in (s for _, s in arriving if s.state is not SequenceState.NEW):
+            assert fast.generated(sequence) == generated.get(sequence.tag, 0)
+    assert fast.kv_used_blocks == 0
+    assert fast.generated_tokens == sum(generated.values())
+
+
+@given(load=loads(), rule=rules)
+@settings(deadline=None)
+def test_every_sequence_gets_exactly_its_tokens(
+    load: tuple[EngineLimits, list[tuple[int, int, int]]], rule: IterationRule
+) -> None:
+    """Nothing is lost, whatever was preempted; the idle engine holds nothing."""
+    limits, rows = load
+    engine = EngineModel(LATENCY, limits, rule)
+    sequences = [Sequence(prompt, output) for _, prompt, output in rows]
+    for sequence in sequences:
+        engine.submit(sequence)
+    ends = run(engine)
+    finished = [s for end in ends for s in end.finished]
+    assert sorted(map(id, finished)) == sorted(map(id, sequences))
+    assert all(s.state is SequenceState.FINISHED for s in sequences)
+    assert all(engine.generated(s) == s.output_tokens for s in sequences)
+    first = [s for end in ends for s in end.first]
+    assert first == sorted((s for s in sequences if s.output_tokens), key=sequences.index), "FCFS"
+    assert engine.generated_tokens == sum(s.output_tokens for s in sequences)
+    assert engine.preemptions == sum(s.preemptions for s in sequences)
+    assert engine.preemptions == sum(len(end.preempted) for end in ends)
+    assert engine.idle
+    assert (engine.running, engine.waiting, engine.kv_used_blocks, engine.kv_usage) == (0, 0, 0, 0.0)
+
+
+def timeline(
+    limits: EngineLimits,
+    rule: IterationRule,
+    rows: list[tuple[float, int, int]],
+    cancels: dict[int, float],
+    *,
+    stretches: bool,
+    horizon: bool,
+) -> tuple[list[tuple[float, int]], list[tuple[int, float, str]], EngineModel, int]:
+    """One engine in virtual time: (time, tokens) of every step, (number, time, event), calls made."""
+    engine = EngineModel(LATENCY, limits, rule)
+    sequences = [Sequence(prompt, output, n) for n, (_, prompt, output) in enumerate(rows)]
+    happenings = sorted(
+        [(at, 0, n) for n, (at, _, _) in enumerate(rows)]
+        + [(max(at, rows[n][0]), 1, n) for n, at in cancels.items() if n < len(rows)]
+    )
+    steps: list[tuple[float, int]] = []
+    events: list[tuple[int, float, str]] = []
+    now, begun, calls = 0.0, 0.0, 0
+    aborting: list[Sequence] = []
+    while True:
+        for sequence in aborting:
+            engine.abort(sequence)
+        aborting = []
+        while happenings and happenings[0][0] <= now:
+            _, kind, number = happenings.pop(0)
+            if kind == 0:
+                engine.submit(sequences[number])
+            else:
+                engine.abort(sequences[number])
+        calls += 1
+        until = happenings[0][0] - now if happenings and horizon else math.inf
+        stretch = engine.begin_stretch(until) if stretches else None
+        if not stretches and engine.begin_iteration() is not None:
+            stretch = engine.in_flight
+        if stretch is None:
+            if not happenings:
+                break
+            now = happenings[0][0]
+            continue
+        begun = now
+        while happenings and happenings[0][0] < begun + stretch.duration_s:
+            at, kind, number = happenings.pop(0)
+            if kind == 0:
+                if stretches and not engine.admission_blocked:
+                    stretch = engine.cut(at - begun)
+                engine.submit(sequences[number])
+            else:
+                if stretches:
+                    stretch = engine.cut(at - begun)
+                aborting.append(sequences[number])
+        ended = engine.end_iteration()
+        stretch = ended.stretch
+        steps += [(at, stretch.decodes) for at in stretch.boundaries_s(begun)]
+        now = begun + stretch.duration_s
+        steps[-1] = (now, stretch.decodes + len(ended.first) + len(ended.resumed))
+        events += [(s.tag, begun, "preempted") for s in ended.preempted]
+        events += [(s.tag, now, "first") for s in ended.first]
+        events += [(s.tag, now, "resumed") for s in ended.resumed]
+        events += [(s.tag, now, "finished") for s in ended.finished]
+        engine.check_integrity()
+    return steps, events, engine, calls
+
+
+@given(
+    load=loads(),
+    rule=rules,
+    gaps=st.lists(st.floats(0, 0.5), min_size=12, max_size=12),
+    cancels=st.dictionaries(st.integers(0, 11), st.floats(0, 3), max_size=4),
+    horizon=st.booleans(),
+)
+@settings(max_examples=MAX_EXAMPLES, deadline=None)
+def test_stretches_equal_steps(
+    load: tuple[EngineLimits, list[tuple[int, int, int]]],
+    rule: IterationRule,
+    gaps: list[float],
+    cancels: dict[int, float],
+    horizon: bool,
+) -> None:
+    """The same tokens at the same times (1e-9), the same events in the same order, the same counters.
+
+    Arrivals and aborts cut stretches, or bound them in advance; both are the boundary that a stepping
+    driver would use.
+    """
+    limits, rows = load
+    arrivals = list(itertools.accumulate(gaps))
+    timed = [(arrivals[n], prompt, output) for n, (_, prompt, output) in enumerate(rows)]
+    steps, events, stepped, _ = timeline(limits, rule, timed, cancels, stretches=False, horizon=False)
+    fast_steps, fast_events, stretched, _ = timeline(
+        limits, rule, timed, cancels, stretches=True, horizon=horizon
+    )
+    assert [tokens for _, tokens in fast_steps] == [tokens for _, tokens in steps]
+    assert [at for at, _ in fast_steps] == pytest.approx([at for at, _ in steps], rel=1e-9)
+    assert [(n, what) for n, _, what in fast_events] == [(n, what) for n, _, what in events]
+    assert [at for _, at, _ in fast_events] == pytest.approx([at for _, at, _ in events], rel=1e-9)
+    for counter in ("preemptions", "generated_tokens", "prefilled_tokens", "kv_used_blocks"):
+        assert getattr(stretched, counter) == getattr(stepped, counter)
+
+
+@given(
+    steps=st.integers(1, 10_000),
+    first=st.floats(1e-6, 10),
+    growth=st.floats(-1, 10),
+    fraction=st.floats(0, 1.2),
+)
+def test_steps_until_is_the_first_boundary_at_or_after(
+    steps: int, first: float, growth: float, fraction: float
+) -> None:
+    """For any stretch of positive steps: the boundary found is late enough, the one before is not."""
+    stretch = Stretch(steps, first, growth * first / steps * 0.99, 1)
+    elapsed = fraction * stretch.duration_s
+    found = stretch.steps_until(elapsed)
+    assert 1 <= found <= steps
+    assert stretch.elapsed_s(found) >= elapsed or found == steps
+    assert found == 1 or stretch.elapsed_s(found - 1) < elapsed
+    completed = stretch.steps_completed(elapsed)
+    assert 0 <= completed <= found
+    assert completed == 0 or stretch.elapsed_s(completed) <= elapsed
+    assert completed == steps or stretch.elapsed_s(completed + 1) > elapsed
+
+
+# --- single cases ------------------------------------------------------------------------------------
+
+
+def test_one_request_by_hand() -> None:
+    """16 prompt tokens and 4 output tokens: one prefill, three decode steps over 17, 18, 19 tokens."""
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64))
+    engine.submit(Sequence(16, 4))
+    k = LATENCY
+    assert engine.begin_iteration() == pytest.approx(k.k1 * 16 + k.k2 + k.k3 * 16 + k.k4)
+    assert engine.kv_used_blocks == 1
+    ended = engine.end_iteration()
+    assert len(ended.first) == 1
+    assert ended.finished == ()
+    for cached in (17, 18, 19):
+        assert engine.begin_iteration() == pytest.approx(k.decode_step_s(1, cached))
+        assert engine.kv_used_blocks == 2
+        ended = engine.end_iteration()
+    assert len(ended.finished) == 1
+    assert engine.begin_iteration() is None
+
+
+def test_a_lone_request_is_two_calls() -> None:
+    """A stretch covers a whole answer, and its sum is the paper's closed form shifted by one token."""
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=100_000))
+    engine.submit(Sequence(1000, 5001))
+    assert engine.begin_stretch() is not None
+    engine.end_iteration()
+    stretch = engine.begin_stretch()
+    assert stretch is not None
+    assert stretch.steps == 5000
+    assert stretch.duration_s == pytest.approx(LATENCY.decode_s(1, 1000, 5000), rel=1e-12)
+    assert len(engine.end_iteration().finished) == 1
+    assert engine.begin_stretch() is None
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_the_decodes() -> None:
+    """Decodes come first; the prompt takes what is left of the budget, blocks as it goes."""
+    engine = EngineModel(
+        LATENCY, EngineLimits(kv_cache_tokens=1600, max_num_seqs=4, max_num_batched_tokens=100)
+    )
+    engine.submit(Sequence(10, 50))
+    engine.begin_iteration()
+    engine.end_iteration()
+    engine.submit(Sequence(250, 2))
+    prefilled = []
+    for _ in range(3):
+        before = engine.prefilled_tokens
+        assert engine.begin_iteration() is not None
+        prefilled.append(engine.prefilled_tokens - before)
+        assert engine.running == 2
+        ended = engine.end_iteration()
+        assert ended.stretch.decodes == 1
+    assert prefilled == [99, 99, 52]
+    assert len(ended.first) == 1
+
+
+def test_the_latest_admitted_is_preempted_and_recomputed() -> None:
+    """Two sequences outgrow the cache: the second waits in front of a third, and starts over."""
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64, block_size=16))
+    one, two, three = Sequence(30, 30, "one"), Sequence(20, 20, "two"), Sequence(5, 1, "three")
+    for sequence in (one, two, three):
+        engine.submit(sequence)
+    order = []
+    while engine.begin_iteration() is not None:
+        ended = engine.end_iteration()
+        order += [(s.tag, "preempted") for s in ended.preempted]
+        order += [(s.tag, "finished") for s in ended.finished]
+    assert order == [("two", "preempted"), ("one", "finished"), ("three", "finished"), ("two", "finished")]
+    assert two.preemptions == 1
+    assert engine.prefilled_tokens == 30 + 20 + 5 + (20 + 3)
+
+
+def test_an_abort_in_flight_frees_at_once_and_gets_no_token() -> None:
+    """Decoding, prefilling and waiting sequences leave in the middle of an iteration."""
+    limits = EngineLimits(kv_cache_tokens=160, max_num_seqs=3, max_num_batched_tokens=20)
+    engine = EngineModel(LATENCY, limits)
+    decode, whole, part, waits = Sequence(8, 9), Sequence(5, 5), Sequence(40, 5), Sequence(1, 1)
+    engine.submit(decode)
+    engine.begin_iteration()
+    engine.end_iteration()
+    for sequence in (whole, part, waits):
+        engine.submit(sequence)
+    engine.begin_iteration()
+    assert (engine.running, engine.waiting) == (3, 1)
+    for sequence in (part, decode, waits, whole):
+        engine.abort(sequence)
+        engine.check_integrity()
+    assert engine.generated(decode) == 1
+    assert (engine.running, engine.waiting, engine.kv_used_blocks) == (0, 0, 0)
+    ended = engine.end_iteration()
+    assert ended[1:] == ((), (), (), ())
+    assert ended.stretch.decodes == 0
+    assert engine.begin_iteration() is None
+    engine.abort(decode)  # twice is harmless
+    assert decode.state is SequenceState.ABORTED
+
+
+def test_no_output_is_only_read() -> None:
+    """An embedding: the prompt is computed, no token comes."""
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=160))
+    engine.submit(Sequence(20, 0))
+    engine.begin_iteration()
+    ended = engine.end_iteration()
+    assert len(ended.finished) == 1
+    assert ended.first == ()
+    assert engine.generated_tokens == 0
+    assert engine.idle
+
+
+def test_limits_come_from_a_capacity() -> None:
+    """Missing figures are vLLM's defaults, a missing KV capacity is named, contradictions too."""
+    assert EngineLimits.from_capacity(Capacity(kv_cache_tokens=1000)) == EngineLimits(1000, 16, 256, 2048)
+    assert EngineLimits.from_capacity(Capacity(kv_cache_tokens=1000, max_num_seqs=4096)) == EngineLimits(
+        1000, 16, 4096, 4096
+    )
+    assert EngineLimits.from_capacity(
+        Capacity(kv_cache_tokens=1000, max_num_batched_tokens=100)
+    ) == EngineLimits(1000, 16, 100, 100)
+    with pytest.raises(ValueError, match=r"engine\.kv_cache_tokens: .*missing"):
+        EngineLimits.from_capacity(Capacity(max_num_seqs=4))
+    with pytest.raises(ValueError, match=r"engine\.kv_cache_tokens: expected at least one block"):
+        EngineLimits.from_capacity(Capacity(kv_cache_tokens=10))
+    with pytest.raises(ValueError, match=r"engine\.max_num_batched_tokens: expected at least"):
+        EngineLimits.from_capacity(
+            Capacity(kv_cache_tokens=1000, max_num_seqs=256, max_num_batched_tokens=100)
+        )
+
+
+def test_what_can_never_fit_is_the_callers_to_refuse() -> None:
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=32))
+    assert engine.fits(20, 13)
+    assert not engine.fits(20, 14)
+    assert not engine.fits(33, 0)
+    with pytest.raises(AssertionError, match="at most 33 tokens"):
+        engine.submit(Sequence(20, 14))
