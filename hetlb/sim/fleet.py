@@ -8,14 +8,14 @@ ties are broken by kind, then by order of creation.
 from __future__ import annotations
 
 import heapq
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.records import Gaps, RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Command,
@@ -46,50 +46,39 @@ class EngineSpec:
     limits: EngineLimits
 
 
-@dataclass(slots=True)
-class Gaps:
-    """Times between tokens, run-length coded: `steps` gaps from `first_s` on, each `decodes` times.
+class _Flight:
+    """One planned request on its way."""
 
-    An iteration gives every decoding sequence one gap, so whole stretches are four numbers.
-    """
-
-    first_s: array[float] = field(default_factory=lambda: array("d"))
-    increment_s: array[float] = field(default_factory=lambda: array("d"))
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    decodes: array[int] = field(default_factory=lambda: array("q"))
-
-    def add(self, first_s: float, increment_s: float, steps: int, decodes: int) -> None:
-        """Count one stretch."""
-        self.first_s.append(first_s)
-        self.increment_s.append(increment_s)
-        self.steps.append(steps)
-        self.decodes.append(decodes)
-
-
-class Flight:
-    """One planned request on its way: times in seconds of virtual time, None until they happen."""
-
-    __slots__ = ("end_s", "first_token_s", "instance", "last_token_s", "lease", "outcome", "planned")
+    __slots__ = ("lease", "outcome", "paused_s", "planned", "record")
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
+        self.record = RequestRecord(planned.scheduled_s, planned.prompt_tokens)
         self.lease: Lease | None = None
-        self.instance = ""
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.end_s: float | None = None
         self.outcome: Outcome | None = None
+        #: When it got its last token before it was preempted.
+        self.paused_s = 0.0
 
 
 @dataclass(slots=True)
 class FleetResult:
-    """What a run gives: every request's flight in plan order, and counts per instance."""
+    """What a run gives: a record per planned request, in plan order, and counts per instance."""
 
-    flights: list[Flight]
+    records: list[RequestRecord]
+    outcomes: list[Outcome]
     gaps: Gaps
     preemptions: dict[str, int]
     kv_peak: dict[str, float]
-    duration_s: float
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run, as `vllm bench serve` names them."""
+        return summarize(
+            self.records,
+            self.gaps,
+            instances=self.preemptions,
+            preemptions=self.preemptions,
+            kv_peak=self.kv_peak,
+        )
 
 
 class _Engine:
@@ -127,7 +116,7 @@ class FleetSimulation:
             for spec in setup.specs
         }
         self._model = model
-        self._flights = [Flight(planned) for planned in plan]
+        self._flights = [_Flight(planned) for planned in plan]
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
         self._heap: list[tuple[float, int, int, Any]] = []
@@ -140,7 +129,7 @@ class FleetSimulation:
         """Simulate until every request has ended."""
         self._push_arrival(0)
         self._push(0.0, _SCRAPE, None)
-        handlers = {
+        handlers: dict[int, Callable[[Any], None]] = {
             _END: self._on_end,
             _ARRIVAL: self._on_arrival,
             _SCRAPE: self._on_scrape,
@@ -153,11 +142,11 @@ class FleetSimulation:
         assert self._open == 0, f"{self._open} requests never ended"
         self.scheduler.check_integrity()
         return FleetResult(
-            self._flights,
+            [flight.record for flight in self._flights],
+            [flight.outcome for flight in self._flights if flight.outcome is not None],
             self._gaps,
             {name: engine.model.preemptions for name, engine in self._engines.items()},
             {name: engine.kv_peak for name, engine in self._engines.items()},
-            self._now,
         )
 
     # --- events ---
@@ -215,15 +204,15 @@ class FleetSimulation:
         self._wake(engine)
         now = self._now
         for sequence in ended.first:
-            flight: Flight = sequence.tag
-            flight.first_token_s = now
+            flight: _Flight = sequence.tag
+            flight.record.first_token_s = now
             assert flight.lease is not None
             self._carry_out(self.scheduler.on_first_token(flight.lease, now))
         for sequence in ended.finished:
             flight = sequence.tag
             assert flight.lease is not None
-            flight.lease.output_tokens = sequence.output_tokens
-            flight.last_token_s = now
+            flight.lease.output_tokens = flight.record.output_tokens = sequence.output_tokens
+            flight.record.last_token_s = now
             self._close(flight, Outcome.OK)
             self._carry_out(self.scheduler.on_lease_ended(flight.lease, Outcome.OK, now))
 
@@ -232,9 +221,9 @@ class FleetSimulation:
         if stretch.decodes:
             self._gaps.add(stretch.first_s, stretch.increment_s, stretch.steps, stretch.decodes)
         for sequence in ended.preempted:
-            sequence.tag.last_token_s = engine.started_s
+            sequence.tag.paused_s = engine.started_s
         for sequence in ended.resumed:
-            self._gaps.add(self._now - sequence.tag.last_token_s, 0.0, 1, 1)
+            self._gaps.add(self._now - sequence.tag.paused_s)
 
     # --- commands ---
 
@@ -253,7 +242,7 @@ class FleetSimulation:
     def _dispatch(self, command: Dispatch) -> None:
         lease = command.lease
         flight = self._by_id[command.request_id]
-        flight.lease, flight.instance = lease, lease.instance
+        flight.lease, flight.record.instance = lease, lease.instance
         engine = self._engines[lease.instance]
         planned = flight.planned
         output = max(1, planned.output_tokens)
@@ -273,8 +262,8 @@ class FleetSimulation:
             engine.begin_pending = True
             self._push(self._now, _BEGIN, engine)
 
-    def _close(self, flight: Flight, outcome: Outcome) -> None:
+    def _close(self, flight: _Flight, outcome: Outcome) -> None:
         assert flight.outcome is None, f"request {flight.planned.index} ended twice"
         flight.outcome = outcome
-        flight.end_s = self._now
+        flight.record.ok = outcome is Outcome.OK
         self._open -= 1

@@ -1,0 +1,103 @@
+"""`hetlb engine`: runs an emulated vLLM server until it is told to stop.
+
+Promise: one line on stdout once it accepts requests; Ctrl-C or SIGTERM ends it at once with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from hetlb.config import load_profile
+from hetlb.core.latency import IterationRule
+from hetlb.emulator import EmulatedEngine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb engine`."""
+    parser.add_argument(
+        "--profile", type=Path, required=True, metavar="P.yaml", help="latency profile that times the engine"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default 8000)")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="names of the model in the API (default: model.name of the profile)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt + output (default: engine.max_model_len of the profile, else the KV tokens)",
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="multiplies every duration of the engine: 0.1 is ten times faster (default 1)",
+    )
+    parser.add_argument(
+        "--iteration",
+        choices=[rule.value for rule in IterationRule],
+        default=IterationRule.TOKEN.value,
+        help="how the time of an iteration with prefill and decode work is put together (default token)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    engine = EmulatedEngine(
+        load_profile(args.profile),
+        args.host,
+        args.port,
+        served_model_names=args.served_model_name,
+        max_model_len=args.max_model_len,
+        time_scale=args.time_scale,
+        iteration=IterationRule(args.iteration),
+        where=str(args.profile),
+    )
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(engine))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        print(f"hetlb engine: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(engine: EmulatedEngine) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with engine:
+        print(f"hetlb engine ready on {engine.url}", flush=True)
+        await stop.wait()
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")

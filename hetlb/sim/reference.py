@@ -1,0 +1,84 @@
+"""Yardsticks for a simulated fleet: what perfect balance would give, and a fixed division of the work.
+
+Promise: both use the same engine model as the runs they stand beside, with everything sent at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.latency import IterationRule
+from hetlb.core.predictor import Predictor
+from hetlb.core.types import Request
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+
+#: What one prompt token weighs against one output token in `split`.
+_PROMPT_WEIGHT = 0.15
+
+
+class References:
+    """Stand-alone runs of every instance, made once and shared by `bound` and `split`."""
+
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        engines: Mapping[str, EngineSpec],
+        plan: Sequence[PlannedRequest],
+        *,
+        model: str,
+        rule: IterationRule,
+    ) -> None:
+        self._setup, self._engines, self._model, self._rule = setup, engines, model, rule
+        self._plan = [replace(planned, scheduled_s=0.0) for planned in plan]
+        self._alone_tok_s = {
+            spec.name: self._run_alone(spec.name, self._plan)["total_token_throughput"]
+            for spec in setup.specs
+        }
+
+    def bound(self) -> dict[str, float]:
+        """The sum over instances of the throughput each reaches alone on all requests, tokens/s."""
+        return {"total_token_throughput": sum(self._alone_tok_s.values())}
+
+    def split(self, predictor: Predictor) -> dict[str, float]:
+        """A fixed division in proportion to stand-alone throughput, each instance running its part alone.
+
+        In plan order, with w = 0.15 * input + predicted output tokens, each request goes to the instance
+        j with the least (A_j + w) / s_j; ties go to the first.
+        """
+        assigned = dict.fromkeys(self._alone_tok_s, 0.0)
+        parts: dict[str, list[PlannedRequest]] = {name: [] for name in assigned}
+        for planned in self._plan:
+            request = Request(
+                id=planned.index, model=self._model, prompt_tokens=planned.prompt_tokens, prompt_exact=True
+            )
+            work = _PROMPT_WEIGHT * planned.prompt_tokens + predictor.predict(request)
+            able = [
+                name
+                for name, speed in self._alone_tok_s.items()
+                if speed > 0 and _fits(self._engines[name], planned)
+            ]
+            if not able:
+                continue
+            chosen = min(able, key=lambda name: (assigned[name] + work) / self._alone_tok_s[name])
+            assigned[chosen] += work
+            parts[chosen].append(planned)
+        runs = [self._run_alone(name, part) for name, part in parts.items() if part]
+        tokens = sum(run["total_input_tokens"] + run["total_output_tokens"] for run in runs)
+        longest = max((run["duration"] for run in runs), default=0.0)
+        return {"total_token_throughput": tokens / longest if longest > 0 else 0.0}
+
+    def _run_alone(self, name: str, plan: Sequence[PlannedRequest]) -> dict[str, Any]:
+        """One instance with what fits it, all at once: the summary of the run."""
+        specs = tuple(spec for spec in self._setup.specs if spec.name == name)
+        fitting = [planned for planned in plan if _fits(self._engines[name], planned)]
+        setup = replace(self._setup, specs=specs, policy="single")
+        run = FleetSimulation(setup, self._engines, fitting, model=self._model, rule=self._rule)
+        return run.run().summary()
+
+
+def _fits(engine: EngineSpec, planned: PlannedRequest) -> bool:
+    return planned.prompt_tokens + max(1, planned.output_tokens) <= engine.limits.max_sequence_tokens

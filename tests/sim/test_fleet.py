@@ -1,0 +1,179 @@
+"""The simulated fleet: every request ends once, the same seed gives the same result, queueing laws hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.policies import POLICIES, PolicyParams
+from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
+from hetlb.sim.engine import EngineLimits
+from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.reference import References
+
+FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
+
+
+def fleet(
+    *speeds: float, policy: str = "paper", predictor: str = "empirical", seed: int = 0, kv: int = 60_000
+) -> tuple[SchedulerSetup, dict[str, EngineSpec]]:
+    latencies = {f"i{i}": FAST.scaled(speed) for i, speed in enumerate(speeds)}
+    capacity = Capacity(kv_cache_tokens=kv, kv_tokens_per_request=kv, max_num_seqs=128)
+    setup = SchedulerSetup(
+        specs=tuple(
+            InstanceSpec(name, "m", latency=latency, capacity=capacity) for name, latency in latencies.items()
+        ),
+        policy=policy,
+        params=PolicyParams(),
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor=predictor,
+        seed=seed,
+        lengths=LengthDistribution([20, 60, 100, 300]),
+        initial_health=Health.UP,
+    )
+    limits = EngineLimits.from_capacity(capacity)
+    return setup, {name: EngineSpec(latency, limits) for name, latency in latencies.items()}
+
+
+def load(count: int, rate: float, seed: int = 0) -> list[PlannedRequest]:
+    rng = random.Random(seed)
+    now, plan = 0.0, []
+    for i in range(count):
+        plan.append(PlannedRequest(i, now, rng.randrange(10, 800), rng.choice([20, 60, 100, 300])))
+        now += rng.expovariate(rate) if rate else 0.0
+    return plan
+
+
+def simulate(
+    setup: SchedulerSetup, engines: dict[str, EngineSpec], plan: list[PlannedRequest]
+) -> FleetResult:
+    simulation = FleetSimulation(setup, engines, plan, model="m")
+    result = simulation.run()
+    for instance in simulation.scheduler.instances:
+        assert (instance.work_ns, instance.kv_tokens, instance.in_flight) == (0, 0, 0)
+    return result
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("rate", [0.0, 20.0])
+def test_every_request_completes_with_its_tokens(policy: str, predictor: str, rate: float) -> None:
+    setup, engines = fleet(1.0, 3.0, policy=policy, predictor=predictor)
+    plan = load(150, rate)
+    result = simulate(setup, engines, plan)
+    assert result.outcomes == [Outcome.OK] * 150
+    for planned, record in zip(plan, result.records, strict=True):
+        assert record.ok
+        assert record.output_tokens == planned.output_tokens
+        assert record.first_token_s is not None
+        assert record.last_token_s is not None
+        assert planned.scheduled_s < record.first_token_s <= record.last_token_s
+    summary = result.summary()
+    assert sum(entry["completed"] for entry in summary["instances"]) == 150
+    assert summary["total_output_tokens"] == sum(planned.output_tokens for planned in plan)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 1000), st.sampled_from(("paper", "random", "p2c")))
+def test_the_same_seed_gives_the_same_result(seed: int, policy: str) -> None:
+    setup, engines = fleet(1.0, 2.0, policy=policy, predictor="normal", seed=seed)
+    plan = load(80, 30.0, seed)
+    assert simulate(setup, engines, plan).summary() == simulate(setup, engines, plan).summary()
+
+
+def test_a_lone_request_takes_what_the_formulas_say() -> None:
+    setup, engines = fleet(1.0)
+    result = simulate(setup, engines, [PlannedRequest(0, 5.0, 400, 50)])
+    record = result.records[0]
+    assert record.ttft_s == pytest.approx(FAST.prefill_s(1, 400))
+    steps = sum(FAST.decode_step_s(1, 400 + j) for j in range(1, 50))
+    assert record.e2el_s == pytest.approx(FAST.prefill_s(1, 400) + steps)
+
+
+def test_requests_that_arrive_together_share_their_first_iteration() -> None:
+    setup, engines = fleet(1.0)
+    result = simulate(setup, engines, [PlannedRequest(i, 0.0, 100, 2) for i in range(10)])
+    assert len({record.first_token_s for record in result.records}) == 1
+
+
+def test_an_arrival_in_mid_stretch_starts_at_the_next_iteration() -> None:
+    setup, engines = fleet(1.0)
+    result = simulate(setup, engines, [PlannedRequest(0, 0.0, 100, 1000), PlannedRequest(1, 3.0, 100, 5)])
+    late = result.records[1]
+    assert late.first_token_s is not None
+    step = FAST.decode_step_s(1, 400)
+    mixed = FAST.iteration_s(
+        prefill_tokens=100, prefill_requests=1, longest_prefill=100, decodes=1, cached_tokens=400
+    )
+    assert 3.0 < late.first_token_s <= 3.0 + step + mixed * 1.05
+
+
+def test_littles_law_holds() -> None:
+    setup, engines = fleet(1.0)
+    plan = load(1500, 6.0)
+    result = simulate(setup, engines, plan)
+    end = max(record.last_token_s or 0.0 for record in result.records)
+    in_system = sum(record.e2el_s for record in result.records) / end
+    rate = len(plan) / end
+    mean_time = sum(record.e2el_s for record in result.records) / len(plan)
+    assert in_system == pytest.approx(rate * mean_time)
+    # Far below saturation nobody waits: the mean time is close to that of a lone request.
+    alone = simulate(setup, engines, load(1, 0.0)).records[0].e2el_s
+    assert mean_time < 4 * alone
+
+
+def test_gaps_of_tokens_add_up_to_the_time_between_first_and_last() -> None:
+    setup, engines = fleet(1.0, 2.0, kv=9000)
+    result = simulate(setup, engines, load(120, 0.0))
+    between = sum(record.e2el_s - record.ttft_s for record in result.records)
+    gaps = result.gaps.weighted()
+    assert sum(result.preemptions.values()) > 0, "expected a KV cache small enough to preempt"
+    assert sum(gap * count for gap, count in gaps) == pytest.approx(between, rel=1e-9)
+    tokens = sum(record.output_tokens - 1 for record in result.records)
+    assert sum(count for _, count in gaps) == tokens
+
+
+def test_what_never_fits_fails_and_the_rest_completes() -> None:
+    setup, engines = fleet(1.0, kv=1024)
+    plan = [
+        PlannedRequest(0, 0.0, 5000, 10),  # refused by the scheduler
+        PlannedRequest(1, 0.0, 1000, 500),  # refused by the engine
+        PlannedRequest(2, 0.0, 100, 10),
+    ]
+    result = simulate(setup, engines, plan)
+    assert result.outcomes == [Outcome.BAD_REQUEST, Outcome.UPSTREAM_ERROR, Outcome.OK]
+    assert result.summary()["failed"] == 2
+
+
+def test_the_paper_beats_round_robin_on_unequal_instances() -> None:
+    plan = load(600, 0.0)
+    throughput = {}
+    for policy in ("rr", "paper"):
+        setup, engines = fleet(1.0, 4.0, policy=policy)
+        throughput[policy] = simulate(setup, engines, plan).summary()["output_throughput"]
+    assert throughput["paper"] > 1.25 * throughput["rr"]
+
+
+def test_bound_is_the_sum_of_lone_runs_and_split_is_near_it() -> None:
+    setup, engines = fleet(1.0, 2.0)
+    plan = load(400, 0.0)
+    references = References(setup, engines, plan, model="m", rule=IterationRule.TOKEN)
+    alone = []
+    for name in engines:
+        one, one_engine = fleet(1.0) if name == "i0" else fleet(2.0)
+        alone.append(simulate(one, one_engine, plan).summary()["total_token_throughput"])
+    bound = references.bound()["total_token_throughput"]
+    assert bound == pytest.approx(sum(alone))
+    from hetlb.core.predictor import make_predictor
+
+    lengths = {planned.index: planned.output_tokens for planned in plan}
+    split = references.split(make_predictor("oracle", rng=random.Random(0), oracle=lengths))
+    assert 0.8 * bound < split["total_token_throughput"] < 1.1 * bound
