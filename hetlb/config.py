@@ -146,6 +146,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def convert(raw: dict[str, Any], kind: type[_T]) -> _T:
+    """Plain data as a `kind`. Raises `ConfigError` naming key, value and what was expected."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as caught:
+        raise ConfigError(explain_validation_error(caught, raw, kind)) from caught
+
+
 def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
     """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
     text = _read_text(path, error)
@@ -161,9 +169,9 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
     if not isinstance(raw, dict):
         raise error(f"{path}: the file: expected a mapping of keys, got {_short(raw)}")
     try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as caught:
-        raise error(f"{path}: {explain_validation_error(caught, raw, kind)}") from caught
+        return convert(raw, kind)
+    except ConfigError as caught:
+        raise error(f"{path}: {caught}") from caught
 
 
 # --- latency profiles --------------------------------------------------------------------------------
@@ -448,6 +456,40 @@ def check_policy(table: PolicyTable, where: str) -> None:
             raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
 
 
+def resolve_instance(
+    instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
+) -> tuple[InstanceSpec, Profile | None]:
+    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`."""
+    url = "" if instance.url is None else check_url(instance.url, f"{key}.url")
+    name = instance.name or urlsplit(url).netloc
+    if not name:
+        raise ConfigError(f"{key}.name: expected a name, but neither name nor url is given")
+    if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
+        raise ConfigError(
+            f"{key}.name: expected letters, digits and . _ : - (128 at most), got {_short(name)}"
+        )
+    profile: Profile | None = None
+    if instance.profile is not None:
+        path = base / instance.profile
+        if path not in cache:
+            if not path.is_file():
+                raise ConfigError(
+                    f"{key}.profile: expected the path of a latency profile, "
+                    f"got {instance.profile!r}: no such file"
+                )
+            cache[path] = load_profile(path)
+        profile = cache[path]
+    spec = InstanceSpec(
+        name=name,
+        model=model,
+        url=url,
+        weight=instance.weight,
+        latency=profile.latency if profile else None,
+        capacity=profile.capacity if profile else Capacity(),
+    )
+    return spec, profile
+
+
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     """Check a fleet as a whole and read its profiles. Raises `ConfigError` or `ProfileError`."""
     where = f"{path}: " if path else ""
@@ -471,37 +513,14 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             tokenizers[model.name] = base / model.tokenizer
         for i, instance in enumerate(model.instances):
             ikey = f"{key}.instances[{i}]"
-            url = "" if instance.url is None else check_url(instance.url, f"{ikey}.url")
-            name = instance.name or urlsplit(url).netloc
-            if not name:
-                raise ConfigError(f"{ikey}.name: expected a name, but neither name nor url is given")
-            if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
+            spec, profile = resolve_instance(instance, model.name, ikey, base, cache)
+            if any(other.name == spec.name for other in specs):
                 raise ConfigError(
-                    f"{ikey}.name: expected letters, digits and . _ : - (128 at most), got {_short(name)}"
+                    f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
                 )
-            if any(spec.name == name for spec in specs):
-                raise ConfigError(f"{ikey}.name: expected a name used once in the fleet, got {name!r} again")
-            profile: Profile | None = None
-            if instance.profile is not None:
-                profile_path = base / instance.profile
-                if profile_path not in cache:
-                    if not profile_path.is_file():
-                        raise ConfigError(
-                            f"{ikey}.profile: expected the path of a latency profile, "
-                            f"got {instance.profile!r}: no such file"
-                        )
-                    cache[profile_path] = load_profile(profile_path)
-                profile = profiles[name] = cache[profile_path]
-            specs.append(
-                InstanceSpec(
-                    name=name,
-                    model=model.name,
-                    url=url,
-                    weight=instance.weight,
-                    latency=profile.latency if profile else None,
-                    capacity=profile.capacity if profile else Capacity(),
-                )
-            )
+            if profile is not None:
+                profiles[spec.name] = profile
+            specs.append(spec)
     return Fleet(
         path=path,
         listen=file.listen,

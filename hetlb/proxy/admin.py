@@ -6,7 +6,6 @@ wrong input is a 4xx with one sentence; the listener stays on loopback.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.policies import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import InputError
 from hetlb.proxy.metrics import CONTENT_TYPE, MetricsSource, make_registry, render
 
 _MAX_BODY_BYTES = 64 << 10
@@ -35,16 +34,6 @@ class Control(MetricsSource, Protocol):
     def register(self, table: Mapping[str, Any]) -> None: ...
     def unregister(self, name: str) -> None: ...
     def reload(self) -> str: ...
-
-
-def require_loopback(host: str, where: str) -> None:
-    """Raise `ConfigError` unless `host` is this machine's own: the admin surface has no password."""
-    try:
-        inside = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = host == "localhost"
-    if not inside:
-        raise ConfigError(f"{where}: expected a loopback address like 127.0.0.1, got {host!r}")
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:

@@ -237,6 +237,7 @@ class EngineModel:
         "_stretch",
         "_waiting",
         "generated_tokens",
+        "kv_peak_blocks",
         "latency",
         "limits",
         "pool",
@@ -256,6 +257,8 @@ class EngineModel:
         self.preemptions = 0
         self.generated_tokens = 0
         self.prefilled_tokens = 0
+        #: The most blocks that were in use at once.
+        self.kv_peak_blocks = 0
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._decoding: dict[Sequence, None] = {}  # in order of admission
         self._partial: Sequence | None = None  # prefill unfinished: always the latest admitted
@@ -420,6 +423,7 @@ class EngineModel:
         if stretch.steps > 1:
             more = stretch.steps - 1
             self.pool.take(self._block_demand(self._step, more))
+            self.kv_peak_blocks = max(self.kv_peak_blocks, self.pool.used_blocks)
             self._step += more
             self._decode_tokens += more * decodes
         self.generated_tokens += stretch.steps * decodes
@@ -455,6 +459,8 @@ class EngineModel:
         if self._partial is not None or self._waiting:
             tokens, prompts, longest = self._schedule_prefills(self.limits.max_num_batched_tokens - decodes)
             self.prefilled_tokens += tokens
+        if self.pool.used_blocks > self.kv_peak_blocks:
+            self.kv_peak_blocks = self.pool.used_blocks
         first_s = self.latency.iteration_s(
             prefill_tokens=tokens,
             prefill_requests=prompts,

@@ -84,7 +84,7 @@ class FleetResult:
 class _Engine:
     """An engine model and the iterations it has in flight."""
 
-    __slots__ = ("begin_pending", "kv_peak", "model", "name", "started_s", "version")
+    __slots__ = ("begin_pending", "model", "name", "started_s", "version")
 
     def __init__(self, name: str, model: EngineModel) -> None:
         self.name = name
@@ -92,7 +92,6 @@ class _Engine:
         self.started_s = 0.0
         self.version = 0
         self.begin_pending = False
-        self.kv_peak = 0.0
 
 
 class FleetSimulation:
@@ -146,7 +145,10 @@ class FleetSimulation:
             [flight.outcome for flight in self._flights if flight.outcome is not None],
             self._gaps,
             {name: engine.model.preemptions for name, engine in self._engines.items()},
-            {name: engine.kv_peak for name, engine in self._engines.items()},
+            {
+                name: engine.model.kv_peak_blocks / engine.model.kv_total_blocks
+                for name, engine in self._engines.items()
+            },
         )
 
     # --- events ---
@@ -188,7 +190,6 @@ class FleetSimulation:
         if stretch is not None:
             engine.started_s = self._now
             self._schedule_end(engine, stretch)
-        engine.kv_peak = max(engine.kv_peak, engine.model.kv_usage)
 
     def _schedule_end(self, engine: _Engine, stretch: Stretch) -> None:
         engine.version += 1
@@ -198,7 +199,6 @@ class FleetSimulation:
         engine, version = payload
         if version != engine.version:
             return  # the stretch was cut meanwhile
-        engine.kv_peak = max(engine.kv_peak, engine.model.kv_usage)
         ended = engine.model.end_iteration()
         self._count_gaps(engine, ended)
         self._wake(engine)

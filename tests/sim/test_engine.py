@@ -358,7 +358,10 @@ def test_stretches_equal_steps(
     assert [at for at, _ in fast_steps] == pytest.approx([at for at, _ in steps], rel=1e-9)
     assert [(n, what) for n, _, what in fast_events] == [(n, what) for n, _, what in events]
     assert [at for _, at, _ in fast_events] == pytest.approx([at for _, at, _ in events], rel=1e-9)
-    for counter in ("preemptions", "generated_tokens", "prefilled_tokens", "kv_used_blocks"):
+    for counter in (
+        *("preemptions", "generated_tokens", "prefilled_tokens"),
+        *("kv_used_blocks", "kv_peak_blocks"),
+    ):
         assert getattr(stretched, counter) == getattr(stepped, counter)
 
 

@@ -1,0 +1,85 @@
+"""`hetlb serve`: the reverse proxy. Builds the fleet from a file or from addresses, then runs the service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from hetlb.config import Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.core.policies import POLICIES
+from hetlb.errors import InputError
+from hetlb.proxy.service import Service, require_urls
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb serve`; each beats the file."""
+    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet")
+    parser.add_argument(
+        "--instance", action="append", default=[], metavar="URL",
+        help="a server, instead of a file (repeatable): capacity is read from it, speed learnt while serving",
+    )  # fmt: skip
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
+    parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (only 1 so far)")
+    parser.add_argument("--check", action="store_true", help="validate and exit")
+    parser.add_argument(
+        "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    fleet = fleet_of(args)
+    require_urls(fleet)
+    if args.workers != 1:
+        raise InputError(f"--workers: expected 1, the only number supported so far, got {args.workers}")
+    if args.check:
+        print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
+        return 0
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    uvloop.run(_serve(fleet, args.event_log))
+    return 0
+
+
+async def _serve(fleet: Fleet, event_log: Path | None) -> None:
+    service = Service(fleet, event_log)
+    try:
+        await service.start()
+        print(service.ready_line, flush=True)
+        await service.run()
+    except asyncio.CancelledError:
+        pass  # Ctrl-C before the service had its own handlers
+    finally:
+        await service.close()
+
+
+def fleet_of(args: argparse.Namespace) -> Fleet:
+    """The fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
+    if (args.config is None) == (not args.instance):
+        raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
+    fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
+    for flag, port in (("--port", args.port), ("--admin-port", args.admin_port)):
+        if port is not None and not 0 <= port <= 65535:
+            raise InputError(f"{flag}: expected a port from 0 to 65535, got {port}")
+
+    def changed(table: Any, **values: Any) -> Any:
+        given = {key: value for key, value in values.items() if value is not None}
+        return msgspec.structs.replace(table, **given)
+
+    fleet = msgspec.structs.replace(
+        fleet,
+        listen=changed(fleet.listen, host=args.host, port=args.port),
+        admin=changed(fleet.admin, port=args.admin_port),
+        policy=changed(fleet.policy, name=args.policy),
+    )
+    check_policy(fleet.policy, "")
+    return fleet

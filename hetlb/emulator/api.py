@@ -1,0 +1,181 @@
+"""The endpoints of an emulated vLLM 0.32 server.
+
+Promise: every request is answered, or its client has left; what the engine runs for a client that left
+is aborted at once. Paths vLLM does not have for a generative model are 404 (and `/v1/embeddings`, which
+it has for an embedding model, is there for both kinds of request to be tried).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from hetlb.emulator import metrics
+from hetlb.emulator.http import Connection, Message
+from hetlb.emulator.replies import (
+    VERSION,
+    ChatReply,
+    CompletionReply,
+    EmbeddingReply,
+    Reply,
+    ResponsesReply,
+)
+from hetlb.emulator.requests import (
+    ApiError,
+    Generation,
+    Reader,
+    bad_type,
+    chat_text,
+    read_object,
+    token_ids,
+)
+from hetlb.emulator.runner import Choice, Runner
+
+Handler: TypeAlias = Callable[[Connection, Message], None]
+
+_encode = msgspec.json.encode
+
+
+class Api:
+    """Routes requests of one server to its engine."""
+
+    def __init__(self, runner: Runner, reader: Reader, kv_cache_tokens: int) -> None:
+        self._runner = runner
+        self._reader = reader
+        self._kv_cache_tokens = kv_cache_tokens
+        self._ids = random.Random()
+        self._started = int(time.time())
+        self._version = _encode({"version": VERSION})
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/health": {"GET": self._empty},
+            "/ping": {"GET": self._empty, "POST": self._empty},
+            "/version": {"GET": self._get_version},
+            "/load": {"GET": self._load},
+            "/metrics": {"GET": self._metrics},
+            "/v1/models": {"GET": self._models},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/v1/completions": {"POST": self._generator(reader.completion, CompletionReply)},
+            "/v1/chat/completions": {"POST": self._generator(reader.chat, ChatReply)},
+            "/v1/responses": {"POST": self._generator(reader.response, ResponsesReply)},
+            "/v1/embeddings": {"POST": self._embeddings},
+        }
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        """Answer one request, now or as its tokens come."""
+        methods = self._routes.get(message.path)
+        if methods is None:
+            connection.respond(404, b'{"detail":"Not Found"}')
+        elif (handler := methods.get(message.method)) is None:
+            allow = b"allow: %b\r\n" % ", ".join(methods).encode()
+            connection.respond(405, b'{"detail":"Method Not Allowed"}', extra=allow)
+        else:
+            try:
+                handler(connection, message)
+            except ApiError as error:
+                connection.respond(error.status, error.body())
+
+    # --- generating ---
+
+    def _generator(self, read: Callable[[dict[str, Any]], Generation], kind: type[Reply]) -> Handler:
+        def handle(connection: Connection, message: Message) -> None:
+            generation = read(read_object(message.body, message.content_type))
+            request_id = message.request_id or self._new_id()
+            reply = kind(connection, generation, self._reader.max_model_len, request_id)
+            if generation.stream:
+                connection.start_stream()
+            self._run(connection, reply.choices)
+
+        return handle
+
+    def _embeddings(self, connection: Connection, message: Message) -> None:
+        model, prompts = self._reader.embedding(read_object(message.body, message.content_type))
+        reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
+        self._run(connection, reply.choices)
+
+    def _run(self, connection: Connection, choices: Sequence[Choice]) -> None:
+        connection.watch(lambda: self._runner.abort(choices))
+        self._runner.submit(choices)
+
+    def _new_id(self) -> str:
+        return f"{self._ids.getrandbits(64):016x}"
+
+    # --- telling ---
+
+    def _empty(self, connection: Connection, message: Message) -> None:
+        connection.respond(200, b"", content_type=None)
+
+    def _get_version(self, connection: Connection, message: Message) -> None:
+        connection.respond(200, self._version)
+
+    def _load(self, connection: Connection, message: Message) -> None:
+        # As of a server without --enable-server-load-tracking.
+        connection.respond(200, b'{"server_load":0}')
+
+    def _metrics(self, connection: Connection, message: Message) -> None:
+        page = metrics.render(self._runner, self._reader.served[0], self._kv_cache_tokens)
+        connection.respond(200, page, content_type=metrics.CONTENT_TYPE)
+
+    def _models(self, connection: Connection, message: Message) -> None:
+        root = self._reader.served[0]
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "vllm",
+                "root": root,
+                "parent": None,
+                "max_model_len": self._reader.max_model_len,
+                "permission": [
+                    {
+                        "id": f"modelperm-{self._new_id()}",
+                        "object": "model_permission",
+                        "created": self._started,
+                        "allow_create_engine": False,
+                        "allow_sampling": True,
+                        "allow_logprobs": True,
+                        "allow_search_indices": False,
+                        "allow_view": True,
+                        "allow_fine_tuning": False,
+                        "organization": "*",
+                        "group": None,
+                        "is_blocking": False,
+                    }
+                ],
+            }
+            for name in self._reader.served
+        ]
+        connection.respond(200, _encode({"object": "list", "data": data}))
+
+    def _tokenize(self, connection: Connection, message: Message) -> None:
+        data = read_object(message.body, message.content_type)
+        if isinstance(prompt := data.get("prompt"), str):
+            tokens = token_ids(prompt)
+        elif isinstance(messages := data.get("messages"), list):
+            text, count = chat_text(messages)
+            ids = token_ids(text)
+            tokens = [ids[number % len(ids)] for number in range(count)]
+        else:
+            raise bad_type("missing", "body.prompt", "Field required", data)
+        self._reader.model(data)
+        body = {
+            "count": len(tokens),
+            "max_model_len": self._reader.max_model_len,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+        connection.respond(200, _encode(body))
+
+    def _detokenize(self, connection: Connection, message: Message) -> None:
+        data = read_object(message.body, message.content_type)
+        tokens = data.get("tokens")
+        if not isinstance(tokens, list):
+            raise bad_type("missing", "body.tokens", "Field required", data)
+        self._reader.model(data)
+        # The ids of this emulator cannot be turned back into text; each stands for itself.
+        connection.respond(200, _encode({"prompt": "".join(f" t{token}" for token in tokens)}))

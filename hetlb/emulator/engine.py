@@ -1,0 +1,151 @@
+"""An emulated vLLM server, ready to start in this process or as `hetlb engine`.
+
+Promise: `async with EmulatedEngine(profile) as engine` accepts at `engine.url` from entry to exit, and
+leaves no socket, timer or task behind. Several may run in one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from types import TracebackType
+
+from hetlb.config import Profile
+from hetlb.core.latency import IterationRule
+from hetlb.emulator.api import Api
+from hetlb.emulator.http import Connection, Listener
+from hetlb.emulator.requests import Reader
+from hetlb.emulator.runner import Runner
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.sim.engine import EngineLimits, EngineModel
+
+#: uvicorn's: how long an idle connection stays open, seconds.
+KEEP_ALIVE_S = 5.0
+
+
+class EmulatedEngine:
+    """One server. Raises `ProfileError` or `ConfigError` where profile and arguments give no engine.
+
+    `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
+    KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
+    Port 0 picks a free one. `where` names the profile in errors.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        served_model_names: Sequence[str] = (),
+        max_model_len: int | None = None,
+        time_scale: float = 1.0,
+        iteration: IterationRule = IterationRule.TOKEN,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        where: str | None = None,
+    ) -> None:
+        where = where or profile.name
+        try:
+            limits = EngineLimits.from_capacity(profile.capacity)
+        except ValueError as error:
+            raise ProfileError(f"{where}: {error}") from None
+        if not math.isfinite(time_scale) or time_scale <= 0:
+            raise ConfigError(f"--time-scale: expected a number above 0, got {time_scale}")
+        names = tuple(dict.fromkeys(served_model_names))
+        if not names:
+            if profile.model is None:
+                raise ProfileError(
+                    f"{where}: model.name: expected the model to serve, but the key is missing "
+                    f"(or name one with --served-model-name)"
+                )
+            names = (profile.model.name,)
+        if not all(names):
+            raise ConfigError("--served-model-name: expected a name, got ''")
+        holds = limits.kv_blocks * limits.block_size
+        stated = profile.engine.max_model_len if max_model_len is None else max_model_len
+        if stated is not None and not 1 <= stated <= holds:
+            key = f"{where}: engine.max_model_len" if max_model_len is None else "--max-model-len"
+            error_type = ProfileError if max_model_len is None else ConfigError
+            raise error_type(f"{key}: expected 1 to {holds}, the tokens of the KV cache, got {stated}")
+        self.host = host
+        self.port = port
+        self.max_model_len = holds if stated is None else stated
+        self.served_model_names = names
+        self.model = EngineModel(profile.latency, limits, iteration)
+        self._kv_cache_tokens = limits.kv_cache_tokens
+        self._time_scale = time_scale
+        self._keep_alive_s = keep_alive_s
+        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
+        self._runner: Runner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it accepts; the true port once it has started."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def running(self) -> int:
+        """Sequences the engine works on."""
+        return self.model.running
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for the engine."""
+        return self._runner.waiting if self._runner else 0
+
+    @property
+    def connections(self) -> int:
+        """Connections that clients hold open."""
+        return len(self._listener.connections) if self._listener else 0
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Sequences that have ended, by vLLM's reason: stop, length, abort."""
+        return dict(self._runner.finished) if self._runner else {}
+
+    async def wait_idle(self) -> None:
+        """Wait until the engine has no work: answered, or aborted since the client left."""
+        if self._runner is not None:
+            await self._runner.wait_idle()
+
+    async def start(self) -> None:
+        """Accept requests. Raises `OSError` where the address cannot be bound."""
+        assert self._server is None, "expected an engine that was not started"
+        loop = asyncio.get_running_loop()
+        runner = Runner(self.model, loop, self._time_scale)
+        reader = Reader(self.served_model_names, self.max_model_len)
+        api = Api(runner, reader, self._kv_cache_tokens)
+        listener = Listener(loop, api.handle, self._keep_alive_s)
+        self._server = await loop.create_server(
+            lambda: Connection(listener), self.host, self.port, backlog=2048
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._runner, self._listener = runner, listener
+
+    async def close(self) -> None:
+        """End at once, like a killed process: connections break, nothing is finished."""
+        if self._server is None:
+            return
+        assert self._runner is not None, "expected a runner with the server"
+        assert self._listener is not None, "expected a listener with the server"
+        self._server.close()
+        for connection in tuple(self._listener.connections):
+            connection.abort()
+        self._runner.close()
+        await self._server.wait_closed()
+        self._server = None
+
+    async def __aenter__(self) -> EmulatedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,498 @@
+"""Request bodies as vLLM 0.32 reads them: JSON in, a `Generation` or the error vLLM would answer out.
+
+Promise: whatever the body is, the outcome is a checked object or an `ApiError` with vLLM's status, type
+and message (its own wording for the fields that this emulator knows; other fields are accepted unread).
+Numbers are read as pydantic reads them (`"5"`, `5.0` and `true` are integers). Prompts are not tokenised:
+4 bytes of text count as one token, an id of a token-id prompt as one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from statistics import NormalDist
+from typing import Any
+
+import msgspec
+
+#: vLLM's own limit (VLLM_MAX_N_SEQUENCES).
+MAX_N = 16_384
+#: vLLM's own limit (VLLM_MAX_COMPLETION_PROMPTS).
+MAX_PROMPTS = 1024
+#: Ids from here on are out of vocabulary: the largest vocabulary of models in common use.
+VOCABULARY = 262_144
+BYTES_PER_TOKEN = 4
+#: What a chat template adds to a message.
+TOKENS_PER_MESSAGE = 4
+#: Answers without `max_tokens` end by themselves: log-normal lengths, mean about 220 tokens.
+ANSWER_SIGMA = 0.8
+ANSWER_MU = math.log(220) - ANSWER_SIGMA**2 / 2
+
+_DIGITS = NormalDist()
+_TRUE = frozenset(("1", "on", "t", "true", "y", "yes"))
+_FALSE = frozenset(("0", "off", "f", "false", "n", "no"))
+_decode = msgspec.json.Decoder().decode
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> bytes:
+        """The JSON that vLLM sends."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.kind,
+                    "param": self.param,
+                    "code": self.status,
+                }
+            }
+        )
+
+
+def bad_value(message: str, param: str | None = None, value: object = None) -> ApiError:
+    """A value that vLLM itself refuses (as opposed to one of the wrong type)."""
+    if param is not None:
+        shown = "" if value is None else f", value={value}"
+        message = f"{message} (parameter={param}{shown})"
+    return ApiError(400, message, "BadRequestError", param)
+
+
+def bad_type(kind: str, location: str, message: str, value: object, **context: object) -> ApiError:
+    """A field of the wrong type, in the words of pydantic as vLLM relays them."""
+    if isinstance(value, list | dict):
+        shown = f"<{type(value).__name__} of {len(value)} items>"
+    else:
+        shown = str(value)
+    detail = {"type": kind, "loc": location, "msg": message, "input": shown, **context}
+    return ApiError(400, f"1 validation error:\n  {detail}", "Bad Request", location)
+
+
+def unknown_model(name: object, served: tuple[str, ...]) -> ApiError:
+    """The model asked for is not served here."""
+    aliases = ", ".join(served)
+    message = f"The model `{name}` does not exist. Valid aliases: {aliases}."
+    return ApiError(404, message, "NotFoundError", "model")
+
+
+# --- reading JSON ------------------------------------------------------------------------------------
+
+
+def read_object(body: bytes, content_type: str) -> dict[str, Any]:
+    """The JSON object of a body. Raises `ApiError`."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+        raise ApiError(400, message, "Bad Request")
+    if not body:
+        raise bad_type("missing", "body", "Field required", None)
+    try:
+        data = _decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        data = _read_as_the_standard_library(body)
+    else:
+        # msgspec reads integers beyond 64 bits as floats: in that rare case the digits are wanted.
+        if type(data) is dict and any(type(v) is float and abs(v) >= 2**63 for v in data.values()):
+            data = _read_as_the_standard_library(body)
+    if not isinstance(data, dict):
+        message = "Input should be a valid dictionary or object to extract fields from"
+        raise bad_type("model_attributes_type", "body", message, data)
+    return data
+
+
+def _read_as_the_standard_library(body: bytes) -> Any:
+    """What vLLM's own parser makes of it: NaN passes, errors have its position and words."""
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        raise bad_type(
+            "json_invalid", f"body.{error.pos}", "JSON decode error", {}, ctx={"error": error.msg}
+        ) from None
+    except (ValueError, RecursionError):  # not UTF-8, numbers of thousands of digits, deep nesting
+        raise ApiError(400, "There was an error parsing the body", "Bad Request") from None
+
+
+def read_int(data: dict[str, Any], key: str, default: int | None) -> int | None:
+    """An optional integer, read leniently as pydantic does."""
+    value = data.get(key)
+    if type(value) is int:
+        return value
+    if value is None:
+        return default
+    location = f"body.{key}"
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float):
+        if value.is_integer():
+            return int(value)
+        if math.isfinite(value):
+            message = "Input should be a valid integer, got a number with a fractional part"
+            raise bad_type("int_from_float", location, message, value)
+        raise bad_type("finite_number", location, "Input should be a finite number", value)
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            message = "Input should be a valid integer, unable to parse string as an integer"
+            raise bad_type("int_parsing", location, message, value) from None
+    raise bad_type("int_type", location, "Input should be a valid integer", value)
+
+
+def read_bool(data: dict[str, Any], key: str, where: str = "body") -> bool:
+    """An optional flag, read leniently as pydantic does; absent is false."""
+    value = data.get(key)
+    if value is None or value is False:
+        return False
+    if value is True or (isinstance(value, int | float) and value == 1):
+        return True
+    location = f"{where}.{key}"
+    if isinstance(value, int | float) and value == 0:
+        return False
+    if isinstance(value, str | int | float):
+        lower = str(value).lower()
+        if lower in _TRUE or lower in _FALSE:
+            return lower in _TRUE
+        message = "Input should be a valid boolean, unable to interpret input"
+        raise bad_type("bool_parsing", location, message, value)
+    raise bad_type("bool_type", location, "Input should be a valid boolean", value)
+
+
+def read_float(data: dict[str, Any], key: str, default: float) -> float:
+    """An optional number, read leniently as pydantic does."""
+    value = data.get(key)
+    if value is None:
+        return default
+    if isinstance(value, int | float):
+        return float(value) if abs(value) < 1e300 or isinstance(value, float) else math.inf
+    location = f"body.{key}"
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            message = "Input should be a valid number, unable to parse string as a number"
+            raise bad_type("float_parsing", location, message, value) from None
+    raise bad_type("float_type", location, "Input should be a valid number", value)
+
+
+# --- counting ----------------------------------------------------------------------------------------
+
+
+def count_text(text: str) -> int:
+    """Tokens of a text: one per 4 bytes of UTF-8, at least one."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return max(1, -(-size // BYTES_PER_TOKEN))
+
+
+def token_ids(text: str) -> list[int]:
+    """As many token ids as `count_text` counts, the same ones for the same text."""
+    data = text.encode("utf-8", "surrogatepass")
+    pieces = [data[at : at + BYTES_PER_TOKEN] for at in range(0, len(data), BYTES_PER_TOKEN)] or [b""]
+    return [zlib.crc32(piece) % VOCABULARY for piece in pieces]
+
+
+def text_seed(text: str) -> int:
+    """A number that stands for the text."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def answer_length(seed: int, index: int) -> int:
+    """When an answer nobody limited ends: deterministic, log-normal, at least one token."""
+    uniform = (zlib.crc32(b"%d/%d" % (seed, index)) + 0.5) / 2**32
+    return max(1, round(math.exp(ANSWER_MU + ANSWER_SIGMA * _DIGITS.inv_cdf(uniform))))
+
+
+def chat_text(messages: list[Any]) -> tuple[str, int]:
+    """The text of a conversation and its tokens. Raises `ApiError` on what is no message."""
+    parts: list[str] = []
+    tokens = 0
+    for number, message in enumerate(messages):
+        where = f"body.messages.{number}"
+        if not isinstance(message, dict):
+            raise bad_type("dict_type", where, "Input should be a valid dictionary", message)
+        if "role" not in message:
+            raise bad_type("missing", f"{where}.role", "Field required", message)
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(
+                part["text"]
+                for part in content
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
+        elif content is None:
+            content = ""
+        elif not isinstance(content, str):
+            raise bad_type("string_type", f"{where}.content", "Input should be a valid string", content)
+        parts.append(content)
+        tokens += TOKENS_PER_MESSAGE + count_text(content)
+    return "\n".join(parts), tokens
+
+
+# --- what is asked for -------------------------------------------------------------------------------
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """One prompt: its tokens, its text ("" for token ids), and a seed that stands for it."""
+
+    tokens: int
+    text: str
+    seed: int
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """One checked request for text: `n` answers to each of `prompts`.
+
+    `max_tokens` is the client's cap on each answer, None if it gave none. The model would stop by itself
+    after `stops_after` tokens or, if it `draws`, after a length that the prompt decides, but not before
+    `min_tokens`; else never. `length` puts this together with the room left.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    n: int = 1
+    max_tokens: int | None
+    stops_after: int | None
+    draws: bool
+    min_tokens: int
+    temperature: float
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+
+    def length(self, prompt: Prompt, index: int, max_model_len: int) -> tuple[int, str]:
+        """Output tokens of answer `index` to `prompt`, and its finish_reason."""
+        room = max_model_len - prompt.tokens
+        limit = room if self.max_tokens is None else min(self.max_tokens, room)
+        stops = self.stops_after
+        if stops is None:
+            if not self.draws:
+                return limit, "length"
+            stops = answer_length(prompt.seed, index)
+        if stops < self.min_tokens:
+            stops = self.min_tokens
+        return (stops, "stop") if stops < limit else (limit, "length")
+
+
+class Reader:
+    """Reads bodies on behalf of one server: it knows the names it serves and its longest context."""
+
+    __slots__ = ("max_model_len", "served")
+
+    def __init__(self, served: tuple[str, ...], max_model_len: int) -> None:
+        self.served = served
+        self.max_model_len = max_model_len
+
+    def model(self, data: dict[str, Any]) -> str:
+        """The model asked for, the first served if none. Raises `ApiError`."""
+        name = data.get("model")
+        if name is None or name == "":
+            return self.served[0]
+        if not isinstance(name, str):
+            raise bad_type("string_type", "body.model", "Input should be a valid string", name)
+        if name not in self.served:
+            raise unknown_model(name, self.served)
+        return name
+
+    def completion(self, data: dict[str, Any]) -> Generation:
+        """`POST /v1/completions`. Raises `ApiError`."""
+        self._check_stream_options(data)
+        prompt = data.get("prompt")
+        if prompt is None or prompt == "":
+            raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        prompts = self._prompts(prompt)
+        return self._generation(data, prompts, read_int(data, "max_tokens", 16), draws=False)
+
+    def chat(self, data: dict[str, Any]) -> Generation:
+        """`POST /v1/chat/completions`. Raises `ApiError`."""
+        self._check_stream_options(data)
+        if "messages" not in data:
+            raise bad_type("missing", "body.messages", "Field required", data)
+        messages = data["messages"]
+        if not isinstance(messages, list):
+            raise bad_type("list_type", "body.messages", "Input should be a valid list", messages)
+        text, tokens = chat_text(messages)
+        prompt = Prompt(tokens, text, text_seed(text))
+        max_tokens = read_int(data, "max_completion_tokens", None)
+        if max_tokens is None:
+            max_tokens = read_int(data, "max_tokens", None)
+        return self._generation(data, [prompt], max_tokens, draws=True, messages=len(messages))
+
+    def response(self, data: dict[str, Any]) -> Generation:
+        """`POST /v1/responses`. Raises `ApiError`."""
+        given = data.get("input")
+        if "input" not in data:
+            raise bad_type("missing", "body.input", "Field required", data)
+        if isinstance(given, str):
+            text, tokens = given, TOKENS_PER_MESSAGE + count_text(given)
+        elif isinstance(given, list):
+            text, tokens = chat_text([{"role": "user", **item} for item in given if isinstance(item, dict)])
+        else:
+            raise bad_type("string_type", "body.input", "Input should be a valid string", given)
+        if isinstance(instructions := data.get("instructions"), str):
+            text, tokens = f"{instructions}\n{text}", tokens + TOKENS_PER_MESSAGE + count_text(instructions)
+        max_tokens = read_int(data, "max_output_tokens", None)
+        prompt = Prompt(max(1, tokens), text, text_seed(text))
+        return self._generation(data, [prompt], max_tokens, draws=True)
+
+    def embedding(self, data: dict[str, Any]) -> tuple[str, list[Prompt]]:
+        """`POST /v1/embeddings`: the model and the prompts. Raises `ApiError`."""
+        if "input" not in data:
+            raise bad_type("missing", "body.input", "Field required", data)
+        prompts = self._prompts(data["input"], "input")
+        model = self.model(data)
+        self._check_lengths(prompts)
+        return model, prompts
+
+    # --- parts ---
+
+    def _generation(
+        self,
+        data: dict[str, Any],
+        prompts: list[Prompt],
+        max_tokens: int | None,
+        *,
+        draws: bool,
+        messages: int = 1,
+    ) -> Generation:
+        """The checks in vLLM's order: types, model, lengths, sampling parameters."""
+        n = read_int(data, "n", 1) or 0
+        stream = read_bool(data, "stream")
+        ignore_eos = read_bool(data, "ignore_eos")
+        temperature = read_float(data, "temperature", 1.0)
+        min_tokens = read_int(data, "min_tokens", 0) or 0
+        options = data.get("stream_options")
+        include_usage = continuous = False
+        if isinstance(options, dict):
+            include_usage = read_bool(options, "include_usage", "body.stream_options")
+            continuous = read_bool(options, "continuous_usage_stats", "body.stream_options")
+        elif options is not None:
+            message = "Input should be a valid dictionary or instance of StreamOptions"
+            raise bad_type("model_type", "body.stream_options", message, options)
+        model = self.model(data)
+        if n > MAX_N:
+            raise bad_value(
+                f"n must be at most {MAX_N}, got {n}. To increase this limit, set the "
+                f"VLLM_MAX_N_SEQUENCES environment variable."
+            )
+        if not messages:
+            raise bad_value(
+                "Cannot apply chat template to an empty conversation. Provide at least one message."
+            )
+        if max_tokens is not None and max_tokens > self.max_model_len:
+            raise bad_value(
+                f"max_tokens={max_tokens} cannot be greater than max_model_len={self.max_model_len}. "
+                f"Please request fewer output tokens.",
+                "max_tokens",
+                max_tokens,
+            )
+        room = self._check_lengths(prompts)
+        limit = room if max_tokens is None else min(max_tokens, room)
+        if n < 1:
+            raise bad_value(f"n must be at least 1, got {n}.")
+        if not math.isfinite(temperature):
+            raise bad_value(
+                f"temperature must be a finite number, got {temperature}.", "temperature", temperature
+            )
+        if temperature < 0:
+            raise bad_value(
+                f"temperature must be non-negative, got {temperature}.", "temperature", temperature
+            )
+        if temperature > 2:
+            raise bad_value(f"temperature must be in [0, 2], got {temperature}.", "temperature", temperature)
+        if limit < 1:
+            raise bad_value(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+        if min_tokens < 0:
+            raise bad_value(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
+        if min_tokens > limit:
+            raise bad_value(f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.")
+        if n > 1 and temperature < 1e-5:
+            raise bad_value(f"n must be 1 when using greedy sampling, got {n}.")
+        return Generation(
+            model=model,
+            prompts=prompts,
+            n=n,
+            max_tokens=max_tokens,
+            stops_after=None if ignore_eos else self._stops_after(data),
+            draws=draws and max_tokens is None and not ignore_eos,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            stream=stream,
+            include_usage=include_usage,
+            continuous_usage=include_usage and continuous,
+            echo=read_bool(data, "echo"),
+        )
+
+    def _stops_after(self, data: dict[str, Any]) -> int | None:
+        """Where `vllm_xargs.output_tokens` says that the model stops: the emulator's stand-in for EOS."""
+        extra = data.get("vllm_xargs")
+        if not isinstance(extra, dict) or (stops := extra.get("output_tokens")) is None:
+            return None
+        if isinstance(stops, bool) or not isinstance(stops, int) or stops < 1:
+            raise bad_value(
+                f"vllm_xargs.output_tokens must be an integer of at least 1, got {stops}.", "vllm_xargs"
+            )
+        return stops
+
+    def _check_lengths(self, prompts: list[Prompt]) -> int:
+        """The room that the longest prompt leaves. Raises `ApiError` where one is too long."""
+        longest = max(prompt.tokens for prompt in prompts)
+        if longest > self.max_model_len:
+            # vLLM's tokenizer stops one token past the limit, so of text it knows only "at least".
+            text = any(prompt.text and prompt.tokens == longest for prompt in prompts)
+            tokens = self.max_model_len + 1 if text else longest
+            qualifier = "at least " if tokens == self.max_model_len + 1 else ""
+            raise bad_value(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your "
+                f"prompt contains {qualifier}{tokens} input tokens, which exceeds this limit even without "
+                f"any output tokens. Please reduce the length of the input prompt.",
+                "input_tokens",
+                tokens,
+            )
+        return self.max_model_len - longest
+
+    def _check_stream_options(self, data: dict[str, Any]) -> None:
+        if data.get("stream_options") and not data.get("stream"):
+            raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
+
+    def _prompts(self, prompt: object, key: str = "prompt") -> list[Prompt]:
+        """A text, token ids, or a list of either."""
+        if isinstance(prompt, str):
+            return [Prompt(count_text(prompt), prompt, text_seed(prompt))]
+        if not isinstance(prompt, list):
+            raise bad_type("list_type", f"body.{key}", "Input should be a valid list", prompt)
+        if not prompt:
+            raise bad_value("You must pass at least one prompt")
+        if type(prompt[0]) is int:
+            return [self._token_prompt(prompt, f"body.{key}")]
+        if len(prompt) > MAX_PROMPTS:
+            raise bad_value(
+                f"prompt list length {len(prompt)} exceeds the maximum allowed count of {MAX_PROMPTS}. To "
+                f"increase this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
+                key,
+            )
+        prompts = []
+        for number, item in enumerate(prompt):
+            if isinstance(item, str):
+                prompts.append(Prompt(count_text(item), item, text_seed(item)))
+            elif isinstance(item, list) and item:
+                prompts.append(self._token_prompt(item, f"body.{key}.{number}"))
+            else:
+                raise bad_type("string_type", f"body.{key}.{number}", "Input should be a valid string", item)
+        return prompts
+
+    def _token_prompt(self, ids: list[Any], where: str) -> Prompt:
+        if set(map(type, ids)) != {int}:
+            number = next(number for number, item in enumerate(ids) if type(item) is not int)
+            raise bad_type("int_type", f"{where}.{number}", "Input should be a valid integer", ids[number])
+        for extreme in (max(ids), min(ids)):
+            if not 0 <= extreme < VOCABULARY:
+                raise bad_value(f"Token id {extreme} is out of vocabulary")
+        return Prompt(len(ids), "", zlib.crc32(b"%d,%d,%d" % (len(ids), ids[0], sum(ids))))

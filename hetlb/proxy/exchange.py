@@ -1,0 +1,405 @@
+"""One request on its way through the proxy: from the client's whole request to its one terminal outcome.
+
+Promise: a small state machine. `phase` says what is waited for; `_finish` is the only way out and is taken
+exactly once; the lease is given back there or when it is lost. The client's response head is held until
+the first byte of the engine's body, so that until then a failure is an honest status, or another try.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from hetlb.core.types import Lease, Outcome, Reject, Request
+from hetlb.proxy import replies
+from hetlb.proxy.body import Call, Kind
+from hetlb.proxy.http1 import HOP_BY_HOP, RequestHead, ResponseHead, nominated
+from hetlb.proxy.replies import Answer
+from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, usage_in_tail
+
+if TYPE_CHECKING:
+    from hetlb.proxy.driver import Driver
+    from hetlb.proxy.upstream import EngineConnection
+
+
+class Phase(StrEnum):
+    """What a request waits for."""
+
+    QUEUE = "queue"
+    CONNECT = "connect"
+    WAIT = "wait"
+    STREAM = "stream"
+    DONE = "done"
+
+
+class ClientSide(Protocol):
+    """What an exchange needs of its client's connection."""
+
+    @property
+    def http11(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    def end(self, *, keep: bool) -> None: ...
+    def break_off(self) -> None: ...
+
+
+#: Headers of a client that do not reach an engine, besides the hop-by-hop ones: they are made anew, are
+#: ours to set, or claim something about the way here that a stranger must not claim.
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"authorization", b"accept-encoding", b"x-request-id",
+    b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-proto",
+    b"x-forwarded-prefix", b"x-real-ip", b"x-api-key", b"cookie",
+}  # fmt: skip
+_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-hetlb-instance", b"x-request-id", b"set-cookie"}
+
+
+_RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
+
+
+class Exchange:
+    """One request and its answer."""
+
+    __slots__ = (
+        "_answer_head", "_body", "_call", "_chunked_out", "_client", "_committed", "_driver", "_engine",
+        "_head", "_tail", "_watcher", "active", "arrived_at", "dispatched_at", "ended_at", "first_byte_at",
+        "kind", "label", "lease", "method", "outcome", "path", "phase", "prompt_tokens_used", "request",
+        "retries", "since", "status",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        driver: Driver,
+        client: ClientSide,
+        head: RequestHead,
+        kind: Kind,
+        call: Call,
+        request: Request,
+        body: bytes,
+        label: str,
+        now: float,
+    ) -> None:
+        self._driver = driver
+        self._client = client
+        self._head = head
+        self._call = call
+        self._body = body
+        self.kind = kind
+        self.request = request
+        self.label = label
+        self.method = head.method
+        self.path = head.path
+        self.phase = Phase.QUEUE
+        self.arrived_at = now
+        #: Since when this phase lasts, and whether something came since the last sweep.
+        self.since = now
+        self.active = False
+        self.dispatched_at: float | None = None
+        self.first_byte_at: float | None = None
+        self.ended_at: float | None = None
+        self.lease: Lease | None = None
+        self.outcome: Outcome | None = None
+        self.status = 0
+        self.retries = 0
+        self.prompt_tokens_used: int | None = None
+        self._engine: EngineConnection | None = None
+        self._answer_head: ResponseHead | None = None
+        self._committed = False
+        self._chunked_out = False
+        self._watcher: SseWatcher | None = None
+        self._tail = b""
+
+    # --- from the scheduler ---
+
+    def dispatched(self, lease: Lease, now: float) -> None:
+        """The scheduler chose an instance: go there."""
+        assert self.phase is Phase.QUEUE, f"dispatched in phase {self.phase}"
+        self.lease = lease
+        self.dispatched_at = now
+        self._enter(Phase.CONNECT, now)
+        self._driver.pool(lease).send(self)
+
+    def rejected(self, reject: Reject) -> None:
+        """The scheduler turned the request down."""
+        self._answer(replies.REJECTIONS[reject.reason], reject.detail, reject.retry_after_s)
+
+    # --- from the engine's connection ---
+
+    def engine_request(self, host: bytes) -> list[bytes]:
+        """The request as it goes to the engine: its own Host, no hop-by-hop headers, the body as it came."""
+        head = self._head
+        target = head.path.encode("ascii") + (b"?" + head.query if head.query else b"")
+        lines = [b"%b %b HTTP/1.1" % (head.method, target), b"host: " + host]
+        dropped = _NOT_FORWARDED
+        for name, _ in head.headers:
+            if name == b"connection":
+                dropped = _NOT_FORWARDED | nominated(head.headers)
+                break
+        lines += [name + b": " + value for name, value in head.headers if name not in dropped]
+        lines.append(b"accept-encoding: identity")
+        lines.append(b"x-request-id: " + self.label.encode("ascii"))
+        if self._body or head.method not in (b"GET", b"HEAD", b"DELETE"):
+            lines.append(b"content-length: %d" % len(self._body))
+        return [b"\r\n".join(lines) + b"\r\n\r\n", self._body]
+
+    def engine_connected(self, connection: EngineConnection) -> None:
+        """The request is about to be sent."""
+        self._engine = connection
+        self._enter(Phase.WAIT, self._driver.now())
+
+    def engine_lost_idle(self) -> None:
+        """A reused connection was closed before it answered: once more on a fresh one, same instance."""
+        assert self.lease is not None
+        self._engine = None
+        self._enter(Phase.CONNECT, self._driver.now())
+        self._driver.pool(self.lease).send(self, fresh=True)
+
+    def engine_head(self, head: ResponseHead) -> None:
+        """The head of the answer; it is kept until the body begins."""
+        if 300 <= head.status < 400:
+            # An engine has no business sending clients elsewhere.
+            self._drop_engine()
+            self.engine_failed(Outcome.NO_RESPONSE, "the engine redirected", bad=True)
+            return
+        self._answer_head = head
+        self.status = head.status
+        content_type = head.header(b"content-type") or b""
+        if content_type.startswith(b"text/event-stream") and head.status == 200:
+            self._watcher = SseWatcher(self._call.hold_usage)
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the answer's body: passed on in the same turn."""
+        self.active = True
+        watcher = self._watcher
+        if watcher is not None:
+            if self.first_byte_at is None:
+                self._first_byte(payload)
+            payload = watcher.feed(payload)
+            assert self.lease is not None
+            self.lease.output_tokens = watcher.events
+            if not payload:
+                return
+        else:
+            if self.first_byte_at is None:
+                self._first_byte(payload)
+            self._tail = (self._tail + payload)[-TAIL_BYTES:]
+        if not self._committed:
+            payload = self._commit() + self._frame(payload)
+        elif self._chunked_out:
+            payload = b"%x\r\n%b\r\n" % (len(payload), payload)
+        self._client.write(payload)
+
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole and its framing was clean; `payload` is its last part."""
+        self._engine = None
+        watcher = self._watcher
+        if watcher is not None:
+            if payload:
+                if self.first_byte_at is None:
+                    self._first_byte(payload)
+                payload = watcher.feed(payload)
+            payload += watcher.flush()
+            if not watcher.done and not watcher.failed and self.kind in (Kind.CHAT, Kind.COMPLETION):
+                self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
+                return
+        elif payload:
+            if self.first_byte_at is None:
+                self._first_byte(payload)
+            self._tail = (self._tail + payload)[-TAIL_BYTES:]
+        out = b"" if self._committed else self._commit(len(payload))
+        out += self._frame(payload)
+        if self._chunked_out:
+            out += b"0\r\n\r\n"
+        if out:
+            self._client.write(out)
+        self._take_usage()
+        if watcher is not None and watcher.failed:
+            outcome = Outcome.BROKEN_STREAM
+        else:
+            outcome = Outcome.OK if self.status < 400 else Outcome.UPSTREAM_ERROR
+        self._finish(outcome, keep=self._delimited)
+
+    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None:
+        """The engine (or this machine) failed at `outcome`; `bad`: it did answer, but not HTTP."""
+        self._engine = None
+        if self._committed:
+            rest = self._watcher.flush() if self._watcher is not None else b""
+            self._break(Outcome.BROKEN_STREAM, detail, rest)
+        elif outcome is Outcome.LOCAL_FAULT:
+            self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0)
+        elif bad or self._answer_head is not None:
+            self._answer(replies.BAD_UPSTREAM, f"The instance gave no valid answer: {detail}.")
+        else:
+            self._try_again(outcome)
+
+    # --- from the client's connection ---
+
+    def client_gone(self) -> None:
+        """The client left: whatever was done for it stops now."""
+        if self.phase is not Phase.DONE:
+            self._stop_engine()
+            self._finish(Outcome.CLIENT_GONE, client_gone=True)
+
+    def pause(self) -> None:
+        """The client reads too slowly."""
+        if self._engine is not None:
+            self._engine.pause()
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        if self._engine is not None:
+            self._engine.resume()
+
+    # --- from the clock ---
+
+    def sweep(self, now: float, first_byte_s: float, idle_s: float) -> None:
+        """Called about twice a second: end what has waited for too long."""
+        if self.active:
+            self.active = False
+            self.since = now
+        elif self.phase is Phase.WAIT and now - self.since > first_byte_s:
+            self._stop_engine()
+            self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
+        elif self.phase is Phase.STREAM and now - self.since > idle_s:
+            self._stop_engine()
+            rest = self._watcher.flush() if self._watcher is not None else b""
+            self._break(Outcome.BROKEN_STREAM, "the instance stopped in the middle of its answer", rest)
+
+    def shut_down(self) -> None:
+        """The grace period is over."""
+        self._stop_engine()
+        if self._committed:
+            self._break(Outcome.SHUTDOWN, "the proxy is shutting down", b"")
+        else:
+            self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0)
+
+    # --- inside ---
+
+    @property
+    def _delimited(self) -> bool:
+        """Whether the client can tell where the answer ended without the connection closing."""
+        head = self._answer_head
+        return self._chunked_out or (head is not None and head.content_length is not None)
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self.since = now
+        self.active = False
+
+    def _first_byte(self, payload: bytes) -> None:
+        now = self._driver.now()
+        self.first_byte_at = now
+        assert self.lease is not None
+        if self.status < 400:
+            self._driver.first_token(self.lease, now)
+            if self.kind is Kind.RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
+                self._driver.remember_response(made[1].decode("ascii"), self.lease.instance)
+        self._enter(Phase.STREAM, now)
+
+    def _commit(self, known_length: int | None = None) -> bytes:
+        """The client's response head. From here on the answer is what it is."""
+        head = self._answer_head
+        assert head is not None, "expected a head before a body"
+        assert self.lease is not None
+        self._committed = True
+        dropped = _NOT_RETURNED
+        for name, _ in head.headers:
+            if name == b"connection":
+                dropped = _NOT_RETURNED | nominated(head.headers)
+                break
+        lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
+        lines += [name + b": " + value for name, value in head.headers if name not in dropped]
+        lines.append(b"x-hetlb-instance: " + self.lease.instance.encode("ascii"))
+        lines.append(b"x-request-id: " + self.label.encode("ascii"))
+        if head.content_length is not None:
+            if head.status not in (204, 304):
+                original = head.header(b"content-length") if self.method == b"HEAD" else None
+                lines.append(b"content-length: " + (original or b"%d" % head.content_length))
+        elif self._client.http11:
+            self._chunked_out = True
+            lines.append(b"transfer-encoding: chunked")
+        if not self._delimited:
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _frame(self, payload: bytes) -> bytes:
+        if self._chunked_out and payload:
+            return b"%x\r\n%b\r\n" % (len(payload), payload)
+        return payload
+
+    def _take_usage(self) -> None:
+        """Exact counts in place of estimates, where the engine gave them."""
+        watcher, lease = self._watcher, self.lease
+        assert lease is not None
+        if watcher is not None:
+            completion, prompt = watcher.completion_tokens, watcher.prompt_tokens
+        else:
+            completion, prompt = usage_in_tail(self._tail)
+        if completion is not None and 0 <= completion <= 1 << 31:
+            lease.output_tokens = completion
+        if prompt is not None and 0 < prompt <= 1 << 31:
+            self.prompt_tokens_used = prompt
+            if self._call.prompt_tokens is None:
+                self._driver.learn_size(self.request.model, self._call.text_bytes, prompt)
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.abort()
+
+    def _stop_engine(self) -> None:
+        """Close the engine's connection, made or in the making: it stops working for this request."""
+        self._drop_engine()
+        if self.lease is not None and self.phase is Phase.CONNECT:
+            self._driver.pool(self.lease).cancel(self)
+
+    def _try_again(self, outcome: Outcome) -> None:
+        """Nothing has reached the client: the scheduler decides what becomes of the request."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        self.retries += 1
+        self._enter(Phase.QUEUE, self._driver.now())
+        self._driver.lease_ended(lease, outcome, retry=True)
+
+    def _answer(self, answer: Answer, message: str, retry_after_s: float | None = None) -> None:
+        """Answer in our own words; nothing has reached the client yet."""
+        assert not self._committed, "expected an answer before the response began"
+        self.status = answer.status
+        self._client.write(
+            replies.response(
+                answer.status,
+                replies.error_body(answer, message),
+                headers=(
+                    *replies.refusal_headers(answer, retry_after_s),
+                    (b"x-request-id", self.label.encode("ascii")),
+                ),
+                head_only=self.method == b"HEAD",
+            )
+        )
+        self._finish(answer.outcome)
+
+    def _break(self, outcome: Outcome, detail: str, rest: bytes) -> None:
+        """End a response that has begun so that no client takes it for complete."""
+        if not self._committed:
+            self._client.write(self._commit())
+        if rest:
+            self._client.write(self._frame(rest))
+        if self._watcher is not None:
+            event = replies.error_event(replies.BROKEN_STREAM, f"The answer broke off: {detail}.")
+            self._client.write(self._frame(event))
+        self._finish(outcome, broken=True)
+
+    def _finish(
+        self, outcome: Outcome, *, keep: bool = True, broken: bool = False, client_gone: bool = False
+    ) -> None:
+        """The one way out."""
+        assert self.phase is not Phase.DONE, f"request {self.request.id} ended twice"
+        ended_in, self.phase = self.phase, Phase.DONE
+        self.outcome = outcome
+        self.ended_at = self._driver.now()
+        self._driver.finished(self, ended_in)
+        if client_gone:
+            return
+        if broken:
+            self._client.break_off()
+        else:
+            self._client.end(keep=keep)

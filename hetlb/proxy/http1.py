@@ -1,0 +1,343 @@
+"""HTTP/1.1 framing and the strict gate, without sockets: bytes in, heads and payloads out.
+
+Promise: what is ambiguous is rejected, never repaired: one reading of every message, the same for us, the
+client and the engine. Heads are split here by their empty line, checked as raw bytes, then parsed by
+llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte.
+"""
+
+from __future__ import annotations
+
+import re
+
+import httptools
+
+MAX_HEAD_BYTES = 32 << 10
+MAX_LINE_BYTES = 8 << 10
+MAX_HEADERS = 64
+#: A chunk-size line longer than this carries something else than a size.
+_MAX_CHUNK_LINE = 18
+
+Headers = list[tuple[bytes, bytes]]
+
+_HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_LENGTH = re.compile(rb"0|[1-9][0-9]{0,15}")
+_TARGET = re.compile(rb"/[!-~]*")
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
+_METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
+
+
+class GateError(Exception):
+    """A message that is not let through: `status` for the client, a sentence saying why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class RequestHead:
+    """The head of one request that passed the gate. Header names are lower-case bytes."""
+
+    __slots__ = (
+        "chunked",
+        "content_length",
+        "expects",
+        "headers",
+        "http11",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+    )
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.path = ""
+        self.query = b""
+        self.headers: Headers = []
+        self.http11 = True
+        self.keep_alive = True
+        self.content_length: int | None = None
+        self.chunked = False
+        self.expects: bytes | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that (lower-case) name."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class ResponseHead:
+    """The head of one response of an engine. Exactly one of the three framings holds."""
+
+    __slots__ = ("chunked", "content_length", "headers", "keep_alive", "reason", "status")
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.reason = b""
+        self.headers: Headers = []
+        self.content_length: int | None = None
+        self.chunked = False
+        self.keep_alive = True
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that (lower-case) name."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class _Collector:
+    """llhttp's callbacks."""
+
+    __slots__ = ("headers", "reason", "url")
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.reason = b""
+        self.headers: Headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+
+def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES) -> int:
+    """Where the head that begins `buffer` ends (after its empty line), 0 if it is not whole yet.
+
+    Raises `GateError` (431) for a head beyond `limit` bytes.
+    """
+    end = buffer.find(b"\r\n\r\n", 0, limit + 4)
+    if end >= 0:
+        return end + 4
+    if len(buffer) > limit:
+        raise GateError(431, "The request head is too large.")
+    return 0
+
+
+def _check_raw(head: bytes) -> None:
+    """What llhttp would repair or overlook: bare line feeds, folded lines, control bytes, sizes."""
+    if head.count(b"\n") != head.count(b"\r\n") or head.count(b"\r") != head.count(b"\n"):
+        raise GateError(400, "The head has a line that does not end in CR LF.")
+    if b"\n " in head or b"\n\t" in head:
+        raise GateError(400, "Folded header lines are not accepted.")
+    if b"\0" in head:
+        raise GateError(400, "The head has a NUL byte.")
+    if head.count(b"\n") > MAX_HEADERS + 2:
+        raise GateError(431, f"More than {MAX_HEADERS} headers.")
+    if len(head) > MAX_LINE_BYTES and max(map(len, head.split(b"\r\n"))) > MAX_LINE_BYTES:
+        raise GateError(431, f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
+
+
+def parse_request_head(head: bytes) -> RequestHead:
+    """Parse one whole request head. Raises `GateError`."""
+    _check_raw(head)
+    collector = _Collector()
+    parser = httptools.HttpRequestParser(collector)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # the rest of the connection stays ours: no upgrade is ever accepted
+    except httptools.HttpParserError as error:
+        raise GateError(400, "The request head is malformed.") from error
+    result = RequestHead()
+    result.method = parser.get_method()
+    if result.method not in _METHODS:
+        raise GateError(405 if result.method != b"CONNECT" else 400, "This method is not supported.")
+    version = parser.get_http_version()
+    if version not in ("1.1", "1.0") or b" HTTP/1." not in head[: head.find(b"\r\n")]:
+        raise GateError(400, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+    result.http11 = version == "1.1"
+    target = collector.url
+    if _TARGET.fullmatch(target) is None:
+        raise GateError(400, "The request target must be a path.")
+    path, _, result.query = target.partition(b"?")
+    if _BAD_PATH.search(path):
+        raise GateError(404, "There is nothing at this path.")
+    result.path = path.decode("ascii")
+    headers = result.headers = collector.headers
+    host: bytes | None = None
+    connection = b""
+    encoding: bytes | None = None
+    for name, value in headers:
+        if name == b"host":
+            if host is not None or _HOST.fullmatch(value) is None:
+                raise GateError(400, "Exactly one valid Host header is expected.")
+            host = value
+        elif name == b"content-length":
+            if result.content_length is not None or _LENGTH.fullmatch(value) is None:
+                raise GateError(400, "Exactly one valid Content-Length header is expected.")
+            result.content_length = int(value)
+        elif name == b"transfer-encoding":
+            if encoding is not None or value.lower() != b"chunked" or not result.http11:
+                raise GateError(400, "The only Transfer-Encoding accepted is chunked, in HTTP/1.1.")
+            encoding = value
+        elif name == b"connection":
+            connection += b"," + value.lower()
+        elif name == b"expect":
+            result.expects = value.lower()
+    if host is None and result.http11:
+        raise GateError(400, "A Host header is expected.")
+    if encoding is not None and result.content_length is not None:
+        raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
+    result.chunked = encoding is not None
+    options = {option.strip() for option in connection.split(b",")} if connection else set()
+    result.keep_alive = b"close" not in options if result.http11 else b"keep-alive" in options
+    return result
+
+
+def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
+    """Parse one whole response head of an engine. Raises `GateError` (502) on anything ambiguous."""
+    try:
+        _check_raw(head)
+    except GateError as error:
+        raise GateError(502, error.message) from error
+    if not head.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
+        raise GateError(502, "The engine does not speak HTTP/1.")
+    collector = _Collector()
+    parser = httptools.HttpResponseParser(collector)
+    try:
+        parser.feed_data(head)
+    except (httptools.HttpParserUpgrade, httptools.HttpParserError) as error:
+        raise GateError(502, "The head of the engine's answer is malformed.") from error
+    result = ResponseHead()
+    result.status = parser.get_status_code()
+    result.reason = collector.reason
+    result.headers = collector.headers
+    if not 100 <= result.status <= 599:
+        raise GateError(502, "The engine's answer has no valid status.")
+    http11 = head.startswith(b"HTTP/1.1")
+    result.keep_alive = http11
+    for name, value in collector.headers:
+        if name == b"content-length":
+            if result.content_length is not None or _LENGTH.fullmatch(value) is None:
+                raise GateError(502, "The engine's Content-Length is ambiguous.")
+            result.content_length = int(value)
+        elif name == b"transfer-encoding":
+            if result.chunked or value.lower() != b"chunked" or not http11:
+                raise GateError(502, "The engine's Transfer-Encoding is not plain chunked.")
+            result.chunked = True
+        elif name == b"connection":
+            lowered = value.lower()
+            if b"close" in lowered:
+                result.keep_alive = False
+            elif b"keep-alive" in lowered:
+                result.keep_alive = True
+    if result.chunked and result.content_length is not None:
+        raise GateError(502, "The engine sent both Content-Length and Transfer-Encoding.")
+    if method == b"HEAD" or result.status in (204, 304) or result.status < 200:
+        result.content_length, result.chunked = 0, False
+    return result
+
+
+class ChunkedDecoder:
+    """Strict decoder of chunked bodies: no extensions, no trailers, nothing but CR LF.
+
+    `feed` returns the payload in what it was given; `done` is True after the last chunk and `surplus`
+    then holds the bytes behind it. Raises `GateError` (400) on anything else.
+    """
+
+    __slots__ = ("_left", "_line", "_state", "done", "surplus")
+
+    _SIZE, _DATA, _DATA_END, _LAST = range(4)
+
+    def __init__(self) -> None:
+        self._state = self._SIZE
+        self._line = b""  # what is known of an unfinished size line or line end
+        self._left = 0
+        self.done = False
+        self.surplus = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload bytes among `data`."""
+        # By far the most common read: exactly one whole chunk.
+        if self._state == self._SIZE and not self._line:
+            line_end = data.find(b"\r\n", 0, _MAX_CHUNK_LINE)
+            if line_end > 0 and data.endswith(b"\r\n"):
+                size = self._size(data[:line_end])
+                if size and len(data) == line_end + size + 4:
+                    return data[line_end + 2 : -2]
+        pieces: list[bytes] = []
+        position, length = 0, len(data)
+        while position < length:
+            if self._state == self._DATA:
+                piece = data[position : position + self._left]
+                pieces.append(piece)
+                position += len(piece)
+                self._left -= len(piece)
+                if not self._left:
+                    self._state = self._DATA_END
+                continue
+            # All other states end with a line end, which may be cut anywhere.
+            line_end = data.find(b"\n", position)
+            piece = data[position:] if line_end < 0 else data[position : line_end + 1]
+            position += len(piece)
+            self._line += piece
+            if self._state == self._SIZE:
+                if len(self._line) > _MAX_CHUNK_LINE:
+                    raise GateError(400, "A chunk size is malformed.")
+                if line_end < 0:
+                    continue
+                line = self._take_line()
+                self._left = self._size(line)
+                self._state = self._DATA if self._left else self._LAST
+            else:
+                # Behind a chunk's data, and behind the last chunk, nothing but CR LF may stand.
+                if not b"\r\n".startswith(self._line):
+                    raise GateError(400, "A chunk does not end where it should, or has trailers.")
+                if line_end < 0:
+                    continue
+                self._take_line()
+                if self._state == self._LAST:
+                    self.done = True
+                    self.surplus = data[position:]
+                    break
+                self._state = self._SIZE
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _take_line(self) -> bytes:
+        line, self._line = self._line, b""
+        if not line.endswith(b"\r\n"):
+            raise GateError(400, "A chunk line does not end in CR LF.")
+        return line[:-2]
+
+    @staticmethod
+    def _size(line: bytes) -> int:
+        if _CHUNK_SIZE.fullmatch(line) is None:
+            raise GateError(400, "A chunk size is malformed or has extensions.")
+        return int(line, 16)
+
+
+#: Headers that belong to one connection (RFC 9110, 7.6.1) and what proxies used to invent.
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)
+
+
+def nominated(headers: Headers) -> frozenset[bytes]:
+    """The header names that `Connection` headers declare to belong to this connection."""
+    names: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            names.update(option.strip() for option in value.lower().split(b","))
+    return frozenset(names)

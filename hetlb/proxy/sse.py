@@ -1,0 +1,191 @@
+"""Watching a stream of server-sent events as it passes: its first token, its tokens, its usage, its end.
+
+Promise: any split of the same bytes gives the same facts and the same output. Nothing is changed but one
+thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. An unfinished event
+is held back only while it could still be that one, and never more than `MAX_HELD_BYTES` of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_HELD_BYTES = 64 << 10
+
+_END = b"\n\n"
+_DONE = b"data: [DONE]"
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+
+
+class _Response(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: msgspec.Raw = msgspec.Raw(b"")
+    usage: _Usage | None = None
+    response: _Response | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+class SseWatcher:
+    """Facts about one stream. `feed` returns what may be passed on."""
+
+    __slots__ = (
+        "_hold",
+        "_passing",
+        "_tail",
+        "completion_tokens",
+        "done",
+        "events",
+        "failed",
+        "prompt_tokens",
+    )
+
+    def __init__(self, hold_usage: bool) -> None:
+        self._hold = hold_usage
+        self._tail = b""  # the unfinished event at the end of what was fed
+        self._passing = 0  # how much of the tail was passed on already
+        #: Events that carry content: about one per token.
+        self.events = 0
+        self.done = False
+        self.failed = False
+        self.completion_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
+        tail = self._tail
+        if not tail and data.endswith(_END):
+            # The usual read: whole events. One look decides whether any of them is special.
+            if b'"usage":{' not in data and b"[DONE]" not in data and b"error" not in data:
+                self.events += data.count(b"data: ")
+                return data
+            return self._events(data)
+        whole = tail + data
+        # An event may end at a line end that lies across two reads.
+        end = whole.rfind(_END)
+        if end < 0:
+            return self._keep(whole, len(data))
+        end += 2
+        passed = self._passing
+        self._tail, self._passing = b"", 0
+        out = self._events(whole[:end], passed)
+        rest = whole[end:]
+        return out + self._keep(rest, len(rest)) if rest else out
+
+    def flush(self) -> bytes:
+        """The stream is over: what was held of an unfinished event."""
+        rest, self._tail = self._tail[self._passing :], b""
+        self._passing = 0
+        return rest
+
+    def _keep(self, tail: bytes, fresh: int) -> bytes:
+        """Remember an unfinished event and pass on of it what cannot be held for good."""
+        self._tail = tail
+        if self._hold and len(tail) <= MAX_HELD_BYTES and not self._passing and _could_be_usage(tail):
+            return b""
+        out = tail[self._passing :]
+        if len(tail) > MAX_HELD_BYTES:
+            # Too long to be any event we must read: keep enough to see its end.
+            tail = self._tail = tail[-2:]
+        self._passing = len(tail)
+        return out
+
+    def _events(self, whole: bytes, passed: int = 0) -> bytes:
+        """Read complete events; `passed` bytes of the first are out already."""
+        kept: list[bytes] = []
+        for event in whole.split(_END)[:-1]:
+            if self._read(event) and self._hold and not passed:
+                continue
+            kept.append(event[passed:] + _END)
+            passed = 0
+        return b"".join(kept)
+
+    def _read(self, event: bytes) -> bool:
+        """Take the facts out of one event; True if it is nothing but usage."""
+        start = event.find(b"data: ")
+        if start < 0:
+            return False
+        if start > 0 and event[start - 1 : start] != b"\n":
+            return False
+        payload = event[start + 6 :]
+        if payload.startswith(b"[DONE]"):
+            self.done = True
+            return False
+        if b'"usage":{' not in payload and b'"error"' not in payload:
+            self.events += 1
+            return False
+        try:
+            decoded = _decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.events += 1
+            return False
+        if decoded.error not in (b"", b"null"):
+            self.failed = True
+            return False
+        usage = decoded.usage or (decoded.response.usage if decoded.response else None)
+        if usage is not None:
+            self.completion_tokens = _first(
+                usage.completion_tokens, usage.output_tokens, self.completion_tokens
+            )
+            self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
+        only_usage = usage is not None and decoded.choices == b"[]"
+        if not only_usage:
+            self.events += 1
+        return only_usage
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _could_be_usage(event: bytes) -> bool:
+    """Whether the beginning of an event may still turn out to be the usage-only one."""
+    choices = event.find(b'"choices":[')
+    if choices < 0:
+        return b"data: ".startswith(event[:6])
+    after = event[choices + 11 : choices + 12]
+    return after in (b"", b"]")
+
+
+#: How much of the end of a plain body is kept: `usage` stands near it.
+TAIL_BYTES = 16 << 10
+
+
+def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
+    """(completion tokens, prompt tokens) of a plain JSON answer, from the end of its body.
+
+    Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
+    """
+    at = tail.rfind(b'"usage":{')
+    if at < 0:
+        at = tail.rfind(b'"usage": {')
+        if at < 0:
+            return None, None
+    start = tail.find(b"{", at)
+    depth = 0
+    for index in range(start, len(tail)):
+        byte = tail[index]
+        if byte == 0x7B:
+            depth += 1
+        elif byte == 0x7D:
+            depth -= 1
+            if not depth:
+                break
+    try:
+        usage = msgspec.json.decode(tail[start : index + 1], type=_Usage)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None, None
+    return (
+        _first(usage.completion_tokens, usage.output_tokens),
+        _first(usage.prompt_tokens, usage.input_tokens),
+    )

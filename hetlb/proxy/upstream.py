@@ -1,0 +1,298 @@
+"""Connections to engines: one pool per instance, one protocol per connection.
+
+Promise: an idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
+that fails before its answer began, having been idle before, is replaced by a fresh one without anybody
+noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
+told apart from the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
+
+from hetlb.core.types import Outcome
+from hetlb.proxy.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
+
+if TYPE_CHECKING:
+    from hetlb.proxy.exchange import Exchange
+
+#: Errors of this machine, not of the engine.
+LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+#: Bytes the kernel may hold for an engine's answer that its client does not read.
+_MAX_HEAD_BYTES = 32 << 10
+
+
+class EnginePool:
+    """The connections to one instance."""
+
+    __slots__ = (
+        "_connect_timeout_s",
+        "_connecting",
+        "_host",
+        "_idle",
+        "_idle_s",
+        "_loop",
+        "_port",
+        "busy",
+        "closed",
+        "host_header",
+    )
+
+    def __init__(
+        self, url: str, loop: asyncio.AbstractEventLoop, *, connect_timeout_s: float, idle_s: float
+    ) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
+        self._host = parts.hostname
+        self._port = parts.port or 80
+        self.host_header = parts.netloc.encode("ascii")
+        self._loop = loop
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        #: The most recently used at the right: the others grow old and are closed.
+        self._idle: deque[EngineConnection] = deque()
+        self.busy: set[EngineConnection] = set()
+        self._connecting: dict[Exchange, asyncio.Task[None]] = {}
+        self.closed = False
+
+    @property
+    def open_connections(self) -> int:
+        """Connections in use, idle or being made."""
+        return len(self.busy) + len(self._idle) + len(self._connecting)
+
+    def send(self, exchange: Exchange, *, fresh: bool = False) -> None:
+        """Send the exchange's request on an idle connection, or on a new one."""
+        if not fresh:
+            oldest = self._loop.time() - self._idle_s
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.idle_since > oldest and connection.usable:
+                    connection.begin(exchange, reused=True)
+                    return
+                connection.close()
+        self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+
+    def cancel(self, exchange: Exchange) -> None:
+        """Stop connecting for an exchange, if that is going on."""
+        task = self._connecting.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+
+    def put_back(self, connection: EngineConnection) -> None:
+        """A cleanly ended answer: keep its connection for a while."""
+        if self.closed:
+            connection.close()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+
+    def forget(self, connection: EngineConnection) -> None:
+        """A connection is gone."""
+        self.busy.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close what has been idle for too long."""
+        while self._idle and self._idle[0].idle_since <= now - self._idle_s:
+            self._idle.popleft().close()
+
+    def close(self) -> None:
+        """Close idle connections now and the others as they end."""
+        self.closed = True
+        while self._idle:
+            self._idle.popleft().close()
+
+    async def _connect(self, exchange: Exchange) -> None:
+        outcome: Outcome | None = None
+        detail = ""
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: EngineConnection(self), self._host, self._port
+                )
+        except asyncio.CancelledError:
+            return
+        except TimeoutError:
+            outcome, detail = Outcome.CONNECT_FAILED, "the connection was not accepted in time"
+        except OSError as error:
+            local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
+            outcome = Outcome.LOCAL_FAULT if local else Outcome.CONNECT_FAILED
+            detail = error.strerror or str(error)
+        if self._connecting.pop(exchange, None) is None:
+            # The client left in the same turn in which the connection came.
+            if outcome is None:
+                connection.close()
+            return
+        if outcome is None:
+            connection.begin(exchange, reused=False)
+        else:
+            exchange.engine_failed(outcome, detail)
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection to an engine; carries one exchange at a time."""
+
+    __slots__ = (
+        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "exchange", "head",
+        "idle_since", "usable",
+    )  # fmt: skip
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self.exchange: Exchange | None = None
+        self.head: ResponseHead | None = None
+        self.idle_since = 0.0
+        self.usable = True
+        self._reused = False
+        self._answered = False
+        self._buffer = b""
+        self._decoder: ChunkedDecoder | None = None
+        self._left: int | None = None
+
+    # --- the exchange's side ---
+
+    def begin(self, exchange: Exchange, *, reused: bool) -> None:
+        """Send the request of `exchange`."""
+        self.exchange = exchange
+        self.head = None
+        self._reused = reused
+        self._answered = False
+        self._buffer = b""
+        self._pool.busy.add(self)
+        assert self._transport is not None, "expected a connection that was made"
+        exchange.engine_connected(self)
+        self._transport.writelines(exchange.engine_request(self._pool.host_header))
+
+    def pause(self) -> None:
+        """Read no more for now: the client is slow."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Drop the connection at once: the engine stops working for whom it carries."""
+        self.exchange = None
+        self.usable = False
+        self._pool.forget(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close an idle connection."""
+        self.usable = False
+        self._pool.forget(self)
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- asyncio's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop has its own class
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            # Bytes nobody asked for: the framing of this connection cannot be trusted.
+            self.abort()
+            return
+        self._answered = True
+        try:
+            self._receive(exchange, data)
+        except GateError as error:
+            self.abort()
+            exchange.engine_failed(Outcome.NO_RESPONSE, error.message, bad=True)
+
+    def _receive(self, exchange: Exchange, data: bytes) -> None:
+        if self.head is None:
+            if self._buffer:
+                data = self._buffer + data
+                self._buffer = b""
+            while True:
+                end = head_end(data, _MAX_HEAD_BYTES)
+                if not end:
+                    self._buffer = data
+                    return
+                head = parse_response_head(data[:end], exchange.method)
+                data = data[end:]
+                if head.status >= 200:
+                    break
+                if head.status == 101:
+                    raise GateError(502, "The engine switched protocols.")
+            self.head = head
+            self._decoder = ChunkedDecoder() if head.chunked else None
+            self._left = head.content_length
+            exchange.engine_head(head)
+            if exchange is not self.exchange:
+                return
+        if self._decoder is not None:
+            payload = self._decoder.feed(data) if data else b""
+            if not self._decoder.done:
+                if payload:
+                    exchange.engine_body(payload)
+                return
+            clean = not self._decoder.surplus
+        elif self._left is not None:
+            payload = data[: self._left]
+            self._left -= len(payload)
+            if self._left:
+                if payload:
+                    exchange.engine_body(payload)
+                return
+            clean = len(data) == len(payload)
+        else:
+            if data:
+                exchange.engine_body(data)
+            return
+        self._end(exchange, payload, clean)
+
+    def _end(self, exchange: Exchange, payload: bytes, clean: bool) -> None:
+        """The answer is whole: free the connection first, so that what comes next may use it."""
+        assert self.head is not None
+        self.exchange = None
+        self._pool.busy.discard(self)
+        assert self._transport is not None
+        whole = self._transport.get_write_buffer_size() == 0  # an early answer leaves a request half-sent
+        if clean and whole and self.head.keep_alive and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._pool.put_back(self)
+        else:
+            self.close()
+        exchange.engine_end(payload)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.usable = False
+        self._pool.forget(self)
+        exchange, self.exchange = self.exchange, None
+        self._transport = None
+        if exchange is None:
+            return
+        if not self._answered and self._reused:
+            # It was closed while idle and we learnt it too late: that is nobody's failure.
+            exchange.engine_lost_idle()
+        elif self.head is None:
+            exchange.engine_failed(Outcome.NO_RESPONSE, "the engine closed the connection")
+        elif self._decoder is None and self._left is None and exc is None:
+            exchange.engine_end(b"")
+        else:
+            exchange.engine_failed(Outcome.BROKEN_STREAM, "the engine's answer broke off")
+
+    def pause_writing(self) -> None:
+        """The request body is written in one go: nothing to hold back."""
+
+    def resume_writing(self) -> None:
+        """See `pause_writing`."""

@@ -1,0 +1,65 @@
+"""An emulated engine per test, fast, and checked for leaks when the test is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest_asyncio
+import uvloop
+
+from hetlb.config import Profile
+from hetlb.emulator import EmulatedEngine
+
+Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]
+
+PROFILE = {
+    "version": 1,
+    "name": "test",
+    "model": {"name": "tiny"},
+    "engine": {
+        "kv_cache_tokens": 8192,
+        "block_size": 16,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+    },
+    "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+    "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1.3e-2},
+}
+
+
+def make_profile(**engine: Any) -> Profile:
+    """The profile above with other limits."""
+    return msgspec.convert({**PROFILE, "engine": {**PROFILE["engine"], **engine}}, Profile)  # type: ignore[dict-item]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every test on the loop of `hetlb engine` and on the standard library's."""
+    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start engines a hundred times as fast as their profile; none may hold anything in the end."""
+    async with AsyncExitStack() as stack:
+        engines: list[EmulatedEngine] = []
+
+        async def start_engine(profile: Profile | None = None, **more: Any) -> EmulatedEngine:
+            engine = EmulatedEngine(profile or make_profile(), **{"time_scale": 0.01, **more})
+            engines.append(engine)
+            return await stack.enter_async_context(engine)
+
+        yield start_engine
+        for engine in engines:
+            await engine.wait_idle()
+            engine.model.check_integrity()
+            assert (engine.running, engine.waiting, engine.model.kv_used_blocks) == (0, 0, 0)
+
+
+@pytest_asyncio.fixture
+async def engine(start: Start) -> EmulatedEngine:
+    """One engine."""
+    return await start()

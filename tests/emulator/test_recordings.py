@@ -1,0 +1,142 @@
+"""Shows that the emulator answers as a real vLLM 0.32 did: every recorded request is asked again.
+
+`tests/vllm/data` holds what a real server (CPU, a tiny model, `--max-model-len 2048`) sent. Compared are
+status, header lines, framing, the JSON with its keys in order and its nulls, and errors word for word;
+not what a model makes up (texts) or a tokenizer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulator.conftest import Start, make_profile
+from emulator.wire import Client, Response, request_bytes
+
+DATA = Path(__file__).parents[1] / "vllm" / "data"
+
+#: Recorded, and not emulated: log probabilities, stop strings, EOS by logit bias, Anthropic's messages,
+#: an endpoint for another platform, load tracking; pages that are compared elsewhere; and embeddings,
+#: which the recorded model cannot make and the emulator can.
+NOT_EMULATED = re.compile(
+    r".*(logprobs|stop-string|eos-first|invocations|with-tracking|v1-embeddings)|messages-.*|.*metrics-.*"
+)
+#: Errors of which the emulator tells the first only, or in fewer words.
+FIRST_ERROR_ONLY = re.compile(r".*(message-without-role|prompt-mixed-list|prompt-number|tokenize-missing).*")
+#: Errors of vLLM's tokenizer, which the emulator has not.
+TOKENIZER_ERRORS = re.compile(r"error-completion-lone-surrogate")
+#: Values that belong to a model, a tokenizer or a moment.
+FREE = {
+    *("id", "item_id", "created", "created_at", "text", "content", "delta", "system_fingerprint", "root"),
+    *("tokens", "count", "prompt", "prompt_tokens", "total_tokens", "input_tokens"),
+}
+
+
+def recorded(name: str) -> tuple[list[str], bytes]:
+    """Header lines and body of a recording."""
+    head, _, body = (DATA / f"{name}.http").read_bytes().partition(b"\r\n\r\n")
+    return head.decode().split("\r\n"), body
+
+
+def exchanges() -> list[Any]:
+    index = json.loads((DATA / "index.json").read_text())
+    return [
+        pytest.param(name, entry, id=name)
+        for name, entry in index.items()
+        if not NOT_EMULATED.fullmatch(name) and "… shortened" not in str(entry.get("body"))
+    ]
+
+
+def shape(value: Any, key: str = "") -> Any:
+    """A JSON value with what is free replaced by its type; keys in order."""
+    if isinstance(value, dict):
+        return [(name, shape(item, name)) for name, item in value.items()]
+    if isinstance(value, list) and key not in FREE:
+        return [shape(item) for item in value]
+    return type(value).__name__ if key in FREE and value is not None else value
+
+
+def by_choice(events: list[Any]) -> list[Any]:
+    """A stream's events, those of the first choice first: choices take turns as the engine likes."""
+    return sorted(events, key=lambda event: re.findall(r"'index', (\d+)", str(event))[:1] or ["9"])
+
+
+def comparable_head(lines: list[str]) -> list[str]:
+    """Status and headers; the values of two of them are not comparable."""
+    return [re.sub(r"^(date|content-length): .*", r"\1", line) for line in lines]
+
+
+def events(body: bytes) -> list[Any]:
+    """The chunks of a stream: (event lines before the data, shape of the data)."""
+    result = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        chunk, body = body[: int(size, 16)], body[int(size, 16) + 2 :]
+        if not chunk:
+            break
+        assert chunk.endswith(b"\n\n")
+        before, _, data = chunk.decode().rstrip("\n").rpartition("data: ")
+        result.append((before, data if data == "[DONE]" else shape(json.loads(data))))
+    assert body == b""
+    return result
+
+
+@pytest.mark.parametrize(("name", "entry"), exchanges())
+async def test_as_recorded(start: Start, name: str, entry: dict[str, Any]) -> None:
+    lines, body = recorded(name)
+    engine = await start(make_profile(), max_model_len=2048, time_scale=1e-4)
+    raw = request_bytes(
+        entry["method"],
+        entry["path"],
+        entry["body"].encode() if entry.get("body") else None,
+        entry["headers"],
+    )
+    if name.endswith("http-1.0"):
+        raw = raw.replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with await Client.connect(engine.url) as client:
+        client.writer.write(raw)
+        head = (await client.reader.readuntil(b"\r\n\r\n")).decode().removesuffix("\r\n\r\n").split("\r\n")
+        if TOKENIZER_ERRORS.fullmatch(name):
+            assert "200 OK" in head[0]
+            return
+        assert comparable_head(head) == comparable_head(lines)
+        if "transfer-encoding: chunked" in head:
+            answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+            assert by_choice(events(answer)) == by_choice(events(body))
+            return
+        headers = dict(line.split(": ", 1) for line in head[1:])
+        if entry["method"] == "HEAD":
+            return
+        answer = await client.reader.readexactly(int(headers["content-length"]))
+    if FIRST_ERROR_ONLY.fullmatch(name):
+        assert Response(400, {}, answer).json["error"].keys() == json.loads(body)["error"].keys()
+    elif answer or body:
+        ours, theirs = json.loads(answer), json.loads(body)
+        if name == "chat-plain-default-max-tokens":  # fills the context, whatever the prompt has left of it
+            assert ours["usage"]["total_tokens"] == theirs["usage"]["total_tokens"] == 2048
+            ours["usage"] = theirs["usage"]
+        assert shape(ours) == shape(theirs)
+
+
+async def test_metrics_are_a_part_of_the_recorded_ones(start: Start) -> None:
+    """Every name, type and set of label names that the emulator sends is one that vLLM sends."""
+
+    def series(page: str) -> set[tuple[str, tuple[str, ...]]]:
+        found = re.findall(r"^(vllm:\w+)\{(.*)\} ", page, re.MULTILINE)
+        return {(name, tuple(re.findall(r'(\w+)="', labels))) for name, labels in found}
+
+    engine = await start()
+    async with await Client.connect(engine.url) as client:
+        response = await client.ask("GET", "/metrics")
+    lines, body = recorded("metrics-idle")
+    assert f"content-type: {response.headers['content-type']}" in lines
+    ours, theirs = response.body.decode(), body.decode()
+    info = "vllm:cache_config_info"
+    assert {item for item in series(ours) if item[0] != info} <= series(theirs)
+    (labels,) = (labels for name, labels in series(ours) if name == info)
+    assert set(labels) < set(next(labels for name, labels in series(theirs) if name == info))
+    types = re.findall(r"^# TYPE .*", ours, re.MULTILINE)
+    assert set(types) <= set(re.findall(r"^# TYPE .*", theirs, re.MULTILINE))

@@ -1,0 +1,146 @@
+"""Shows that no body, however wrong, is more than a 4xx: vLLM's words where it is one field that is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from emulator.conftest import Start
+from emulator.wire import Client
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.emulator.requests import VOCABULARY, ApiError, Generation, Reader, read_object
+
+READER = Reader(("tiny", "alias"), 2048)
+KINDS = {"completion": READER.completion, "chat": READER.chat, "response": READER.response}
+GOOD = {
+    "completion": {"prompt": "Hello"},
+    "chat": {"messages": [{"role": "user", "content": "Hello"}]},
+    "response": {"input": "Hello"},
+}
+
+
+def refusal(kind: str, body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        KINDS[kind](read_object(body, "application/json"))
+    assert caught.value.status in (400, 404)
+    assert json.loads(caught.value.body())["error"]["code"] == caught.value.status
+    return caught.value
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda children: (
+        st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=4), children, max_size=3)
+    ),
+    max_leaves=8,
+)
+keys = st.sampled_from(
+    [
+        *("model", "prompt", "messages", "input", "instructions", "n", "echo", "temperature", "ignore_eos"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "vllm_xargs"),
+        *("stream", "stream_options"),
+    ]
+)
+
+
+@given(kind=st.sampled_from(list(KINDS)), changes=st.dictionaries(keys, json_values, max_size=5))
+@settings(max_examples=500, deadline=None)
+def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, Any]) -> None:
+    """A generation that is accepted fits the context, whatever was asked for."""
+    body = json.dumps({**GOOD[kind], **changes}).encode()
+    try:
+        generation = KINDS[kind](read_object(body, "application/json"))
+    except ApiError:
+        refusal(kind, body)
+        return
+    assert isinstance(generation, Generation)
+    assert generation.model in READER.served
+    assert generation.n >= 1
+    for prompt in generation.prompts:
+        output, reason = generation.length(prompt, 0, 2048)
+        assert reason in ("length", "stop")
+        assert output >= 1
+        assert prompt.tokens + output <= 2048
+
+
+@given(kind=st.sampled_from(list(KINDS)), body=st.binary(max_size=60))
+@settings(deadline=None)
+def test_any_bytes_are_refused(kind: str, body: bytes) -> None:
+    refusal(kind, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": [' + b"7," * 1_000_000 + b"7]}",
+        b'{"prompt": ' + json.dumps(["x"] * 1025).encode() + b"}",
+        b'{"prompt": "x", "max_tokens": 1e400}',
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "n": 16385}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b"\xff\xfe{\x00}\x00",
+        b"\xef\xbb\xbf[]",
+    ],
+    ids=range(10),
+)
+def test_absurd_bodies(body: bytes) -> None:
+    refusal("completion", body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "param"),
+    [
+        (
+            {"max_tokens": 10**30},
+            f"max_tokens={10**30} cannot be greater than max_model_len=2048",
+            "max_tokens",
+        ),
+        ({"max_tokens": 1.5}, "got a number with a fractional part", "body.max_tokens"),
+        ({"max_tokens": "many"}, "unable to parse string as an integer", "body.max_tokens"),
+        ({"max_tokens": []}, "Input should be a valid integer", "body.max_tokens"),
+        ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17.", None),
+        ({"stream": "maybe"}, "unable to interpret input", "body.stream"),
+        ({"stream": []}, "Input should be a valid boolean", "body.stream"),
+        ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5.", "temperature"),
+        ({"temperature": math.nan}, "temperature must be a finite number, got nan.", "temperature"),
+        ({"n": 0}, "n must be at least 1, got 0.", None),
+        ({"model": 5}, "Input should be a valid string", "body.model"),
+        ({"model": "none"}, "The model `none` does not exist. Valid aliases: tiny, alias.", "model"),
+        ({"prompt": [1, -1]}, "Token id -1 is out of vocabulary", None),
+        ({"prompt": [VOCABULARY]}, f"Token id {VOCABULARY} is out of vocabulary", None),
+        ({"prompt": [1, True]}, "Input should be a valid integer", "body.prompt.1"),
+        ({"prompt": [[]]}, "Input should be a valid string", "body.prompt.0"),
+        ({"vllm_xargs": {"output_tokens": 0}}, "must be an integer of at least 1, got 0", "vllm_xargs"),
+    ],
+)
+def test_one_field_that_is_wrong(changes: dict[str, Any], message: str, param: str | None) -> None:
+    error = refusal("completion", json.dumps({**GOOD["completion"], **changes}).encode())
+    assert message in error.message
+    assert error.param == param
+
+
+def test_lenient_numbers() -> None:
+    """What pydantic takes for a number or a flag is one."""
+    for value in (5, 5.0, "5"):
+        assert READER.completion({"prompt": "x", "max_tokens": value}).max_tokens == 5
+    assert READER.completion({"prompt": "x", "max_tokens": True}).max_tokens == 1
+    for value in (True, 1, "yes", "ON", "true"):
+        assert READER.completion({"prompt": "x", "stream": value}).stream
+    for value in (False, 0, "no", "off", None):
+        assert not READER.completion({"prompt": "x", "stream": value}).stream
+
+
+async def test_the_server_survives_bad_bodies(start: Start) -> None:
+    """Ten bad requests and a good one on the same connection."""
+    engine = await start()
+    async with await Client.connect(engine.url) as client:
+        for body in (b"", b"{", b"[]", b"{}", b'{"prompt": 5}', b'{"prompt": "x", "n": -1}', b"[" * 100_000):
+            response = await client.ask("POST", "/v1/completions", body)
+            assert (response.status, list(response.json)) == (400, ["error"])
+        assert (await client.ask("POST", "/v1/completions", {"prompt": "x"})).status == 200
