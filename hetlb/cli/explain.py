@@ -158,12 +158,12 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
 
 def _table(candidates: list[dict[str, Any]], chosen: str | None, title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in ("instance", "ideal batch", "processing s", "KV used", "workload s", "score", ""):
+    for column in ("instance", "batch", "processing s", "KV used", "workload s", "score", ""):
         table.add_column(column, justify="left" if column in ("instance", "") else "right")
     for c in candidates:
         mark = "chosen" if c["instance"] == chosen else c["reason"]
         cells = (c["ideal_batch"], c["processing_s"], c["kv_utilization"], c["workload"], c["score"])
-        texts = ["-" if cell is None else f"{cell:.6g}" for cell in cells]
+        texts = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
         table.add_row(c["instance"], *texts, mark, style="bold" if c["instance"] == chosen else "")
     return table
 

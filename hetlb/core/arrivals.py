@@ -2,7 +2,8 @@
 
 Promise: the plan is made before the run, from a seed and a trace alone, so that every policy meets the
 same load. Gaps are rescaled so that N requests take exactly N / R seconds, as `vllm bench serve` does
-(a short Poisson run is off its rate by several percent otherwise).
+(a short Poisson run is off its rate by several percent otherwise). The first request is due at once; the
+gap that follows the last one counts too.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class PlannedRequest:
 def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -> list[float]:
     """`count` gaps between arrivals, gamma-distributed with shape `burstiness` (1 is Poisson, inf constant).
 
-    Their sum is exactly `count / rate_rps`.
+    Their sum is exactly `count / rate_rps`. The coefficient of variation is `1 / sqrt(burstiness)`.
     """
     if math.isinf(burstiness):
         return [1.0 / rate_rps] * count
     gaps = [rng.gammavariate(burstiness, 1.0) for _ in range(count)]
-    scale = (count / rate_rps) / math.fsum(gaps)
+    total = math.fsum(gaps)
+    if total == 0.0 and gaps:  # shapes near 0 draw nothing but zeros: all the time is in one gap then
+        gaps[rng.randrange(count)] = total = 1.0
+    scale = (count / rate_rps) / total if gaps else 0.0
     return [gap * scale for gap in gaps]
 
 
@@ -60,9 +64,8 @@ def make_plan(
     trace goes on where it ended). Raises `ValueError` for "trace" on rows without arrival times.
     """
     count = len(rows) if num_prompts is None else num_prompts
-    chosen = [rows[i % len(rows)] for i in range(count)]
     if request_rate == "trace":
-        due = _recorded(rows, count)
+        rows, due = _recorded(rows, count)
     elif isinstance(request_rate, str):
         raise ValueError(f"expected a rate or 'trace', got {request_rate!r}")
     elif math.isinf(request_rate):
@@ -72,19 +75,23 @@ def make_plan(
         for gap in gaps_s(count, request_rate, burstiness, rng):
             due.append(now)
             now += gap
+    chosen = (rows[i % len(rows)] for i in range(count))
     return [
         PlannedRequest(i, at, row.input_tokens, row.output_tokens)
         for i, (row, at) in enumerate(zip(chosen, due, strict=True))
     ]
 
 
-def _recorded(rows: Sequence[LengthsRow], count: int) -> list[float]:
-    times: list[float] = []
+def _recorded(rows: Sequence[LengthsRow], count: int) -> tuple[list[LengthsRow], list[float]]:
+    """The first `count` rows in order of arrival, and `count` due times, the trace repeated as needed."""
+    arrivals: list[tuple[float, LengthsRow]] = []
     for i, row in enumerate(rows[:count]):
         if row.arrival_s is None:
             raise ValueError(f"row {i + 1} has no arrival_s to replay")
-        times.append(row.arrival_s - (rows[0].arrival_s or 0.0))
+        arrivals.append((row.arrival_s, row))
+    arrivals.sort(key=lambda arrival: arrival[0])
+    times = [at - arrivals[0][0] for at, _ in arrivals]
     # One mean gap between the end of a trace and its beginning again.
-    period = times[-1] + (times[-1] / (len(times) - 1) if len(times) > 1 else 1.0)
+    period = times[-1] + (times[-1] / (len(times) - 1) if len(times) > 1 else 1.0) if times else 0.0
     due = [times[i % len(times)] + period * (i // len(times)) for i in range(count)]
-    return sorted(due)
+    return [row for _, row in arrivals], due

@@ -1,12 +1,19 @@
-"""What happened to each request, and the figures made from it: one definition for simulator and bench.
+"""What happened to each request, and the figures made from it: one definition for proxy, simulator and bench.
 
-Promise: keys and meanings are those of `vllm bench serve`, in milliseconds and unrounded; latency counts
-from the time a request was due, not from when it was sent (otherwise a client or server that stalls hides
-its own delay); failed requests are in no percentile but in goodput's denominator.
+Promise: keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
+milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
+not from when it was sent. A client or server that stalls would otherwise hide its own delay ("coordinated
+omission"; MLPerf LoadGen and wrk2 count the same way). Failed requests are in no percentile, in no token
+count, and never in goodput.
 
 - TTFT: due time to first token. E2EL: due time to last token.
 - TPOT: (E2EL - TTFT) / (output_tokens - 1), for requests of two tokens or more.
-- ITL: every gap between two tokens of one request.
+- ITL: every gap between two tokens of one request; measured over HTTP, between two events that carry text
+  (a server that puts several tokens into one event shows fewer, longer gaps: its TPOT is the true figure).
+- duration: first due time to the end of the last request, whatever became of it.
+- Percentiles interpolate linearly between the closest ranks, as NumPy's default does (Hyndman and Fan,
+  "Sample quantiles in statistical packages", 1996, type 7). Standard deviations are of the population,
+  again as NumPy. The figures of nothing are 0.
 """
 
 from __future__ import annotations
@@ -15,14 +22,24 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    Floats: TypeAlias = array[float]
+    Integers: TypeAlias = array[int]
 
 PERCENTILES = (90, 99)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request: times in seconds on one clock, None for what did not happen."""
+    """One request: times in seconds on one clock, None for what did not happen or was not seen.
+
+    `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
+    no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that
+    name the kind of failure. `itl_s` holds the gaps between its tokens, where each request is measured
+    by itself.
+    """
 
     scheduled_s: float
     prompt_tokens: int
@@ -31,60 +48,93 @@ class RequestRecord:
     last_token_s: float | None = None
     instance: str = ""
     ok: bool = False
+    sent_s: float | None = None
+    end_s: float | None = None
+    error: str = ""
+    itl_s: Floats | None = None
 
     @property
-    def ttft_s(self) -> float:
-        """Due time to first token."""
-        assert self.first_token_s is not None, "expected a request that produced a token"
-        return self.first_token_s - self.scheduled_s
+    def ttft_s(self) -> float | None:
+        """Due time to first token, None where no first token was seen."""
+        return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
     def e2el_s(self) -> float:
         """Due time to last token."""
-        assert self.last_token_s is not None, "expected a request that ended"
+        assert self.last_token_s is not None, "expected a request that completed"
         return self.last_token_s - self.scheduled_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first, None for a single token."""
-        if self.output_tokens < 2:
+        """Mean time per token after the first, None for a single token or an unseen first one."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
             return None
-        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def lateness_s(self) -> float | None:
+        """How late it was sent, None where it never was."""
+        return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
 
 class Gaps:
-    """Times between tokens, run-length coded: `steps` gaps from `first_s` on, growing, each `count` times.
+    """Times between tokens of many requests, in as little memory as they need.
 
-    An iteration of a batch gives every decoding sequence the same gap, so a simulated stretch is four
-    numbers; a measured gap is a stretch of one.
+    Single gaps are 8 bytes each. A stretch stands for `steps` gaps from `first_s` on, growing by
+    `increment_s`, each occurring `count` times: an iteration of a batch gives every decoding sequence the
+    same gap, so a simulated run is a few numbers per batch, not per token.
     """
 
-    __slots__ = ("counts", "firsts_s", "increments_s", "steps")
+    __slots__ = ("_counts", "_firsts_s", "_increments_s", "_singles_s", "_steps")
 
     def __init__(self) -> None:
-        self.firsts_s = array("d")
-        self.increments_s = array("d")
-        self.steps = array("q")
-        self.counts = array("q")
+        self._singles_s: Floats = array("d")
+        self._firsts_s: Floats = array("d")
+        self._increments_s: Floats = array("d")
+        self._steps: Integers = array("q")
+        self._counts: Integers = array("q")
 
     def add(self, first_s: float, increment_s: float = 0.0, steps: int = 1, count: int = 1) -> None:
-        """Count one stretch."""
-        self.firsts_s.append(first_s)
-        self.increments_s.append(increment_s)
-        self.steps.append(steps)
-        self.counts.append(count)
+        """Count one stretch, by default a single gap."""
+        if steps == 1 and count == 1:
+            self._singles_s.append(first_s)
+            return
+        self._firsts_s.append(first_s)
+        self._increments_s.append(increment_s)
+        self._steps.append(steps)
+        self._counts.append(count)
+
+    def extend(self, gaps_s: Floats) -> None:
+        """Count every gap of one request."""
+        self._singles_s.extend(gaps_s)
 
     def weighted(self) -> list[tuple[float, int]]:
-        """Every distinct gap with how often it occurred, ascending."""
+        """Every gap with how often it occurred, ascending."""
         pairs = [
             (first + step * increment, count)
             for first, increment, steps, count in zip(
-                self.firsts_s, self.increments_s, self.steps, self.counts, strict=True
+                self._firsts_s, self._increments_s, self._steps, self._counts, strict=True
             )
             for step in range(steps)
         ]
+        pairs += [(gap, 1) for gap in self._singles_s]
         pairs.sort()
         return pairs
+
+    def figures(self, name: str = "itl") -> dict[str, float]:
+        """Mean, median, deviation and percentiles in milliseconds, under `name`."""
+        if not self._counts:  # measured one by one: half the time and a third of the memory of pairs
+            return latency_figures(name, self._singles_s)
+        pairs = self.weighted()
+        total = sum(count for _, count in pairs)
+        mean = math.fsum(gap * count for gap, count in pairs) / total
+        variance = math.fsum((gap - mean) ** 2 * count for gap, count in pairs) / total
+        return {
+            f"mean_{name}_ms": 1e3 * mean,
+            f"median_{name}_ms": 1e3 * weighted_percentile(pairs, 50),
+            f"std_{name}_ms": 1e3 * math.sqrt(variance),
+            **{f"p{p}_{name}_ms": 1e3 * weighted_percentile(pairs, p) for p in PERCENTILES},
+        }
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -113,38 +163,47 @@ def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> f
     return pairs[-1][0]
 
 
-def _latency_figures(name: str, values: list[float]) -> dict[str, float]:
-    values.sort()
-    figures = {
-        f"mean_{name}_ms": 1e3 * math.fsum(values) / len(values) if values else 0.0,
-        f"median_{name}_ms": 1e3 * percentile(values, 50),
+def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:
+    """Mean, median, deviation and percentiles of seconds, in milliseconds, under `name`."""
+    ordered = sorted(values_s)
+    count = len(ordered) or 1
+    mean = math.fsum(ordered) / count
+    return {
+        f"mean_{name}_ms": 1e3 * mean,
+        f"median_{name}_ms": 1e3 * percentile(ordered, 50),
+        f"std_{name}_ms": 1e3 * math.dist(ordered, [mean] * len(ordered)) / math.sqrt(count),
+        **{f"p{p}_{name}_ms": 1e3 * percentile(ordered, p) for p in PERCENTILES},
     }
-    return figures | {f"p{p}_{name}_ms": 1e3 * percentile(values, p) for p in PERCENTILES}
 
 
 def summarize(
     records: Sequence[RequestRecord],
-    gaps: Gaps,
+    gaps: Gaps | None = None,
     *,
-    instances: Iterable[str] = (),
+    instances: Iterable[str] | None = None,
     preemptions: Mapping[str, int] | None = None,
     kv_peak: Mapping[str, float] | None = None,
     goodput_slo_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The figures of one run.
 
+    `gaps` are the times between tokens where they were counted for the whole run; without it they are the
+    records' own. `instances` names the instances to report, by default those that the records name.
     `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all that completed count.
     """
     done = [record for record in records if record.ok]
     start = min((record.scheduled_s for record in records), default=0.0)
-    end = max((record.last_token_s or 0.0 for record in done), default=start)
+    end = max((when for record in records if (when := _ended_s(record)) is not None), default=start)
     duration = end - start
     prompt_tokens = sum(record.prompt_tokens for record in done)
     output_tokens = sum(record.output_tokens for record in done)
     per_second = 1.0 / duration if duration > 0 else 0.0
-    pairs = gaps.weighted()
-    gap_count = sum(count for _, count in pairs)
-    figures: dict[str, Any] = {
+    if gaps is None:
+        gaps = Gaps()
+        for record in done:
+            if record.itl_s:
+                gaps.extend(record.itl_s)
+    return {
         "duration": duration,
         "completed": len(done),
         "failed": len(records) - len(done),
@@ -154,28 +213,51 @@ def summarize(
         "output_throughput": output_tokens * per_second,
         "total_token_throughput": (prompt_tokens + output_tokens) * per_second,
         "request_goodput": sum(_meets(record, goodput_slo_s or {}) for record in done) * per_second,
-        **_latency_figures("ttft", [record.ttft_s for record in done]),
-        **_latency_figures("tpot", [t for record in done if (t := record.tpot_s) is not None]),
-        "mean_itl_ms": 1e3 * math.fsum(gap * count for gap, count in pairs) / gap_count if gap_count else 0.0,
-        "median_itl_ms": 1e3 * weighted_percentile(pairs, 50),
-        **{f"p{p}_itl_ms": 1e3 * weighted_percentile(pairs, p) for p in PERCENTILES},
-        **_latency_figures("e2el", [record.e2el_s for record in done]),
+        **latency_figures("ttft", (t for record in done if (t := record.ttft_s) is not None)),
+        **latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None)),
+        **gaps.figures("itl"),
+        **latency_figures("e2el", (record.e2el_s for record in done)),
+        "instances": _instance_figures(done, start, instances, preemptions or {}, kv_peak or {}),
     }
-    figures["instances"] = [
+
+
+def _instance_figures(
+    done: Iterable[RequestRecord],
+    start: float,
+    names: Iterable[str] | None,
+    preemptions: Mapping[str, int],
+    kv_peak: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """One entry per instance; what nobody counted is null."""
+    by_name: dict[str, list[RequestRecord]] = {}
+    for record in done:
+        by_name.setdefault(record.instance, []).append(record)
+    if names is None:
+        names = sorted(name for name in by_name if name)
+    return [
         {
             "name": name,
             "completed": len(mine),
             "total_output_tokens": sum(record.output_tokens for record in mine),
-            "last_finish_s": max((record.last_token_s or 0.0 for record in mine), default=start) - start,
-            "preemptions": (preemptions or {}).get(name),
-            "kv_peak": (kv_peak or {}).get(name),
+            "last_finish_s": max((record.last_token_s or start for record in mine), default=start) - start,
+            "preemptions": preemptions.get(name),
+            "kv_peak": kv_peak.get(name),
         }
-        for name in instances
-        for mine in [[record for record in done if record.instance == name]]
+        for name in names
+        for mine in [by_name.get(name, [])]
     ]
-    return figures
+
+
+def _ended_s(record: RequestRecord) -> float | None:
+    return record.last_token_s if record.end_s is None else record.end_s
 
 
 def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
-    measured = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
+    """Whether a completed request met every limit; an answer that came whole began when it ended."""
+    ttft, tpot = record.ttft_s, record.tpot_s
+    measured = {
+        "ttft": record.e2el_s if ttft is None else ttft,
+        "tpot": 0.0 if tpot is None else tpot,
+        "e2el": record.e2el_s,
+    }
     return all(measured[name] <= limit for name, limit in slo_s.items())

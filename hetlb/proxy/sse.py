@@ -129,7 +129,7 @@ class SseWatcher:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.events += 1
             return False
-        if decoded.error not in (b"", b"null"):
+        if bytes(decoded.error) not in (b"", b"null"):
             self.failed = True
             return False
         usage = decoded.usage or (decoded.response.usage if decoded.response else None)
@@ -138,7 +138,7 @@ class SseWatcher:
                 usage.completion_tokens, usage.output_tokens, self.completion_tokens
             )
             self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        only_usage = usage is not None and decoded.choices == b"[]"
+        only_usage = usage is not None and bytes(decoded.choices) == b"[]"
         if not only_usage:
             self.events += 1
         return only_usage
