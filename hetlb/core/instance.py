@@ -153,6 +153,12 @@ class Instance:
         output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
         return (request.longest_prompt_tokens or request.prompt_tokens) + output <= limit
 
+    def fits_prompt(self, request: Request) -> bool:
+        """Whether the prompt alone fits, with one token of output if there is any."""
+        limit = self.longest_request_tokens
+        needed = (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
+        return limit is None or needed <= limit
+
     # --- state ---
 
     @property

@@ -142,7 +142,7 @@ class Scheduler:
         instances = self._by_model.get(request.model)
         if instances is None:
             return [self._unknown_model(request)]
-        if request.prompt_exact and not any(instance.fits(request) for instance in instances):
+        if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             return [self._too_long(request, instances)]
         placed = self._place(request, instances, now)
         if placed is not None:
@@ -373,8 +373,9 @@ class Scheduler:
             else:
                 able.append(instance)
         fitting = [instance for instance in able if instance.fits(request)]
-        if not fitting and able and not request.prompt_exact:
-            # A length that was only estimated must not shut out everyone: the largest engine decides.
+        if not fitting and able:
+            # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
+            # was only estimated must not shut out everyone. The largest engine has the last word.
             longest = max(instance.longest_request_tokens or 0 for instance in able)
             fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
         up = [instance for instance in fitting if instance.health.state is Health.UP]
@@ -464,7 +465,7 @@ class Scheduler:
         instances = self._by_model.get(request.model)
         if instances is None:
             return None
-        if request.prompt_exact and not any(instance.fits(request) for instance in instances):
+        if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             self._forget(request.id)
             return self._too_long(request, instances)
         placed = self._place(request, instances, now)
@@ -520,12 +521,11 @@ class Scheduler:
     def _too_long(self, request: Request, instances: Sequence[Instance]) -> Reject:
         largest = max(instance.longest_request_tokens or 0 for instance in instances)
         prompt = request.longest_prompt_tokens or request.prompt_tokens
-        output = "" if request.max_tokens is None else f" and {request.max_tokens} output tokens"
         return Reject(
             request.id,
             RejectReason.TOO_LONG,
             f"This model's maximum context length is {largest} tokens. "
-            f"However, you requested {prompt} input tokens{output}. Please reduce the length.",
+            f"However, your prompt has {prompt} input tokens. Please reduce its length.",
         )
 
     def _no_instance(self, request: Request) -> Reject:

@@ -1,228 +1,295 @@
-"""An open-loop load generator: requests go out when they are due, whatever the server does.
+"""An open-loop load generator: every request goes out when it is due, whatever became of those before.
 
-Promise: the plan is made before the run; nothing waits for an answer before the next request is sent; a
-time is taken before a byte is parsed; a first token is the first event with content (a role, an empty
-text or a usage event is none). What the generator itself did late is reported, not hidden in latencies.
+Promise: sending never waits for an answer; every planned request ends in exactly one record, failed ones
+with the kind of failure; cancelling the run closes every connection. A run says whether its client was fit
+to measure: VALID, or SUSPECT with reasons (late sends, a busy event loop, a busy core, failures, answers
+of other lengths than asked for), instead of reporting its own slowness as the server's latency.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import contextlib
+import math
 import resource
-from collections.abc import Callable, Sequence
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import msgspec
+from yarl import URL
 
 from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.records import Gaps, RequestRecord, percentile, summarize
+from hetlb.core.records import RequestRecord, percentile, summarize
+from hetlb.loadtest.answers import AnswerError, StreamReader, read_plain
+from hetlb.loadtest.prompts import Bodies
 
-#: Token ids of made-up prompts: within the vocabulary of any model, away from special tokens.
-_FIRST_ID, _LAST_ID = 100, 1999
-#: A run whose sends were later than this (99th percentile) says more about the client than the server.
-SUSPECT_LAG_S = 0.05
+#: uvicorn closes idle connections after 5 s; one that is reused just then fails through no fault of the
+#: server's.
+KEEP_ALIVE_S = 2.0
+#: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
+READ_BUFFER_BYTES = 1 << 20
+
+_LAG_INTERVAL_S = 0.02
+_INSTANCE_HEADER = "x-hetlb-instance"
+
+#: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
+ERROR_ALLOWED_S = 0.005
+ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
+#: A load that is due all at once asks how long the whole takes: lateness counts against that.
+ERROR_ALLOWED_SHARE_OF_DURATION = 0.02
+RATE_ERROR_ALLOWED = 0.02
+CPU_ALLOWED = 0.9
+FAILED_ALLOWED = 0.01
+MISMATCHED_ALLOWED = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What to send. `answer_cap` None asks for exactly the planned output by `ignore_eos`.
+class Progress:
+    """Live counts of a run; whoever shows them reads them when it likes."""
 
-    With a number every request has that `max_tokens`, and the planned length goes along where only an
-    emulated engine looks for it (`vllm_xargs`), as the place of its end-of-sequence token: so the router
-    cannot read the length of an answer from the request.
-    """
+    __slots__ = ("completed", "failed", "output_tokens", "planned", "sent")
 
-    url: str
-    model: str
-    stream: bool = True
-    seed: int = 0
-    answer_cap: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.planned = 0
+        self.sent = 0
+        self.completed = 0
+        self.failed = 0
+        self.output_tokens = 0
+
+    @property
+    def ended(self) -> int:
+        """Requests that have their answer, good or bad."""
+        return self.completed + self.failed
 
 
 @dataclass(slots=True)
 class LoadResult:
-    """What a run gave, and how well the generator itself did."""
+    """What a run gives: a record per planned request in plan order, and how the client fared."""
 
+    plan: Sequence[PlannedRequest]
     records: list[RequestRecord]
-    gaps: Gaps
-    errors: dict[str, int]
-    send_lag_p99_s: float
-    client_cpu_share: float
+    cpu_share: float
+    loop_lag_s: list[float]
+    errors: dict[str, int] = field(default_factory=dict)
+    #: One message for each kind of error.
+    examples: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def suspect(self) -> str:
-        """Why the figures may be the client's own, "" if there is no reason to think so."""
-        if self.send_lag_p99_s > SUSPECT_LAG_S:
-            return f"requests were sent up to {self.send_lag_p99_s * 1e3:.0f} ms late (p99)"
-        return ""
+    def summary(self, **options: Any) -> dict[str, Any]:
+        """`summarize` of the records (`options` are its own), and how the client fared as `client`."""
+        figures = summarize(self.records, **options)
+        return {**figures, "client": self.client(figures)}
 
-    def summary(self, policy: str, seed: int, request_rate: str) -> dict[str, Any]:
-        """The figures of the run, as `vllm bench serve` names them."""
-        names = sorted({record.instance for record in self.records if record.instance})
+    def client(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """The verdict on the client, and the figures it rests on."""
+        late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
+        late_s, lag_s = percentile(late, 99), percentile(sorted(self.loop_lag_s), 99)
+        offered = _rate([planned.scheduled_s for planned in self.plan])
+        achieved = _rate([record.sent_s for record in self.records if record.sent_s is not None])
+        done = [
+            (planned, record) for planned, record in zip(self.plan, self.records, strict=True) if record.ok
+        ]
+        mismatched = sum(record.output_tokens != max(1, planned.output_tokens) for planned, record in done)
+
+        ttft_s = figures["median_ttft_ms"] / 1e3 or figures["median_e2el_ms"] / 1e3
+        allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_TTFT * ttft_s)
+        if offered is None:
+            allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_DURATION * figures["duration"])
+        reasons = []
+        if late_s > allowed_s:
+            reasons.append(
+                f"late: 1 % of the requests went out {1e3 * late_s:.1f} ms or more after they were due "
+                f"({1e3 * allowed_s:.1f} ms allowed)"
+            )
+        if lag_s > allowed_s:
+            reasons.append(
+                f"lag: the client's event loop was {1e3 * lag_s:.1f} ms behind (p99; "
+                f"{1e3 * allowed_s:.1f} ms allowed)"
+            )
+        if offered is not None and (
+            achieved is None or not math.isclose(offered, achieved, rel_tol=RATE_ERROR_ALLOWED)
+        ):
+            reasons.append(
+                f"rate: sent at {achieved or 0.0:.4g} requests/s, but planned were {offered:.4g} requests/s"
+            )
+        if self.cpu_share > CPU_ALLOWED:
+            reasons.append(f"cpu: the client used {100 * self.cpu_share:.0f} % of a core")
+        if figures["failed"] > FAILED_ALLOWED * len(self.records):
+            kinds = ", ".join(f"{count} x {kind}" for kind, count in self.errors.items())
+            reasons.append(f"failed: {figures['failed']} of {len(self.records)} requests ({kinds})")
+        if mismatched > MISMATCHED_ALLOWED * len(done):
+            reasons.append(f"length: {mismatched} of {len(done)} answers were not as long as planned")
         return {
-            "policy": policy,
-            "seed": seed,
-            **summarize(self.records, self.gaps, instances=names),
-            "request_rate": request_rate,
-            "errors": self.errors,
-            "send_lag_p99_ms": self.send_lag_p99_s * 1e3,
-            "client_cpu_share": self.client_cpu_share,
+            "verdict": "SUSPECT" if reasons else "VALID",
+            "reasons": reasons,
+            "p99_lateness_ms": 1e3 * late_s,
+            "max_lateness_ms": 1e3 * late[-1] if late else 0.0,
+            "p99_loop_lag_ms": 1e3 * lag_s,
+            "cpu_share": self.cpu_share,
+            "offered_rate": offered,
+            "achieved_rate": achieved,
+            "mismatched_lengths": mismatched,
+            "errors": dict(self.errors),
         }
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-
-
-def request_body(planned: PlannedRequest, options: LoadOptions) -> bytes:
-    """The body of one planned request: a prompt of exact length that shares its beginning with no other."""
-    rng = random.Random(f"{options.seed}/{planned.index}")
-    document: dict[str, Any] = {
-        "model": options.model,
-        "prompt": [rng.randint(_FIRST_ID, _LAST_ID) for _ in range(planned.prompt_tokens)],
-        "temperature": 0,
-    }
-    output = max(1, planned.output_tokens)
-    if options.answer_cap is None:
-        document |= {"max_tokens": output, "ignore_eos": True}
-    else:
-        document |= {
-            "max_tokens": max(options.answer_cap, output),
-            "vllm_xargs": {"output_tokens": output},
-        }
-    if options.stream:
-        document |= {"stream": True, "stream_options": {"include_usage": True}}
-    return msgspec.json.encode(document)
 
 
 async def run_load(
     plan: Sequence[PlannedRequest],
-    options: LoadOptions,
-    on_done: Callable[[RequestRecord], None] | None = None,
+    bodies: Bodies,
+    url: str,
+    *,
+    progress: Progress | None = None,
+    request_timeout_s: float | None = None,
+    headers: dict[str, str] | None = None,
 ) -> LoadResult:
-    """Send the plan and wait for every answer. Cancelling it closes every connection."""
-    loop = asyncio.get_running_loop()
-    bodies = [request_body(planned, options) for planned in plan]
-    errors: dict[str, int] = {}
-    lags: list[float] = []
-    gaps = Gaps()
-    records = [RequestRecord(0.0, planned.prompt_tokens) for planned in plan]
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=600.0)
-    headers = {"content-type": "application/json", **options.headers}
-    cpu_before = _cpu_s()
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20
-    ) as session:
-        start = loop.time() + 0.01
+    """Send the plan to the server at `url` and wait for every answer.
 
-        async def one(index: int) -> None:
-            record = records[index]
-            record.scheduled_s = plan[index].scheduled_s
-            lags.append(loop.time() - start - record.scheduled_s)
-            error = await _send(session, options, bodies[index], record, gaps, start)
-            if error:
-                errors[error] = errors.get(error, 0) + 1
-            elif on_done is not None:
-                on_done(record)
-
-        async with asyncio.TaskGroup() as group:
-            for index, planned in enumerate(plan):
-                delay = start + planned.scheduled_s - loop.time()
-                if delay > 0:
-                    await asyncio.sleep(delay)
-                group.create_task(one(index))
-        elapsed = max(loop.time() - start, 1e-9)
-    lags.sort()
-    return LoadResult(records, gaps, errors, percentile(lags, 99), (_cpu_s() - cpu_before) / elapsed)
+    Without `request_timeout_s` an answer may take as long as it likes: a limit that nobody asked for would
+    turn the slowest answers into failures and flatter the percentiles.
+    """
+    return await _Run(plan, bodies, url, progress or Progress(), request_timeout_s, headers or {}).run()
 
 
-async def _send(
-    session: aiohttp.ClientSession,
-    options: LoadOptions,
-    body: bytes,
-    record: RequestRecord,
-    gaps: Gaps,
-    start: float,
-) -> str:
-    """One request; fills its record. Returns what went wrong, "" if nothing."""
-    loop = asyncio.get_running_loop()
-    try:
-        async with session.post(f"{options.url}/v1/completions", data=body) as reply:
-            record.instance = reply.headers.get("x-hetlb-instance", "")
-            if reply.status != 200:
-                await reply.read()
-                return f"status {reply.status}"
-            if options.stream:
-                return await _read_stream(reply.content, record, gaps, start)
-            answer = await reply.read()
-            record.first_token_s = record.last_token_s = loop.time() - start
-            usage = _decoder.decode(answer).usage
-            if usage is None or usage.completion_tokens is None:
-                return "no usage"
-            record.output_tokens = usage.completion_tokens
+class _Run:
+    """One run."""
+
+    def __init__(
+        self,
+        plan: Sequence[PlannedRequest],
+        bodies: Bodies,
+        url: str,
+        progress: Progress,
+        timeout_s: float | None,
+        headers: dict[str, str],
+    ) -> None:
+        self._plan = plan
+        self._bodies = bodies
+        self._target = URL(url.rstrip("/") + bodies.path)
+        self._progress = progress
+        self._timeout = aiohttp.ClientTimeout(
+            total=timeout_s, connect=None, sock_connect=None, sock_read=None
+        )
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            **headers,
+        }
+        self._errors: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        self._lag_s: array[float] = array("d")
+        self._start = 0.0
+
+    async def run(self) -> LoadResult:
+        plan, progress = self._plan, self._progress
+        progress.planned = len(plan)
+        _allow_open_files(len(plan))
+        records = [RequestRecord(planned.scheduled_s, planned.prompt_tokens) for planned in plan]
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_headers_sent.append(self._on_sent)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=self._timeout,
+            headers=self._headers,
+            read_bufsize=READ_BUFFER_BYTES,
+            auto_decompress=False,
+            trace_configs=[tracing],
+        ) as session:
+            self._start, cpu_s = time.monotonic(), time.process_time()
+            watch = asyncio.create_task(self._watch_lag())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for planned, record in zip(plan, records, strict=True):
+                        # Also where it is late already: the answers have a claim to the loop as well.
+                        await asyncio.sleep(max(0.0, planned.scheduled_s - self._now()))
+                        progress.sent += 1
+                        group.create_task(self._send(session, planned, record))
+            finally:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
+            elapsed = self._now()
+            cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
+        return LoadResult(
+            plan, records, cpu_share, list(self._lag_s), dict(self._errors.most_common()), self._examples
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    async def _on_sent(
+        self,
+        _session: aiohttp.ClientSession,
+        context: SimpleNamespace,
+        _params: aiohttp.TraceRequestHeadersSentParams,
+    ) -> None:
+        # Connecting is the client's own affair: a request that waits for a connection is late.
+        context.trace_request_ctx.sent_s = self._now()
+
+    async def _send(
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestRecord
+    ) -> None:
+        progress = self._progress
+        try:
+            async with session.post(
+                self._target, data=self._bodies.body(planned), trace_request_ctx=record
+            ) as response:
+                record.instance = response.headers.get(_INSTANCE_HEADER, "")
+                await self._read(response, record)
+        except AnswerError as error:
+            self._fail(record, error.kind, error.detail)
+        except TimeoutError:
+            self._fail(record, "timeout", f"no complete answer within {self._timeout.total} s")
+        except aiohttp.ClientConnectorError as error:
+            self._fail(record, f"connect: {error.os_error.strerror or error.os_error}", error)
+        except aiohttp.ClientError as error:
+            self._fail(record, "broken connection", error)
+        else:
             record.ok = True
-            return ""
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
-        return type(error).__name__
+            progress.completed += 1
+        record.end_s = self._now()
+
+    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+        if response.status != 200:
+            raise AnswerError(f"http {response.status}", (await response.read()).decode(errors="replace"))
+        if not self._bodies.stream:
+            body = await response.read()
+            read_plain(body, record, self._now())
+            self._progress.output_tokens += record.output_tokens
+            return
+        progress, monotonic, start = self._progress, time.monotonic, self._start
+        reader = StreamReader(record)
+        read = response.content.readany
+        while data := await read():
+            progress.output_tokens += reader.feed(data, monotonic() - start)
+        reader.close(self._now())
+
+    def _fail(self, record: RequestRecord, kind: str, detail: object) -> None:
+        record.error = kind
+        self._errors[kind] += 1
+        self._examples.setdefault(kind, str(detail))
+        self._progress.failed += 1
+
+    async def _watch_lag(self) -> None:
+        """How late the event loop calls what is due: the error of every other stamp."""
+        while True:
+            due = time.monotonic() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self._lag_s.append(max(0.0, time.monotonic() - due))
 
 
-async def _read_stream(content: aiohttp.StreamReader, record: RequestRecord, gaps: Gaps, start: float) -> str:
-    loop = asyncio.get_running_loop()
-    tail = b""
-    done = False
-    events = 0
-    async for data in content.iter_any():
-        now = loop.time() - start
-        whole = tail + data if tail else data
-        end = whole.rfind(b"\n\n") + 2
-        if end < 2:
-            tail = whole
-            continue
-        whole, tail = whole[:end], whole[end:]
-        tokens = whole.count(b'"text":"') - whole.count(b'"text":""')
-        if tokens:
-            events += tokens
-            if record.first_token_s is None:
-                record.first_token_s = now
-                tokens -= 1
-            else:
-                assert record.last_token_s is not None
-                # An event that holds several tokens, or a read that holds several events, is one gap and
-                # then gaps of zero: that is what the client saw.
-                gaps.add(now - record.last_token_s)
-                tokens -= 1
-            if tokens:
-                gaps.add(0.0, count=tokens)
-            record.last_token_s = now
-        if b'"choices":[],' in whole or b'"usage":{' in whole:
-            for event in whole.split(b"\n\n"):
-                if b'"usage":{' in event:
-                    usage = _decoder.decode(event.removeprefix(b"data: ")).usage
-                    if usage is not None and usage.completion_tokens is not None:
-                        record.output_tokens = usage.completion_tokens
-        done = done or b"data: [DONE]" in whole
-    if not done:
-        return "stream broke off"
-    if record.first_token_s is None:
-        return "no content"
-    record.output_tokens = record.output_tokens or events
-    record.ok = True
-    return ""
+def _rate(times_s: Sequence[float]) -> float | None:
+    """Requests per second, None where they are all at once."""
+    span = max(times_s, default=0.0) - min(times_s, default=0.0)
+    return (len(times_s) - 1) / span if span > 0 else None
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def _allow_open_files(connections: int) -> None:
+    """Raise the soft limit on open files where the plan may need it: it must not look like a server error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

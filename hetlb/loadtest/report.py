@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 #: More instances than this get no columns of their own.
@@ -24,7 +25,7 @@ def runs_table(
     names = list(dict.fromkeys(each["name"] for run in runs for each in run["instances"]))
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
     failures = any(run["failed"] for run in runs)
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    table = _table(title)
     table.caption = "tokens/s: prompt and output"
     table.add_column("policy")
     table.add_column("tokens/s", justify="right")
@@ -35,9 +36,9 @@ def runs_table(
     for name in by_instance:
         table.add_column(f"{name}\nshare, end", justify="right")
     if by_instance:
-        table.caption += "; share: of output tokens; end: when its last request did"
+        table.caption += "; share: of output tokens; end: of its last request"
     elif names:
-        table.add_column("first and last\ninstance to end", justify="right")
+        table.add_column("first, last\ninstance to end", justify="right")
     if failures:
         table.add_column("failed", justify="right")
     for run in runs:
@@ -49,7 +50,7 @@ def runs_table(
         cells += [_share_and_end(run, entries.get(name)) for name in by_instance]
         if names and not by_instance:
             ends = [each["last_finish_s"] for each in run["instances"]]
-            cells.append(f"{min(ends):.1f} s  {max(ends):.1f} s" if ends else "-")
+            cells.append(f"{seconds(min(ends))}, {seconds(max(ends))}" if ends else "-")
         if failures:
             cells.append(str(run["failed"]))
         table.add_row(*cells)
@@ -58,7 +59,7 @@ def runs_table(
 
 def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Table:
     """One line per instance of one run."""
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     for heading in ("instance", "requests", "output tokens", "share", "last end", "preempted", "KV peak"):
         table.add_column(heading, justify="left" if heading == "instance" else "right")
     for each in run["instances"]:
@@ -67,7 +68,7 @@ def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Tabl
             f"{each['completed']:,}",
             f"{each['total_output_tokens']:,}",
             percent(_share(run, each)),
-            f"{each['last_finish_s']:.1f} s",
+            seconds(each["last_finish_s"]),
             "-" if each["preemptions"] is None else f"{each['preemptions']:,}",
             "-" if each["kv_peak"] is None else percent(each["kv_peak"]),
         )
@@ -76,16 +77,30 @@ def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Tabl
 
 def milliseconds(value: float) -> str:
     """A latency as a person reads it."""
-    if value >= 10_000:
-        return f"{value / 1e3:.1f} s"
-    if value >= 1000:
-        return f"{value / 1e3:.2f} s"
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+    if value < 1000:
+        return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+    return f"{value / 1e3:.2f} s" if value < 10_000 else seconds(value / 1e3)
+
+
+def seconds(value: float) -> str:
+    """A point in a run as a person reads it."""
+    return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
 
 
 def percent(fraction: float) -> str:
     """A fraction as a person reads it."""
     return f"{100 * fraction:.0f} %"
+
+
+def _table(title: str | None) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:
@@ -96,4 +111,4 @@ def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:
 def _share_and_end(run: Mapping[str, Any], each: Mapping[str, Any] | None) -> str:
     if each is None:
         return "-"
-    return f"{percent(_share(run, each))}  {each['last_finish_s']:.1f} s"
+    return f"{percent(_share(run, each))} {seconds(each['last_finish_s'])}"

@@ -85,6 +85,8 @@ def test_a_prompt_nobody_can_take_is_rejected_only_if_it_was_counted() -> None:
     assert reject(scheduler.on_arrival(request(1, prompt=3000), 0.0)) is RejectReason.TOO_LONG
     # An estimate may be wrong: the largest engine has the last word.
     assert dispatched(scheduler.on_arrival(request(2, prompt=3000, exact=False), 0.0)).instance == "b"
+    # A prompt that fits is served, and the answer cut at the context length, as vLLM does.
+    assert dispatched(scheduler.on_arrival(request(3, prompt=900, max_tokens=5000), 0.0)).instance == "b"
 
 
 def test_one_request_books_at_most_one_instance() -> None:

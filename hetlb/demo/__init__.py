@@ -1,0 +1,1 @@
+"""Data of `hetlb demo`: two emulated engines of unequal speed and a small sample of a real trace."""

@@ -1,0 +1,105 @@
+"""Tables show what the runs say, on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from hetlb.core.records import RequestRecord, summarize
+from hetlb.loadtest.report import instances_table, milliseconds, runs_table
+
+
+def run(policy: str, counts: dict[str, int], *, failed: int = 0) -> dict[str, Any]:
+    """`counts` requests per instance, 100 + 10 tokens each, TTFT 0.5 s, the last over after count seconds."""
+    records = [
+        RequestRecord(
+            scheduled_s=0.0,
+            prompt_tokens=100,
+            output_tokens=10,
+            first_token_s=0.5,
+            last_token_s=float(number + 1),
+            instance=name,
+            ok=True,
+        )
+        for name, count in counts.items()
+        for number in range(count)
+    ]
+    records += [RequestRecord(0.0, 100) for _ in range(failed)]
+    return {"policy": policy, **summarize(records, instances=counts)}
+
+
+def rendered(table: Table) -> str:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def row(text: str, first: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.strip().startswith(first))
+    return re.split(r" {2,}", line.strip())
+
+
+def test_a_line_per_run_with_shares_and_ends() -> None:
+    text = rendered(
+        runs_table(
+            [run("rr", {"a800": 4, "v100": 4}), run("hetlb", {"a800": 6, "v100": 2})], reference_tok_s=220
+        )
+    )
+    assert row(text, "rr") == [
+        "rr",
+        "220",
+        "100 %",
+        "500 ms",
+        "500 ms",
+        "222 ms",
+        "50 % 4.0 s",
+        "50 % 4.0 s",
+    ]
+    assert row(text, "hetlb")[-2:] == ["75 % 6.0 s", "25 % 2.0 s"]
+    assert "…" not in text
+    assert "failed" not in text
+
+
+def test_failures_get_a_column_only_when_there_are_some() -> None:
+    text = rendered(runs_table([run("rr", {"a": 1}), run("p2c", {"a": 1}, failed=3)]))
+    assert (row(text, "rr")[-1], row(text, "p2c")[-1]) == ("0", "3")
+
+
+def test_many_instances_are_summed_up() -> None:
+    text = rendered(runs_table([run("rr", {f"i{n}": n + 1 for n in range(200)})]))
+    assert row(text, "rr")[-1] == "1.0 s, 200 s"
+
+
+def test_a_server_that_names_no_instance_and_a_run_without_tokens_are_no_error() -> None:
+    bare = {**run("rr", {}, failed=2), "instances": []}
+    assert row(rendered(runs_table([bare], reference_tok_s=10)), "rr")[1:3] == ["0", "0 %"]
+    idle = run("rr", {"a": 0})
+    assert row(rendered(instances_table(idle)), "a")[3] == "0 %"
+
+
+def test_the_instances_of_one_run() -> None:
+    one = run("hetlb", {"a800": 3, "v100": 1})
+    one["instances"][0] |= {"preemptions": 7, "kv_peak": 0.5}
+    text = rendered(instances_table(one))
+    assert row(text, "a800") == ["a800", "3", "30", "75 %", "3.0 s", "7", "50 %"]
+    assert row(text, "v100") == ["v100", "1", "10", "25 %", "1.0 s", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0 ms"),
+        (5.49, "5.5 ms"),
+        (81.3, "81 ms"),
+        (1234.0, "1.23 s"),
+        (61_234.0, "61.2 s"),
+        (256_900.0, "257 s"),
+    ],
+)
+def test_latencies_are_readable(value: float, text: str) -> None:
+    assert milliseconds(value) == text
