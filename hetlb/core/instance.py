@@ -23,8 +23,12 @@ from hetlb.core.types import (
 
 #: What an engine that has not told its KV capacity is taken to hold, in tokens.
 DEFAULT_KV_CACHE_TOKENS = 131_072
+#: vLLM's own default of `max_num_seqs`, which no metric tells.
+DEFAULT_MAX_NUM_SEQS = 256
 #: A scrape older than this says nothing about now.
 SIGNAL_STALE_S = 5.0
+#: Below this KV use an engine that lets requests wait lacks places, not memory.
+KV_ROOM = 0.8
 #: Learnt speed factors stay within 64 times of the default, either way.
 _SPEED_BOUND = 64.0
 #: Weight of one finished answer in the learnt speed.
@@ -78,9 +82,11 @@ class Instance:
         "latency",
         "leases",
         "longest_request_tokens",
+        "max_num_seqs",
         "name",
         "peak_ewma",
         "profiled",
+        "prompt_tokens",
         "removed",
         "sample",
         "sample_at",
@@ -102,6 +108,8 @@ class Instance:
         self.capacity = Capacity()
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
+        #: How many sequences it runs at once: as it says, or as was seen, or vLLM's default.
+        self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
@@ -110,6 +118,7 @@ class Instance:
         self.leases: dict[LeaseId, Lease] = {}
         self.work_ns = 0
         self.kv_tokens = 0
+        self.prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
         self._speed_log: float | None = None
@@ -144,6 +153,8 @@ class Instance:
         limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
         known = [limit for limit in limits if limit is not None]
         self.longest_request_tokens = min(known) if known else None
+        if capacity.max_num_seqs is not None:
+            self.max_num_seqs = capacity.max_num_seqs
 
     def fits(self, request: Request) -> bool:
         """Whether prompt and the output the client may ask for fit this instance at all."""
@@ -186,6 +197,7 @@ class Instance:
         self.leases[lease.id] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
+        self.prompt_tokens += lease.prompt_tokens
         self.in_flight += 1
         self.sequences += lease.request.sequences
 
@@ -197,11 +209,11 @@ class Instance:
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
+        self.prompt_tokens -= lease.prompt_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
-        assert min(self.work_ns, self.kv_tokens, self.in_flight, self.sequences) >= 0, (
-            f"the ledger of {self.name} fell below zero"
-        )
+        ledger = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.in_flight, self.sequences)
+        assert min(ledger) >= 0, f"the ledger of {self.name} fell below zero: {ledger}"
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """For explanations only: a state without leases behind it, unrounded."""
@@ -215,11 +227,21 @@ class Instance:
         leases = self.leases.values()
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == sum(lease.kv_tokens for lease in leases), self.name
+        assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
         assert self.in_flight == len(self.leases), self.name
         assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
         assert all(not lease.ended for lease in leases), self.name
 
     # --- evidence ---
+
+    def learn_sample(self, sample: EngineSample, now: float) -> None:
+        """Take over what a scrape says. Who makes others wait while its KV cache has room runs all it can."""
+        self.sample = sample
+        self.sample_at = now
+        self.learn_capacity(sample.capacity)
+        room = sample.kv_usage is not None and sample.kv_usage < KV_ROOM
+        if self.capacity.max_num_seqs is None and sample.running and sample.waiting and room:
+            self.max_num_seqs = sample.running
 
     def learn_speed(self, lease: Lease, now: float) -> None:
         """Correct the speed of an instance without a profile by one finished answer.

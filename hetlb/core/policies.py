@@ -275,10 +275,55 @@ class PaperMemory(Paper):
     _fixed_processing_s = 1.0
 
 
-class Hetlb(Paper):
-    """`hetlb`: the default."""
+#: An engine is kept this much fuller than it can run at once, so that a place that frees is taken in the
+#: same iteration and not a round trip later.
+_OVERBOOK = 1.125
+#: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
+_KV_MARK = 0.9
+
+
+class Hetlb(Policy):
+    """`hetlb`, the default: late binding to the instance whose assigned work ends first.
+
+    One queue at the proxy: a request is bound when an instance has a place for it (fewer sequences than
+    it can run at once, and KV cache below the mark: halfway between what is promised and the prompts
+    alone, since answers are on average half-grown). Among those it goes where assigned work and its own,
+    in seconds at the instance's full-batch speed, are least. The KV cache decides who has room, not who
+    is fast, so a slow instance with much memory attracts nothing by it.
+    """
 
     name = "hetlb"
+
+    def score(
+        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
+    ) -> list[Candidate]:
+        return [self._candidate(request, predicted_output, instance) for instance in instances]
+
+    def _candidate(self, request: Request, predicted: float, instance: Instance) -> Candidate:
+        seqs, kv = instance.max_num_seqs, instance.kv_cache_tokens
+        prompt = request.prompt_tokens
+        batch = ideal_batch(kv, prompt, predicted, seqs)
+        t_s = processing_s(instance.latency, batch, prompt, predicted)
+        workload = min(t_s * request.sequences, _MAX_WORKLOAD_S)
+        candidate = Candidate(
+            instance=instance.name,
+            score=instance.work_ns / 1e9 + workload,
+            ideal_batch=batch,
+            processing_s=t_s,
+            kv_utilization=instance.kv_utilization,
+            workload=workload,
+        )
+        if instance.sequences:
+            places = math.ceil(seqs * _OVERBOOK)
+            grown = (instance.kv_tokens + instance.prompt_tokens) / 2.0
+            grown += request.sequences * (prompt + predicted / 2.0)
+            if instance.sequences + request.sequences > places:
+                candidate.eligible = False
+                candidate.reason = f"full: {instance.sequences} of {places} places taken"
+            elif grown > _KV_MARK * kv:
+                candidate.eligible = False
+                candidate.reason = f"full: {grown / kv:.2f} of the KV cache expected in use"
+        return candidate
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -233,9 +233,7 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
-        instance.sample = sample
-        instance.sample_at = now
-        instance.learn_capacity(sample.capacity)
+        instance.learn_sample(sample, now)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:
@@ -421,6 +419,7 @@ class Scheduler:
             work_ns=round(work_s * 1e9),
             # One request never books more than its instance has: it would wait inside the engine.
             kv_tokens=min(tokens, instance.kv_cache_tokens),
+            prompt_tokens=min(request.sequences * request.prompt_tokens, instance.kv_cache_tokens),
             predicted_output=predicted,
             dispatched_at=now,
         )

@@ -119,7 +119,8 @@ class Request:
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
-    `work_ns` and `kv_tokens` are fixed at dispatch and given back exactly once. The driver counts
+    `work_ns`, `kv_tokens` (prompt and predicted output) and `prompt_tokens` (of all sequences) are fixed at
+    dispatch and given back exactly once. The driver counts
     `output_tokens` (all sequences together) as they appear; nothing is called per token.
     """
 
@@ -133,6 +134,7 @@ class Lease:
         "kv_tokens",
         "output_tokens",
         "predicted_output",
+        "prompt_tokens",
         "request",
         "work_ns",
     )
@@ -146,6 +148,7 @@ class Lease:
         *,
         work_ns: int,
         kv_tokens: int,
+        prompt_tokens: int,
         predicted_output: float,
         dispatched_at: float,
     ) -> None:
@@ -155,6 +158,7 @@ class Lease:
         self.incarnation = incarnation
         self.work_ns = work_ns
         self.kv_tokens = kv_tokens
+        self.prompt_tokens = prompt_tokens
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.first_token_at: float | None = None

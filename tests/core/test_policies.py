@@ -9,7 +9,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hetlb.core.instance import PeakEwma
 from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
 from hetlb.core.predictor import make_predictor
-from hetlb.core.types import Capacity, EngineSample, Outcome
+from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -160,6 +160,44 @@ def test_paper_scores_by_hand(combine: str, theta: float, sequences: int) -> Non
         kv[best] += sequences * (300 + output)
     by_name = {instance.name: instance for instance in scheduler.instances}
     assert {name: instance.kv_tokens for name, instance in by_name.items()} == kv
+
+
+def test_hetlb_binds_late_and_in_order() -> None:
+    scheduler = make_scheduler([spec("a", kv=100_000), spec("b", slower=3.0, kv=100_000)], "hetlb")
+    leases: list[Lease] = []
+    for i in range(300):
+        leases += [c.lease for c in scheduler.on_arrival(request(i), 0.0) if isinstance(c, Dispatch)]
+    # 64 places each and an eighth more, so that a place that frees is taken at once.
+    assert [instance.sequences for instance in scheduler.instances] == [72, 72]
+    assert len(scheduler.queue) == 300 - 144
+    commands = scheduler.on_lease_ended(leases[-1], Outcome.OK, 1.0)
+    bound = dispatched(commands)
+    assert (bound.request.id, bound.instance) == (144, leases[-1].instance)
+
+
+def test_hetlb_waits_for_memory_but_never_starves_a_large_request() -> None:
+    scheduler = make_scheduler([spec("a", kv=10_000)], "hetlb")
+    large = dispatched(scheduler.on_arrival(request(1, prompt=9500, max_tokens=400), 0.0))
+    assert scheduler.on_arrival(request(2, prompt=1000), 0.0) == []
+    assert dispatched(scheduler.on_lease_ended(large, Outcome.OK, 1.0)).request.id == 2
+
+
+def test_hetlb_is_not_drawn_to_much_memory() -> None:
+    scheduler = make_scheduler(
+        [spec("big-and-slow", kv=1_000_000, slower=4.0), spec("fast", kv=20_000)], "hetlb"
+    )
+    chosen = [dispatched(scheduler.on_arrival(request(i), 0.0)).instance for i in range(50)]
+    assert 37 <= chosen.count("fast") <= 43
+
+
+def test_how_much_an_engine_runs_at_once_is_seen_when_it_lets_others_wait() -> None:
+    scheduler = make_scheduler([InstanceSpec("a", "m")], "hetlb")
+    instance = scheduler.instances[0]
+    assert instance.max_num_seqs == 256
+    scheduler.on_scrape("a", EngineSample(running=40, waiting=3, kv_usage=0.99), 0.0)
+    assert instance.max_num_seqs == 256
+    scheduler.on_scrape("a", EngineSample(running=48, waiting=3, kv_usage=0.2), 1.0)
+    assert instance.max_num_seqs == 48
 
 
 def test_the_memory_baseline_ignores_speed() -> None:
