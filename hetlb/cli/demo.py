@@ -22,13 +22,15 @@ import aiohttp
 import uvloop
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBars
 
 from hetlb.config import load_profile
 from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.errors import HetlbError
-from hetlb.loadtest.generator import LoadOptions, LoadResult, run_load
+from hetlb.loadtest.generator import LoadResult, Progress, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
+from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.loadtest.report import runs_table
 from hetlb.traces import read_trace
 
@@ -96,12 +98,12 @@ async def _demo(args: argparse.Namespace) -> int:
         for policy in POLICIES:
             await _set_policy(admin_url, policy)
             say.print(f"The same work through hetlb, policy {policy} …")
-            options = LoadOptions(proxy_url, MODEL, seed=args.seed, answer_cap=ANSWER_CAP)
-            result = await _load(plan, {policy: options}, say)
+            result = (await _load(plan, {policy: proxy_url}, args.seed, say))[policy]
             await _expect_empty(admin_url)
-            runs.append(result[policy].summary(policy, args.seed, "inf"))
-            if result[policy].errors or result[policy].suspect:
-                say.print(f"  note: {result[policy].errors or ''} {result[policy].suspect}")
+            summary = _summary(result, policy, args.seed)
+            runs.append(summary)
+            for reason in summary["client"]["reasons"]:
+                say.print(f"  note: {reason}")
     elapsed = time.monotonic() - started
     if args.json:
         document = {
@@ -119,32 +121,35 @@ async def _demo(args: argparse.Namespace) -> int:
 async def _standalone(
     plan: list[PlannedRequest], urls: dict[str, str], seed: int, say: Console
 ) -> list[dict[str, Any]]:
-    options = {name: LoadOptions(url, MODEL, seed=seed, answer_cap=ANSWER_CAP) for name, url in urls.items()}
-    results = await _load(plan, options, say)
-    summaries = []
+    results = await _load(plan, urls, seed, say)
     for name, result in results.items():
         if result.errors:
-            raise HetlbError(f"the emulated server {name} failed: {result.errors}")
-        summaries.append({"name": name, **result.summary("single", seed, "inf")})
-    return summaries
+            raise HetlbError(f"the emulated server {name} failed: {result.errors} {result.examples}")
+    return [{"name": name, **_summary(result, "single", seed)} for name, result in results.items()]
+
+
+def _summary(result: LoadResult, policy: str, seed: int) -> dict[str, Any]:
+    return {"policy": policy, "seed": seed, **result.summary(), "request_rate": "inf"}
 
 
 async def _load(
-    plan: list[PlannedRequest], targets: dict[str, LoadOptions], say: Console
+    plan: list[PlannedRequest], targets: dict[str, str], seed: int, say: Console
 ) -> dict[str, LoadResult]:
     """The plan against every target at the same time, with a progress bar where somebody looks."""
     columns = (
         TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=say, transient=True, disable=not say.is_terminal) as progress:
-        bars = {name: progress.add_task(name, total=len(plan)) for name in targets}
+    tasks: dict[str, asyncio.Task[LoadResult]] = {}
+    with ProgressBars(*columns, console=say, transient=True, disable=not say.is_terminal) as bars:
+        counts = {name: (bars.add_task(name, total=len(plan)), Progress()) for name in targets}
         async with asyncio.TaskGroup() as group:
-            tasks = {
-                name: group.create_task(
-                    run_load(plan, options, lambda _, bar=bars[name]: progress.advance(bar))  # type: ignore[misc]
-                )
-                for name, options in targets.items()
-            }
+            for name, url in targets.items():
+                bodies = CompletionBodies(MODEL, plan, random.Random(seed), eos_max_tokens=ANSWER_CAP)
+                tasks[name] = group.create_task(run_load(plan, bodies, url, progress=counts[name][1]))
+            while not all(task.done() for task in tasks.values()):
+                for bar, count in counts.values():
+                    bars.update(bar, completed=count.ended)
+                await asyncio.wait(tasks.values(), timeout=0.2)
     return {name: task.result() for name, task in tasks.items()}
 
 

@@ -41,7 +41,7 @@ _INSTANCE_HEADER = "x-hetlb-instance"
 ERROR_ALLOWED_S = 0.005
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once asks how long the whole takes: lateness counts against that.
-ERROR_ALLOWED_SHARE_OF_DURATION = 0.02
+ERROR_ALLOWED_SHARE_OF_DURATION = 0.05
 RATE_ERROR_ALLOWED = 0.02
 CPU_ALLOWED = 0.9
 FAILED_ALLOWED = 0.01

@@ -19,6 +19,8 @@ MAX_INJECT_BYTES = 256 << 10
 _INJECTION = b',"stream_options":{"include_usage":true}'
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES = 16_384
+#: A model's name is echoed and logged, so it is bounded.
+MAX_MODEL_BYTES = 512
 #: A base64 image or sound is no text: it counts as this many bytes of prompt (about 600 tokens).
 _MEDIA_BYTES = 2400
 
@@ -72,13 +74,14 @@ class Call:
     """
 
     __slots__ = (
-        "hold_usage", "longest_tokens", "max_tokens", "model", "n", "prompt_tokens", "prompts", "stream",
-        "text", "text_bytes",
+        "asks_options", "hold_usage", "longest_tokens", "max_tokens", "model", "n", "prompt_tokens",
+        "prompts", "stream", "text", "text_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.model: str | None = None
         self.stream = False
+        self.asks_options = False
         self.hold_usage = False
         self.max_tokens: int | None = None
         self.n = 1
@@ -96,6 +99,8 @@ def _invalid(message: str) -> GateError:
 def read_json(kind: Kind, body: bytes) -> Call:
     """Read a JSON body. Raises `GateError` (400)."""
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into the strings that it skips
         decoded = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(_plain(str(error))) from error
@@ -103,7 +108,10 @@ def read_json(kind: Kind, body: bytes) -> Call:
         raise _invalid("The body is not valid JSON.") from error
     call = Call()
     call.model = decoded.model
+    if call.model is not None and len(call.model) > MAX_MODEL_BYTES:
+        raise _invalid(f"model: expected a name of at most {MAX_MODEL_BYTES} characters.")
     call.stream = bool(decoded.stream)
+    call.asks_options = bool(decoded.stream_options)
     call.max_tokens = _output_cap(decoded)
     call.n = _sequences(decoded)
     if kind is Kind.NO_OUTPUT:
@@ -117,6 +125,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
     else:
         call.text = bytes(decoded.messages)
         call.text_bytes = _text_bytes(call.text) + len(bytes(decoded.tools))
+        if not call.text:
+            _read_prompt(call, decoded.prompt or decoded.input)
     return call
 
 
@@ -126,6 +136,7 @@ def inject_usage(kind: Kind, call: Call, body: bytes) -> bytes:
         not call.stream
         or kind not in (Kind.COMPLETION, Kind.CHAT)
         or len(body) > MAX_INJECT_BYTES
+        or call.asks_options
         or b'"stream_options"' in body
     ):
         return body

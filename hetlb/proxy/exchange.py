@@ -198,6 +198,8 @@ class Exchange:
                     self._first_byte(payload)
                 payload = watcher.feed(payload)
             payload += watcher.flush()
+            assert self.lease is not None
+            self.lease.output_tokens = watcher.events
             if not watcher.done and not watcher.failed and self.kind in (Kind.CHAT, Kind.COMPLETION):
                 self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
                 return
@@ -205,7 +207,7 @@ class Exchange:
             if self.first_byte_at is None:
                 self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-        out = b"" if self._committed else self._commit(len(payload))
+        out = b"" if self._committed else self._commit()
         out += self._frame(payload)
         if self._chunked_out:
             out += b"0\r\n\r\n"
@@ -295,7 +297,7 @@ class Exchange:
                 self._driver.remember_response(made[1].decode("ascii"), self.lease.instance)
         self._enter(Phase.STREAM, now)
 
-    def _commit(self, known_length: int | None = None) -> bytes:
+    def _commit(self) -> bytes:
         """The client's response head. From here on the answer is what it is."""
         head = self._answer_head
         assert head is not None, "expected a head before a body"
@@ -317,8 +319,10 @@ class Exchange:
         elif self._client.http11:
             self._chunked_out = True
             lines.append(b"transfer-encoding: chunked")
-        if not self._delimited:
+        if not self._delimited or not self._head.keep_alive:
             lines.append(b"connection: close")
+        elif not self._head.http11:
+            lines.append(b"connection: keep-alive")
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _frame(self, payload: bytes) -> bytes:
@@ -372,6 +376,7 @@ class Exchange:
                     *replies.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
                 ),
+                close=not self._head.keep_alive,
                 head_only=self.method == b"HEAD",
             )
         )

@@ -22,6 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH = re.compile(rb"0|[1-9][0-9]{0,15}")
 _TARGET = re.compile(rb"/[!-~]*")
+_REQUEST_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r\n")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
@@ -141,6 +142,11 @@ def _check_raw(head: bytes) -> None:
 def parse_request_head(head: bytes) -> RequestHead:
     """Parse one whole request head. Raises `GateError`."""
     _check_raw(head)
+    if _REQUEST_LINE.match(head) is None:
+        # llhttp lets several blanks and other versions pass.
+        raise GateError(400, "The request line must be METHOD PATH HTTP/1.1 (or HTTP/1.0).")
+    if not head.isascii():
+        raise GateError(400, "The head has bytes that are not ASCII.")
     collector = _Collector()
     parser = httptools.HttpRequestParser(collector)
     try:
@@ -153,10 +159,7 @@ def parse_request_head(head: bytes) -> RequestHead:
     result.method = parser.get_method()
     if result.method not in _METHODS:
         raise GateError(405 if result.method != b"CONNECT" else 400, "This method is not supported.")
-    version = parser.get_http_version()
-    if version not in ("1.1", "1.0") or b" HTTP/1." not in head[: head.find(b"\r\n")]:
-        raise GateError(400, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
-    result.http11 = version == "1.1"
+    result.http11 = parser.get_http_version() == "1.1"
     target = collector.url
     if _TARGET.fullmatch(target) is None:
         raise GateError(400, "The request target must be a path.")
@@ -170,7 +173,7 @@ def parse_request_head(head: bytes) -> RequestHead:
     encoding: bytes | None = None
     for name, value in headers:
         if name == b"host":
-            if host is not None or _HOST.fullmatch(value) is None:
+            if host is not None or _HOST.fullmatch(value) is None or not _port_fits(value):
                 raise GateError(400, "Exactly one valid Host header is expected.")
             host = value
         elif name == b"content-length":
@@ -193,6 +196,11 @@ def parse_request_head(head: bytes) -> RequestHead:
     options = {option.strip() for option in connection.split(b",")} if connection else set()
     result.keep_alive = b"close" not in options if result.http11 else b"keep-alive" in options
     return result
+
+
+def _port_fits(host: bytes) -> bool:
+    _, colon, port = host.rpartition(b":")
+    return not colon or not port.isdigit() or int(port) <= 65535
 
 
 def parse_response_head(head: bytes, method: bytes) -> ResponseHead:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import socket
 from typing import Any, Protocol, cast
 
@@ -29,6 +30,10 @@ _SWEEP_S = 0.5
 #: How long a refused client may still send before its connection is dropped.
 _LINGER_S = 2.0
 _LABEL = re.compile(rb"[!-~]{1,128}")
+#: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
+_MAX_TOKENIZED_BYTES = 64 << 10
+#: What the kernel may hold of an answer for a client that does not read.
+_SEND_BUFFER = 64 << 10
 
 #: What goes to an engine, as vLLM 0.32 serves it. Which of them exist depends on the model.
 ENDPOINTS: dict[str, Kind] = {
@@ -75,6 +80,8 @@ class ProxyServer:
         self.table: ProxyTable = driver.table
         self.connections: set[ClientConnection] = set()
         self.stopping = False
+        #: Engines take our request ids for their own, and another proxy may count from 1 too.
+        self.label_prefix = f"hetlb-{secrets.token_hex(4)}"
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -111,6 +118,10 @@ class ProxyServer:
         if kind is None and path in self.table.extra_paths:
             kind = Kind.PLAIN
         return kind
+
+    def knows(self, path: str) -> bool:
+        """Whether something that takes a body is at a path."""
+        return self.kind(path) is not None or _RESPONSE_PATH.fullmatch(path) is not None
 
     def _sweep(self) -> None:
         self._sweeper = self.driver.loop.call_later(_SWEEP_S, self._sweep)
@@ -150,6 +161,7 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._server.driver.now()
         self._server.connections.add(self)
@@ -157,17 +169,24 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        if self._exchange is not None:
+        if self._exchange is not None or self._paused:
             self._buffer += data
             if len(self._buffer) > _MAX_PIPELINED and not self._reading_paused:
                 self._reading_paused = True
                 assert self._transport is not None
                 self._transport.pause_reading()
             return
-        self._buffer = self._buffer + data if self._buffer else data
+        if self._buffer:
+            self._buffer += data
+        else:
+            self._buffer = data
+            if self._head is None:
+                self._since = self._server.driver.now()  # the head's time begins with its first byte
         self._advance()
 
     def eof_received(self) -> bool:
+        if self._closing:
+            return False  # what was written still goes out
         # A client that closes its sending side is gone (as HAProxy's abortonclose has it): whoever waits
         # for an answer keeps the connection open.
         self.abort()
@@ -191,6 +210,8 @@ class ClientConnection(asyncio.Protocol):
         self._paused = False
         if self._exchange is not None:
             self._exchange.resume()
+        elif self._buffer:
+            self._server.driver.loop.call_soon(self._advance)
 
     # --- the exchange's side ---
 
@@ -198,11 +219,6 @@ class ClientConnection(asyncio.Protocol):
     def http11(self) -> bool:
         """Whether the client understands chunked answers."""
         return self._head is not None and self._head.http11
-
-    @property
-    def paused(self) -> bool:
-        """Whether the client reads too slowly."""
-        return self._paused
 
     def write(self, data: bytes) -> None:
         """Send bytes of an answer."""
@@ -249,7 +265,9 @@ class ClientConnection(asyncio.Protocol):
         elif self._exchange is not None:
             return
         elif self._closing:
-            if now - self._since > _LINGER_S:
+            # A slow client may still be reading the end of its answer.
+            unsent = self._transport is not None and self._transport.get_write_buffer_size() > 0
+            if now - self._since > (table.write_timeout_s if unsent else _LINGER_S):
                 self.abort()
         elif self._head is not None:
             if now - self._since > table.body_timeout_s:
@@ -264,7 +282,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Read on, up to one whole request."""
-        if self._closing or self._exchange is not None:
+        # A client that does not read its answers gets no further ones: they would pile up here.
+        if self._closing or self._paused or self._exchange is not None:
             return
         try:
             if self._head is None and not self._read_head():
@@ -277,18 +296,22 @@ class ClientConnection(asyncio.Protocol):
     def _read_head(self) -> bool:
         while self._buffer.startswith(b"\r\n"):
             self._buffer = self._buffer[2:]  # RFC 9112, 2.2: an empty line before a request is skipped
+        if self._buffer and not 65 <= self._buffer[0] <= 90 and self._buffer != b"\r":
+            raise GateError(400, "This is not the beginning of an HTTP request.")  # TLS, say
         end = head_end(self._buffer)
         if not end:
             return False
         raw, self._buffer = self._buffer[:end], self._buffer[end:]
         head = parse_request_head(bytes(raw))
-        if head.header(b"content-encoding") not in (None, b"identity"):
+        if any(n == b"content-encoding" and v.lower() != b"identity" for n, v in head.headers):
             raise GateError(415, "Encoded request bodies are not accepted.")
         limit = self._body_limit(head)
         if head.content_length is not None and head.content_length > limit:
             raise GateError(413, f"The request body is larger than {limit} bytes.")
         if head.expects is not None and head.expects != b"100-continue":
             raise GateError(417, "The only expectation understood is 100-continue.")
+        if head.expects is not None and not self._server.knows(head.path):
+            raise GateError(404, "Not Found")  # before the body is asked for
         self._head = head
         self._since = self._server.driver.now()
         self._body = []
@@ -385,17 +408,16 @@ class ClientConnection(asyncio.Protocol):
             total = call.prompt_tokens
         else:
             counter = driver.sizes.counter(model)
-            if counter is not None and call.text:
+            if counter is not None and 0 < len(call.text) <= _MAX_TOKENIZED_BYTES:
                 total = counter(call.text.decode("utf-8", "replace"))
             else:
                 total = driver.sizes.estimate(model, call.text_bytes)
         each = max(1, -(-total // prompts))
+        request_id = driver.next_id()
         label = head.header(b"x-request-id")
         if label is None or _LABEL.fullmatch(label) is None:
-            request_id = driver.next_id()
-            text = f"hetlb-{request_id:x}"
+            text = f"{self._server.label_prefix}-{request_id:x}"
         else:
-            request_id = driver.next_id()
             text = label.decode("ascii")
         now = driver.now()
         request = Request(

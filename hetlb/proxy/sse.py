@@ -41,6 +41,7 @@ class SseWatcher:
 
     __slots__ = (
         "_hold",
+        "_long",
         "_passing",
         "_tail",
         "completion_tokens",
@@ -54,6 +55,7 @@ class SseWatcher:
         self._hold = hold_usage
         self._tail = b""  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
+        self._long = False  # the tail is what was kept of an event too long to be read
         #: Events that carry content: about one per token.
         self.events = 0
         self.done = False
@@ -64,10 +66,11 @@ class SseWatcher:
     def feed(self, data: bytes) -> bytes:
         """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
         tail = self._tail
-        if not tail and data.endswith(_END):
+        if not tail and data.endswith(_END) and len(data) <= MAX_HELD_BYTES:
             # The usual read: whole events. One look decides whether any of them is special.
             if b'"usage":{' not in data and b"[DONE]" not in data and b"error" not in data:
-                self.events += data.count(b"data: ")
+                # A line feed inside text is escaped, so `data: ` begins a line only where an event has data.
+                self.events += data.count(b"\ndata: ") + data.startswith(b"data: ")
                 return data
             return self._events(data)
         whole = tail + data
@@ -94,9 +97,13 @@ class SseWatcher:
         if self._hold and len(tail) <= MAX_HELD_BYTES and not self._passing and _could_be_usage(tail):
             return b""
         out = tail[self._passing :]
-        if len(tail) > MAX_HELD_BYTES:
-            # Too long to be any event we must read: keep enough to see its end.
-            tail = self._tail = tail[-2:]
+        if len(tail) > MAX_HELD_BYTES + 1:
+            # Too long to be any event we must read: keep enough to see its end. (One more than an event
+            # may have, since the first line feed of its end may be there already.)
+            if not self._long:
+                self._long = True
+                self.events += tail.startswith(b"data: ")
+            tail = self._tail = tail[-1:]
         self._passing = len(tail)
         return out
 
@@ -104,7 +111,11 @@ class SseWatcher:
         """Read complete events; `passed` bytes of the first are out already."""
         kept: list[bytes] = []
         for event in whole.split(_END)[:-1]:
-            if self._read(event) and self._hold and not passed:
+            if self._long:
+                self._long = False  # counted when it grew too long
+            elif len(event) > MAX_HELD_BYTES:
+                self.events += event.startswith(b"data: ")
+            elif self._read(event) and self._hold and not passed:
                 continue
             kept.append(event[passed:] + _END)
             passed = 0
@@ -112,17 +123,18 @@ class SseWatcher:
 
     def _read(self, event: bytes) -> bool:
         """Take the facts out of one event; True if it is nothing but usage."""
-        start = event.find(b"data: ")
-        if start < 0:
-            return False
-        if start > 0 and event[start - 1 : start] != b"\n":
-            return False
+        if event.startswith(b"data: "):
+            start = 0
+        else:
+            start = event.find(b"\ndata: ") + 1
+            if not start:
+                return False
         payload = event[start + 6 :]
         if payload.startswith(b"[DONE]"):
             self.done = True
             return False
         if b'"usage":{' not in payload and b'"error"' not in payload:
-            self.events += 1
+            self.events += 1 + payload.count(b"\ndata: ")
             return False
         try:
             decoded = _decoder.decode(payload)
@@ -138,7 +150,7 @@ class SseWatcher:
                 usage.completion_tokens, usage.output_tokens, self.completion_tokens
             )
             self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        only_usage = usage is not None and bytes(decoded.choices) == b"[]"
+        only_usage = usage is not None and not start and bytes(decoded.choices) == b"[]"
         if not only_usage:
             self.events += 1
         return only_usage

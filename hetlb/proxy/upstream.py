@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-#: Bytes the kernel may hold for an engine's answer that its client does not read.
 _MAX_HEAD_BYTES = 32 << 10
 
 
@@ -272,6 +271,9 @@ class EngineConnection(asyncio.Protocol):
         exchange.engine_end(payload)
 
     def eof_received(self) -> bool:
+        if self.exchange is None:
+            self.usable = False  # the transport closes in a later turn: nobody may take it until then
+            self._pool.forget(self)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -285,7 +287,10 @@ class EngineConnection(asyncio.Protocol):
             # It was closed while idle and we learnt it too late: that is nobody's failure.
             exchange.engine_lost_idle()
         elif self.head is None:
-            exchange.engine_failed(Outcome.NO_RESPONSE, "the engine closed the connection")
+            # Part of an answer is an answer: only an engine that said nothing may be replaced.
+            exchange.engine_failed(
+                Outcome.NO_RESPONSE, "the engine closed the connection", bad=self._answered
+            )
         elif self._decoder is None and self._left is None and exc is None:
             exchange.engine_end(b"")
         else:

@@ -1,0 +1,331 @@
+"""The generator sends on time whatever the server does, and never blames the server for its own faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from array import array
+from typing import Any
+
+import pytest
+from loadtest.stub import Call, stub
+
+from hetlb.core.arrivals import PlannedRequest, make_plan
+from hetlb.core.records import RequestRecord
+from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.loadtest.prompts import CompletionBodies
+
+
+def plan_of(count: int, *, gap_s: float = 0.0, output: int = 3) -> list[PlannedRequest]:
+    return [PlannedRequest(i, i * gap_s, 10 + i, output) for i in range(count)]
+
+
+def bodies_of(plan: list[PlannedRequest], **options: Any) -> CompletionBodies:
+    return CompletionBodies("m", plan, random.Random(0), **options)
+
+
+async def load(plan: list[PlannedRequest], url: str, **options: Any) -> LoadResult:
+    bodies = options.pop("bodies", None) or bodies_of(plan)
+    return await run_load(plan, bodies, url, **options)
+
+
+def only(result: LoadResult) -> RequestRecord:
+    (record,) = result.records
+    return record
+
+
+async def answer(call: Call) -> None:
+    await call.answer(instance=f"i{call.number % 2}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_request_is_sent_once_and_recorded(stream: bool) -> None:
+    plan = plan_of(20, output=4)
+    progress = Progress()
+    async with stub(answer) as server:
+        result = await load(plan, server.url, bodies=bodies_of(plan, stream=stream), progress=progress)
+        lengths = sorted(len(call.body["prompt"]) for call in server.calls)
+    assert lengths == [planned.prompt_tokens for planned in plan]
+    assert {call.path for call in server.calls} == {"/v1/completions"}
+    assert [record.prompt_tokens for record in result.records] == lengths
+    for record in result.records:
+        assert record.ok
+        assert record.error == ""
+        assert record.output_tokens == 4
+        assert record.sent_s is not None
+        assert record.last_token_s is not None
+        assert record.end_s is not None
+        assert record.sent_s <= record.last_token_s <= record.end_s
+        if stream:
+            assert record.first_token_s is not None
+            assert record.itl_s is not None
+            assert len(record.itl_s) == 3
+            assert sum(record.itl_s) == pytest.approx(record.last_token_s - record.first_token_s)
+        else:
+            assert record.first_token_s is None
+    assert (progress.planned, progress.sent, progress.completed, progress.failed) == (20, 20, 20, 0)
+    assert progress.output_tokens == 80
+    summary = result.summary()
+    assert (summary["completed"], summary["total_output_tokens"]) == (20, 80)
+    assert [(each["name"], each["completed"]) for each in summary["instances"]] == [("i0", 10), ("i1", 10)]
+
+
+async def test_a_server_that_names_no_instance_gives_none() -> None:
+    async with stub(lambda call: call.answer()) as server:
+        result = await load(plan_of(2), server.url)
+    assert result.summary()["instances"] == []
+
+
+async def test_sending_waits_for_no_answer_and_latency_counts_from_the_due_time() -> None:
+    """The server answers nobody before the last request is there: a closed loop would never finish, and a
+    harness that pauses while the server stalls would report no delay at all."""
+    plan = plan_of(12, gap_s=0.02)
+    everyone = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        if call.number == len(plan) - 1:
+            everyone.set()
+        await everyone.wait()
+        await call.answer()
+
+    async with stub(script) as server:
+        result = await load(plan, server.url)
+    last_due = plan[-1].scheduled_s
+    for planned, record in zip(plan, result.records, strict=True):
+        assert record.ok
+        assert record.ttft_s is not None
+        # 2 ms: a timer of the loop counts whole milliseconds.
+        assert record.ttft_s >= last_due - planned.scheduled_s - 0.002
+
+
+async def test_a_client_that_stalls_shows_in_latency_and_makes_the_run_suspect() -> None:
+    """The client is busy for 0.3 s with its first request: all others are due meanwhile and go out after."""
+    plan = plan_of(10, gap_s=0.02)
+    stall_s = 0.3
+
+    class Stalling(CompletionBodies):
+        def body(self, planned: PlannedRequest) -> bytes:
+            if planned.index == 0:
+                time.sleep(stall_s)
+            return super().body(planned)
+
+    async with stub(answer) as server:
+        result = await load(plan, server.url, bodies=Stalling("m", plan, random.Random(0)))
+    for planned, record in zip(plan[1:], result.records[1:], strict=True):
+        assert record.lateness_s is not None
+        assert record.ttft_s is not None
+        assert record.ttft_s >= record.lateness_s >= stall_s - planned.scheduled_s
+    client = result.summary()["client"]
+    assert client["verdict"] == "SUSPECT"
+    assert client["p99_lateness_ms"] >= 1e3 * (stall_s - plan[-1].scheduled_s)
+    assert any(reason.startswith("late:") for reason in client["reasons"])
+
+
+async def test_tokens_count_when_text_comes_not_when_events_do() -> None:
+    """Over a real connection; `test_answers` has the details."""
+    progress = Progress()
+
+    async def script(call: Call) -> None:
+        await call.head()
+        await call.event("")
+        await call.chunk(b": comment\n\n")
+        await call.chunk(b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n')
+        await call.event("a")
+        await call.event("b")
+        await call.event(usage={"prompt_tokens": 10, "completion_tokens": 2})
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end()
+
+    async with stub(script) as server:
+        record = only(await load(plan_of(1, output=2), server.url, progress=progress))
+    assert record.ok
+    assert record.output_tokens == progress.output_tokens == 2
+    assert record.itl_s is not None
+    assert len(record.itl_s) == 1
+
+
+async def refuse(call: Call) -> None:
+    await call.head(503)
+    await call.chunk(b'{"error": {"message": "no instance"}}')
+    await call.end()
+
+
+async def hang_up(call: Call) -> None:
+    call.abort()
+
+
+async def break_off(call: Call) -> None:
+    await call.head()
+    await call.event("a")
+    call.abort()
+
+
+async def forget_the_end(call: Call) -> None:
+    await call.head()
+    await call.event("a")
+    await call.end()
+
+
+async def fail_midway(call: Call) -> None:
+    await call.head()
+    await call.event("a")
+    await call.event(error={"message": "engine died"})
+    await call.client_gone()
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        (refuse, "http 503"),
+        (hang_up, "broken connection"),
+        (break_off, "broken connection"),
+        (forget_the_end, "broken stream"),
+        (fail_midway, "error event"),
+    ],
+)
+async def test_failures_are_counted_by_kind_with_an_example(script: Any, kind: str) -> None:
+    progress = Progress()
+    async with stub(script) as server:
+        result = await load(plan_of(3), server.url, progress=progress)
+    assert {record.error for record in result.records} == {kind}
+    assert all(not record.ok and record.end_s is not None for record in result.records)
+    assert result.errors == {kind: 3}
+    assert set(result.examples) == {kind}
+    assert (progress.completed, progress.failed, progress.ended) == (0, 3, 3)
+    summary = result.summary()
+    assert (summary["completed"], summary["failed"], summary["client"]["errors"]) == (0, 3, {kind: 3})
+    assert summary["client"]["verdict"] == "SUSPECT"
+
+
+async def test_a_failure_in_the_middle_of_the_run_leaves_the_others_alone() -> None:
+    async def script(call: Call) -> None:
+        await (refuse(call) if call.number % 3 == 0 else call.answer())
+
+    async with stub(script) as server:
+        result = await load(plan_of(9), server.url)
+    assert result.errors == {"http 503": 3}
+    assert sum(record.ok for record in result.records) == 6
+
+
+async def test_a_server_that_is_not_there() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        result = await load(plan_of(2), f"http://127.0.0.1:{free.getsockname()[1]}")
+    (kind,) = result.errors
+    assert kind.startswith("connect")
+    assert result.records[0].sent_s is None
+
+
+async def test_a_limit_on_time_is_kept_only_where_it_was_asked_for() -> None:
+    async def script(call: Call) -> None:
+        await call.head()
+        await call.client_gone()
+
+    async with stub(script) as server:
+        result = await load(plan_of(1), server.url, request_timeout_s=0.05)
+    assert result.errors == {"timeout": 1}
+
+
+async def test_cancelling_closes_every_connection() -> None:
+    plan = plan_of(8)
+    everyone = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.head()
+        await call.event("a")
+        if call.number == len(plan) - 1:
+            everyone.set()
+        await call.client_gone()
+
+    async with stub(script) as server:
+        running = asyncio.create_task(load(plan, server.url))
+        await everyone.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert len(server.calls) == len(plan)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_new_load_shares_no_prompt_with_the_one_before() -> None:
+    """Or the second run would measure the engines' prefix caches."""
+    plan = make_plan([_Row()], 30, float("inf"), random.Random(0))
+    async with stub(answer) as server:
+        for seed in (1, 2):
+            await load(plan, server.url, bodies=CompletionBodies("m", plan, random.Random(seed)))
+        beginnings = [tuple(call.body["prompt"][:5]) for call in server.calls]
+    assert len(set(beginnings)) == 60
+
+
+class _Row:
+    arrival_s = None
+    input_tokens = 20
+    output_tokens = 1
+
+
+# --- the verdict, on made-up runs ---------------------------------------------------------------------
+
+
+def fared(
+    *,
+    gap_s: float = 0.1,
+    late_s: float = 0.0,
+    ttft_s: float = 0.2,
+    lag_s: float = 0.0,
+    cpu: float = 0.1,
+    failed: int = 0,
+    short: int = 0,
+    stretch: float = 1.0,
+) -> dict[str, Any]:
+    plan = plan_of(100, gap_s=gap_s)
+    records = []
+    for planned in plan:
+        sent = planned.scheduled_s * stretch + late_s
+        ok = planned.index >= failed
+        records.append(
+            RequestRecord(
+                scheduled_s=planned.scheduled_s,
+                prompt_tokens=planned.prompt_tokens,
+                output_tokens=planned.output_tokens - (planned.index >= 100 - short),
+                first_token_s=planned.scheduled_s + ttft_s,
+                last_token_s=planned.scheduled_s + ttft_s + 0.1,
+                ok=ok,
+                sent_s=sent,
+                itl_s=array("d"),
+            )
+        )
+    errors = {"timeout": failed} if failed else {}
+    client: dict[str, Any] = LoadResult(plan, records, cpu, [lag_s] * 50, errors).summary()["client"]
+    return client
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        ({}, None),
+        ({"late_s": 0.004}, None),
+        ({"late_s": 0.006}, "late"),
+        ({"late_s": 0.006, "ttft_s": 1.0}, None),  # beside a TTFT of 1 s that is nothing
+        ({"lag_s": 0.006}, "lag"),
+        ({"stretch": 1.03, "ttft_s": 400.0}, "rate"),
+        ({"cpu": 0.95}, "cpu"),
+        ({"failed": 1}, None),
+        ({"failed": 2}, "failed"),
+        ({"short": 2}, "length"),
+        ({"gap_s": 0.0, "late_s": 0.014}, None),  # all at once: beside a duration of 0.3 s
+        ({"gap_s": 0.0, "late_s": 0.016}, "late"),
+    ],
+)
+def test_the_verdict_names_what_makes_a_run_suspect(run: dict[str, Any], reason: str | None) -> None:
+    client = fared(**run)
+    assert [text.partition(":")[0] for text in client["reasons"]] == ([reason] if reason else [])
+    assert client["verdict"] == ("SUSPECT" if reason else "VALID")
+
+
+def test_offered_and_achieved_rate() -> None:
+    client = fared(gap_s=0.1, stretch=2.0, ttft_s=1000.0)
+    assert client["offered_rate"] == pytest.approx(10.0)
+    assert client["achieved_rate"] == pytest.approx(5.0)
+    assert fared(gap_s=0.0)["offered_rate"] is None
