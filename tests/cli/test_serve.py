@@ -1,0 +1,214 @@
+"""`hetlb serve` as an operator meets it: a process that starts, says where it is, and ends when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+
+DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+Starter = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    """Start `python -m hetlb …`; whatever is still running at the end is killed."""
+    running: list[subprocess.Popen[str]] = []
+
+    def starter(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield starter
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: subprocess.Popen[str]) -> list[str]:
+    """The URLs of the ready line."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert " ready on " in line, (line, process.stderr.read() if process.stderr else "")
+    return [word.strip("()\n") for word in line.split() if word.startswith("http://")]
+
+
+def engine(start: Starter, *flags: str) -> str:
+    profile = str(DEMO / "fast.yaml")
+    arguments = ("engine", "--profile", profile, "--port", "0", "--served-model-name", "m")
+    return ready(start(*arguments, "--time-scale", "0.05", *flags))[0]
+
+
+def get(url: str) -> dict[str, object]:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        document: dict[str, object] = json.load(reply)
+        return document
+
+
+def ask(url: str, **fields: object) -> tuple[int, dict[str, object]]:
+    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4, **fields}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_addresses_alone_are_enough(start: Starter) -> None:
+    one, two = engine(start), engine(start)
+    process = start("serve", "--instance", one, "--instance", two, "--port", "0", "--admin-port", "0")
+    url, admin = ready(process)
+    assert [entry["id"] for entry in get(f"{url}/v1/models")["data"]] == ["m"]  # type: ignore[index, attr-defined]
+    for _ in range(4):
+        status, document = ask(url)
+        assert status == 200
+        assert document["usage"]["completion_tokens"] == 4  # type: ignore[index]
+    fleet = get(f"{admin}/v1/fleet")
+    instances = fleet["models"][0]["instances"]  # type: ignore[index]
+    assert {each["kv_cache_tokens"] for each in instances} == {40_000}
+    assert all(each[key] == 0 for each in instances for key in ("in_flight", "queued", "workload"))
+
+
+def test_an_instance_that_is_not_there_is_named_and_the_other_serves(start: Starter) -> None:
+    dead = f"http://127.0.0.1:{closed_port()}"
+    process = start(
+        "serve", "--instance", dead, "--instance", engine(start), "--port", "0", "--admin-port", "0"
+    )
+    url, _ = ready(process)
+    assert ask(url)[0] == 200
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert f"({dead}) is not answering: connection refused; the others are served" in err
+    assert "Traceback" not in err
+
+
+def test_a_port_in_use_is_one_line(start: Starter) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = start("serve", "--instance", "http://127.0.0.1:9", "--port", str(port), "--admin-port", "0")
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert f"hetlb serve: listen: 127.0.0.1:{port} cannot be listened on" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_status_0(start: Starter, number: signal.Signals) -> None:
+    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
+    url, _ = ready(process)
+    assert ask(url)[0] == 200
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
+    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
+    url, _ = ready(process)
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 400, "stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        first = reply.readline()
+        process.send_signal(signal.SIGTERM)
+        text = first + reply.read()
+    assert text.rstrip().endswith(b"data: [DONE]")
+    assert text.count(b'"text":"') == 400
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_the_request_log_has_one_line_per_request(start: Starter) -> None:
+    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
+    url, _ = ready(process)
+    ask(url)
+    ask(url, model="nobody\nknows=it")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    lines = [line for line in err.splitlines() if line.startswith("request=")]
+    assert len(lines) == 2
+    assert "outcome=ok" in lines[0]
+    assert "output_tokens=4" in lines[0]
+    assert "model=nobody%0aknows%3dit" in lines[1]
+    assert "outcome=bad_request" in lines[1]
+    assert "hello" not in err
+
+
+FLEET = 'version: 1\nmodels: [{name: m, instances: [{url: "http://127.0.0.1:9"}]}]\n'
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "message"),
+    [
+        ([], FLEET + "listen: {port: many}\n", "listen.port: expected a whole number, got 'many'"),
+        ([], FLEET + "policy: {predictor: oracle}\n", "policy.predictor"),
+        ([], FLEET + "policy: {predictor: mean}\n", "needs a sample of output lengths"),
+        ([], FLEET + "admin: {host: 0.0.0.0}\n", "admin.host: expected a loopback address"),
+        (
+            [],
+            "version: 1\nmodels: [{name: m, instances: [{name: a}]}]\n",
+            "a: url: expected the server's URL",
+        ),
+        (["--port", "70000"], FLEET, "--port: expected a port from 0 to 65535, got 70000"),
+        (["--workers", "3"], FLEET, "--workers: expected 1"),
+        (["--event-log", "/no/such/folder/x"], FLEET, "--event-log: expected a file that can be written"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str, message: str
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    assert main(["serve", "--config", str(path), *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET)
+    assert main(["serve", "--config", str(path), "--check"]) == 0
+    assert "1 instances, all is well" in capsys.readouterr().out
+
+
+def test_a_fleet_or_addresses_but_not_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
+    assert main(["serve", "--config", str(tmp_path), "--instance", "http://h:1"]) == 2
+    assert capsys.readouterr().err.count("expected either --config") == 2
+
+
+def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
+    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
+    ready(process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    assert not children.exists() or children.read_text() == ""
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)

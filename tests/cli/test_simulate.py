@@ -1,0 +1,164 @@
+"""`hetlb simulate`: the contract's keys, the same bytes for the same seed, one line for wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+from hetlb.core.policies import POLICIES
+
+PROFILE = """\
+version: 1
+name: p
+engine: {{kv_cache_tokens: 40000, max_num_seqs: 32}}
+prefill: {{k1: {k1}, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}}
+decode: {{k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: {k8}}}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    (tmp_path / "fast.yaml").write_text(PROFILE.format(k1=1e-4, k8=1e-2))
+    (tmp_path / "slow.yaml").write_text(PROFILE.format(k1=3e-4, k8=3e-2))
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "version: 1\nmodels:\n  - name: m\n    instances:\n"
+        "      - {name: fast, profile: fast.yaml}\n      - {name: slow, profile: slow.yaml}\n"
+    )
+    trace = tmp_path / "trace.csv"
+    rows = [f"{0.05 * i},{50 + 7 * (i % 40)},{20 + 11 * (i % 30)}" for i in range(200)]
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    return str(fleet), str(trace)
+
+
+def simulate(capsys: pytest.CaptureFixture[str], files: tuple[str, str], *flags: str) -> str:
+    assert main(["simulate", "--config", files[0], "--trace", files[1], "--json", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_key_of_the_contract_is_there(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    runs = json.loads(simulate(capsys, files, "--policy", ",".join(POLICIES)))["runs"]
+    assert [run["policy"] for run in runs] == list(POLICIES)
+    for run in runs:
+        expected = {
+            "policy", "seed", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
+            "request_throughput", "output_throughput", "total_token_throughput", "request_goodput",
+            "instances", "request_rate", "predictor", "iteration", "bound", "split",
+        }  # fmt: skip
+        for name in ("ttft", "tpot", "itl", "e2el"):
+            expected |= {f"{figure}_{name}_ms" for figure in ("mean", "median", "p90", "p99")}
+        assert expected <= run.keys()
+        assert run["completed"] == 200
+        assert run["failed"] == 0
+        assert sum(each["completed"] for each in run["instances"]) == 200
+        for each in run["instances"]:
+            assert {
+                "name",
+                "completed",
+                "total_output_tokens",
+                "last_finish_s",
+                "preemptions",
+                "kv_peak",
+            } <= each.keys()
+        assert set(run["bound"]) == set(run["split"]) == {"total_token_throughput"}
+        assert run["total_token_throughput"] == pytest.approx(
+            (run["total_input_tokens"] + run["total_output_tokens"]) / run["duration"]
+        )
+
+
+@pytest.mark.parametrize("rate", ["inf", "5", "trace"])
+def test_the_same_seed_gives_the_same_bytes(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str], rate: str
+) -> None:
+    flags = ("--request-rate", rate, "--policy", "random,paper,hetlb", "--predictor", "normal", "--seed", "7")
+    assert simulate(capsys, files, *flags) == simulate(capsys, files, *flags)
+
+
+def test_another_seed_is_another_run(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    flags = ("--request-rate", "5", "--policy", "random")
+    assert simulate(capsys, files, *flags) != simulate(capsys, files, *flags, "--seed", "1")
+
+
+def test_the_trace_is_cycled_and_cut(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    for count in (7, 450):
+        run = json.loads(simulate(capsys, files, "--num-prompts", str(count)))["runs"][0]
+        assert run["completed"] == count
+
+
+def test_split_is_only_for_all_at_once(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    assert json.loads(simulate(capsys, files, "--request-rate", "5"))["runs"][0]["split"] is None
+
+
+def test_summing_iterations_takes_longer(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    token, summed = (
+        json.loads(simulate(capsys, files, "--iteration", rule))["runs"][0]["duration"]
+        for rule in ("token", "sum")
+    )
+    assert summed > token
+
+
+def test_a_bounded_queue_turns_requests_away(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    run = json.loads(simulate(capsys, files, "--queue-limit", "10"))["runs"][0]
+    assert 0 < run["failed"] < 200
+    assert run["completed"] + run["failed"] == 200
+
+
+def test_hetlb_keeps_its_promise_here(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    flags = ("--num-prompts", "1500", "--policy", "rr,hetlb")
+    rr, hetlb = json.loads(simulate(capsys, files, *flags))["runs"]
+    assert hetlb["total_token_throughput"] > 0.9 * hetlb["bound"]["total_token_throughput"]
+    assert hetlb["total_token_throughput"] > 1.4 * rr["total_token_throughput"]
+    assert not math.isnan(hetlb["p99_itl_ms"])
+
+
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    assert main(["simulate", "--config", files[0], "--trace", files[1], "--policy", "rr,paper"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("rr", "paper", "fast", "slow"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "rr,best"], "--policy: expected names out of"),
+        (["--request-rate", "-1"], "--request-rate: expected requests/s above 0, inf or trace"),
+        (["--request-rate", "fast"], "--request-rate: expected"),
+        (["--num-prompts", "0"], "--num-prompts: expected at least 1, got 0"),
+        (["--burstiness", "0"], "--burstiness: expected a number above 0"),
+        (["--model", "x"], "--model: expected one of m, got 'x'"),
+        (["--queue-limit", "-1"], "--queue-limit: expected a number from 0"),
+    ],
+)
+def test_wrong_flags(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str], flags: list[str], message: str
+) -> None:
+    assert main(["simulate", "--config", files[0], "--trace", files[1], *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_a_profile_lacks_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    text = (tmp_path / "slow.yaml").read_text()
+    (tmp_path / "slow.yaml").write_text("\n".join(line for line in text.splitlines() if "engine" not in line))
+    assert main(["simulate", "--config", files[0], "--trace", files[1]]) == 2
+    assert "slow: p: engine.kv_cache_tokens: expected" in capsys.readouterr().err
+
+
+def test_a_trace_without_times_cannot_be_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n,5,5\n")
+    assert main(["simulate", "--config", files[0], "--trace", str(trace), "--request-rate", "trace"]) == 2
+    assert f"{trace}: arrival_s: expected a time in every row" in capsys.readouterr().err
