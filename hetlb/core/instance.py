@@ -221,6 +221,7 @@ class Instance:
             self.work_ns = work_s * 1e9  # type: ignore[assignment]
         if kv_utilization is not None:
             self.kv_tokens = kv_utilization * self.kv_cache_tokens  # type: ignore[assignment]
+            self.prompt_tokens = self.kv_tokens
 
     def check_integrity(self) -> None:
         """Assert that the ledger is the sum over the live leases."""

@@ -313,7 +313,7 @@ class Hetlb(Policy):
             kv_utilization=instance.kv_utilization,
             workload=workload,
         )
-        if instance.sequences:
+        if instance.kv_tokens > 0:
             places = math.ceil(seqs * _OVERBOOK)
             grown = (instance.kv_tokens + instance.prompt_tokens) / 2.0
             grown += request.sequences * (prompt + predicted / 2.0)

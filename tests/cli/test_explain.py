@@ -118,3 +118,14 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["explain", "--polisy", "rr"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--kv-used", "fast=0.95", "--json"]
+    assert main(["explain", "--config", str(fleet), *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    slow, fast = document["candidates"]
+    assert document["chosen"] == "slow"
+    assert (slow["eligible"], fast["eligible"]) == (True, False)
+    assert fast["reason"].startswith("full: 0.95 of the KV cache")
+    assert fast["score"] is not None
