@@ -17,12 +17,25 @@ MAY_IMPORT = {
     "core": set(),
     "traces": set(),
     "config": {"core", "traces"},
+    "plan": {"core"},
     "sim": {"core", "config", "traces"},
+    "profiler": {"core", "config", "traces"},
     "proxy": {"core", "config"},
     "emulator": {"core", "config", "sim"},
     "loadtest": {"core", "config", "traces"},
     "demo": set(),
-    "cli": {"core", "config", "traces", "sim", "proxy", "emulator", "loadtest", "demo"},
+    "cli": {
+        "core",
+        "config",
+        "traces",
+        "plan",
+        "sim",
+        "profiler",
+        "proxy",
+        "emulator",
+        "loadtest",
+        "demo",
+    },
 }
 #: `core` decides; it must not be able to look at a clock, a socket or a log.
 FORBIDDEN_IN_CORE = {"asyncio", "aiohttp", "time", "logging", "os", "socket", "threading", "datetime"}

@@ -79,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
         document = {"candidates": [c.document() for c in candidates], "chosen": chosen}
         print(json.dumps(document, allow_nan=False))
     else:
-        Console().print(_table([c.document() for c in candidates], chosen))
+        console = Console()
+        console.print(_table([c.document() for c in candidates], chosen))
+        if chosen is None:
+            console.print("Nobody now: the request waits at the proxy until one of them can take it.")
     return 0
 
 

@@ -30,10 +30,11 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """One waiting request and when it arrived."""
+    """One waiting request, when it arrived, and its size (see `core.demand`)."""
 
     request: Request
     arrived_at: float
+    size: int = 0
 
 
 #: What shares one line: requests for one name, or for one instance of it.
@@ -43,13 +44,14 @@ Lane: TypeAlias = tuple[str, str | None]
 class Queue:
     """FIFO of waiting requests in lanes, bounded by count and bytes over all of them."""
 
-    __slots__ = ("_lane_of", "_lanes", "bytes", "limits")
+    __slots__ = ("_lane_of", "_lanes", "_sizes", "bytes", "limits")
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         # Ordered: the head of a plain dict that is eaten from the front costs its past length.
         self._lanes: dict[Lane, OrderedDict[RequestId, Queued]] = {}
         self._lane_of: dict[RequestId, Lane] = {}
+        self._sizes: dict[str, int] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -72,6 +74,10 @@ class Queue:
         entries = self._lanes.get(lane)
         return next(iter(entries.values())) if entries else None
 
+    def waiting(self, model: str) -> int:
+        """The sizes of all that wait for a model, added up."""
+        return self._sizes.get(model, 0)
+
     def has_room(self, request: Request) -> bool:
         """Whether one more request with this body stays within both bounds."""
         limits = self.limits
@@ -79,11 +85,12 @@ class Queue:
             return False
         return limits.max_bytes is None or self.bytes + request.body_bytes <= limits.max_bytes
 
-    def push(self, request: Request, arrived_at: float) -> None:
+    def push(self, request: Request, arrived_at: float, size: int = 0) -> None:
         """Append a request; the caller has asked `has_room`."""
         assert request.id not in self._lane_of, f"request {request.id} is queued already"
         lane = (request.model, request.pinned)
-        self._lanes.setdefault(lane, OrderedDict())[request.id] = Queued(request, arrived_at)
+        self._lanes.setdefault(lane, OrderedDict())[request.id] = Queued(request, arrived_at, size)
+        self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         self._lane_of[request.id] = lane
         self.bytes += request.body_bytes
 
@@ -96,6 +103,10 @@ class Queue:
         entry = entries.pop(request_id)
         if not entries:
             del self._lanes[lane]
+        model = entry.request.model
+        self._sizes[model] -= entry.size
+        if not entries and not any(other[0] == model for other in self._lanes):
+            assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
         self.bytes -= entry.request.body_bytes
         assert self.bytes >= 0, "queued bytes fell below zero"
         return entry

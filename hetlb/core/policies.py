@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hetlb.core.demand import Demand, size_of
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.types import Candidate, Request
@@ -94,6 +95,21 @@ def paper_terms(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a policy is asked: where one request should go, now, given what else is asked for.
+
+    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model.
+    """
+
+    request: Request
+    predicted_output: float
+    long_output: float
+    waiting: int
+    demand: Demand
+    now: float
+
+
 class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
@@ -103,9 +119,7 @@ class Policy:
         self.params = params
         self._rng = rng
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""
         raise NotImplementedError
 
@@ -134,9 +148,7 @@ class RoundRobin(Policy):
         super().__init__(params, rng)
         self._last: dict[str, str] = {}
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         names = [instance.name for instance in instances]
         last = self._last.get(instances[0].spec.model)
         start = (names.index(last) + 1) if last in names else 0
@@ -155,9 +167,7 @@ class SmoothWeightedRoundRobin(Policy):
         super().__init__(params, rng)
         self._current: dict[str, float] = {}
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return [
             Candidate(instance.name, -(self._current.get(instance.name, 0.0) + instance.spec.weight))
             for instance in instances
@@ -174,9 +184,7 @@ class Random(Policy):
 
     name = "random"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return [Candidate(instance.name, self._rng.random()) for instance in instances]
 
 
@@ -185,9 +193,7 @@ class LeastRequests(Policy):
 
     name = "least-requests"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return [Candidate(instance.name, float(instance.in_flight)) for instance in instances]
 
 
@@ -196,9 +202,7 @@ class PowerOfTwoChoices(Policy):
 
     name = "p2c"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         drawn = self._draw_two(len(instances))
         return [
             Candidate(instance.name, float(instance.in_flight))
@@ -213,13 +217,11 @@ class LeastKv(Policy):
 
     name = "least-kv"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return [
             Candidate(
                 instance.name,
-                instance.kv_used_tokens(now) - instance.kv_cache_tokens,
+                instance.kv_used_tokens(question.now) - instance.kv_cache_tokens,
                 kv_utilization=instance.kv_utilization,
             )
             for instance in instances
@@ -231,13 +233,13 @@ class PeakEwmaChoice(Policy):
 
     name = "peak-ewma"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         drawn = self._draw_two(len(instances))
         decay_s = self.params.decay_s
         return [
-            Candidate(instance.name, instance.peak_ewma.estimate_s(now, decay_s) * (instance.in_flight + 1))
+            Candidate(
+                instance.name, instance.peak_ewma.estimate_s(question.now, decay_s) * (instance.in_flight + 1)
+            )
             if i in drawn
             else Candidate(instance.name, math.inf, reason=NOT_DRAWN)
             for i, instance in enumerate(instances)
@@ -249,9 +251,7 @@ class Single(Policy):
 
     name = "single"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return [Candidate(instance.name, float(i)) for i, instance in enumerate(instances)]
 
 
@@ -261,11 +261,12 @@ class Paper(Policy):
     name = "paper"
     _fixed_processing_s: float | None = None
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         params, fixed = self.params, self._fixed_processing_s
-        return [paper_terms(instance, request, predicted_output, params, fixed) for instance in instances]
+        return [
+            paper_terms(instance, question.request, question.predicted_output, params, fixed)
+            for instance in instances
+        ]
 
 
 class PaperMemory(Paper):
@@ -282,6 +283,13 @@ _OVERBOOK = 1.125
 _KV_MARK = 0.9
 
 
+#: How long the answer that decides the end of a run takes, of what it would take in a full batch: by then
+#: the others have begun to leave.
+_TAIL_BATCH = 0.6
+#: Of assigned work, what is still to be done on average: answers in progress are half-grown.
+_LEFT = 0.5
+
+
 class Hetlb(Policy):
     """`hetlb`, the default: late binding to the instance whose assigned work ends first.
 
@@ -290,16 +298,23 @@ class Hetlb(Policy):
     alone, since answers are on average half-grown). Among those it goes where assigned work and its own,
     in seconds at the instance's full-batch speed, are least. The KV cache decides who has room, not who
     is fast, so a slow instance with much memory attracts nothing by it.
+
+    An instance is passed over where the faster ones are done sooner: if they can finish all that waits,
+    what they have begun and what keeps arriving before this one would have finished one long answer. So
+    at the end of a burst nobody waits for the slowest, and under steady load beyond what the fast ones
+    can do everybody works.
     """
 
     name = "hetlb"
 
-    def score(
-        self, request: Request, predicted_output: float, instances: Sequence[Instance], now: float
-    ) -> list[Candidate]:
-        return [self._candidate(request, predicted_output, instance) for instance in instances]
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
+        candidates = [self._candidate(question, instance) for instance in instances]
+        if len(instances) > 1:
+            self._pass_over(question, instances, candidates)
+        return candidates
 
-    def _candidate(self, request: Request, predicted: float, instance: Instance) -> Candidate:
+    def _candidate(self, question: Question, instance: Instance) -> Candidate:
+        request, predicted = question.request, question.predicted_output
         seqs, kv = instance.max_num_seqs, instance.kv_cache_tokens
         prompt = request.prompt_tokens
         batch = ideal_batch(kv, prompt, predicted, seqs)
@@ -324,6 +339,45 @@ class Hetlb(Policy):
                 candidate.eligible = False
                 candidate.reason = f"full: {grown / kv:.2f} of the KV cache expected in use"
         return candidate
+
+    def _pass_over(
+        self, question: Question, instances: Sequence[Instance], candidates: Sequence[Candidate]
+    ) -> None:
+        """Mark the instances on which a long answer would end after the faster ones are done with all."""
+        request, demand = question.request, question.demand
+        size = size_of(request, question.predicted_output)
+        # By how long one long answer takes there, the fastest first.
+        order = sorted(
+            (_long_answer_s(question, instance, candidate.ideal_batch or 1), index)
+            for index, (instance, candidate) in enumerate(zip(instances, candidates, strict=True))
+        )
+        speed, begun = 0.0, 0.0
+        for place, (long_s, index) in enumerate(order):
+            candidate = candidates[index]
+            if place and candidate.eligible:
+                spare = speed - demand.rate(long_s, question.now)
+                done_s = (question.waiting + size + begun) / spare + order[0][0] if spare > 0 else math.inf
+                if done_s < long_s:
+                    candidate.eligible = False
+                    candidate.reason = (
+                        f"passed over: a long answer takes {long_s:.3g} s here, "
+                        f"the faster ones are done with all in {done_s:.3g} s"
+                    )
+            rate = size / max(candidate.workload or 0.0, 1e-9)
+            speed += rate
+            begun += _LEFT * rate * instances[index].work_ns / 1e9
+
+
+def _long_answer_s(question: Question, instance: Instance, batch: int) -> float:
+    """Seconds that one long answer takes in a batch that is about to thin out.
+
+    Its own steps, and between them the prompts of those who come after the ones that leave: in the time
+    of one long answer, `long / predicted` times as many as the batch holds.
+    """
+    prompt, long = question.request.prompt_tokens, question.long_output
+    turnover = max(1.0, long / max(1.0, question.predicted_output))
+    decode_s = instance.latency.decode_s(batch, prompt, long)
+    return _TAIL_BATCH * (decode_s + turnover * instance.latency.prefill_s(batch, prompt))
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -25,6 +25,10 @@ PRIOR_OUTPUT_TOKENS = 256.0
 PRIOR_WEIGHT = 8.0
 
 
+#: What counts as a long answer: all but one in fifty are shorter.
+LONG_SHARE = 0.98
+
+
 class LengthDistribution:
     """A fixed sample of output lengths with O(log n) capped means.
 
@@ -47,6 +51,11 @@ class LengthDistribution:
         """The sample, ascending."""
         return list(self._lengths)
 
+    @property
+    def long(self) -> float:
+        """The length that `LONG_SHARE` of the sample stay within."""
+        return float(self._lengths[min(len(self._lengths) - 1, int(LONG_SHARE * len(self._lengths)))])
+
     def mean_capped(self, cap: int | None) -> float:
         """E[min(O, cap)] in tokens: what a request with this `max_tokens` is expected to produce."""
         if cap is None or cap >= self._lengths[-1]:
@@ -61,6 +70,9 @@ class Predictor(Protocol):
 
     def predict(self, request: Request) -> float:
         """Expected output tokens of one sequence of `request`."""
+
+    def long(self, request: Request) -> float:
+        """A length that `LONG_SHARE` of such answers stay within."""
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """A request ended well with this many output tokens per sequence."""
@@ -82,6 +94,9 @@ class NormalPredictor:
     def predict(self, request: Request) -> float:
         return _cap(request, self._rng.gauss(self._lengths.mean, self._lengths.std))
 
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
+
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -94,6 +109,9 @@ class MeanPredictor:
 
     def predict(self, request: Request) -> float:
         return _cap(request, self._lengths.mean)
+
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.long)
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -108,6 +126,9 @@ class EmpiricalPredictor:
     def predict(self, request: Request) -> float:
         return _cap(request, self._lengths.mean_capped(request.max_tokens))
 
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.long)
+
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -120,6 +141,9 @@ class OraclePredictor:
 
     def predict(self, request: Request) -> float:
         return float(max(1, self._output_tokens[request.id]))
+
+    def long(self, request: Request) -> float:
+        return self.predict(request)
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -140,7 +164,7 @@ def _bucket(tokens: int) -> int:
 class _Histogram:
     """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together."""
 
-    __slots__ = ("_counts", "_cum_counts", "_cum_totals", "_fresh", "_seen", "_totals", "_unit")
+    __slots__ = ("_counts", "_cum_counts", "_cum_totals", "_fresh", "_totals", "_unit", "seen")
 
     #: Weight halves after about this many observations, so that a change of traffic is followed.
     HALF_LIFE = 2000
@@ -153,7 +177,7 @@ class _Histogram:
         self._cum_totals: list[float] = []
         self._unit = 1.0
         self._fresh = False
-        self._seen = 0
+        self.seen = 0
 
     def add(self, tokens: int) -> None:
         """Count one length. The growing unit decays what is older without touching it."""
@@ -161,21 +185,18 @@ class _Histogram:
         self._counts[index] += self._unit
         self._totals[index] += self._unit * tokens
         self._unit *= 2.0 ** (1.0 / self.HALF_LIFE)
-        self._seen += 1
+        self.seen += 1
         if self._unit > 1e100:
             self._counts = [count / self._unit for count in self._counts]
             self._totals = [total / self._unit for total in self._totals]
             self._unit = 1.0
         # The cumulative sums cost some 20 us: made anew at each of the first answers, then every 16th.
-        if self._seen < 64 or self._seen % 16 == 0:
+        if self.seen < 64 or self.seen % 16 == 0:
             self._fresh = False
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
         """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
-        if not self._fresh:
-            self._cum_counts = list(accumulate(self._counts))
-            self._cum_totals = list(accumulate(self._totals))
-            self._fresh = True
+        self._refresh()
         n = self._cum_counts[-1]
         if n == 0:
             return 0.0, 0.0
@@ -189,6 +210,18 @@ class _Histogram:
         inside = min(self._totals[index], cap * self._counts[index])
         above = n - below_count - self._counts[index]
         return (below_total + inside + cap * max(above, 0.0)) / n, weight
+
+    def quantile(self, share: float) -> float:
+        """The upper end of the bucket that holds this share of what was seen."""
+        self._refresh()
+        index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
+        return self._totals[index] / self._counts[index] if self._counts[index] else 0.0
+
+    def _refresh(self) -> None:
+        if not self._fresh:
+            self._cum_counts = list(accumulate(self._counts))
+            self._cum_totals = list(accumulate(self._totals))
+            self._fresh = True
 
 
 class OnlinePredictor:
@@ -208,6 +241,13 @@ class OnlinePredictor:
             return max(1.0, prior)
         mean, weight = histogram.mean_capped(cap)
         return _cap(request, (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight))
+
+    def long(self, request: Request) -> float:
+        """The quantile of what was seen, four times the prior while little was."""
+        histogram = self._by_model.get(request.model)
+        seen = 0.0 if histogram is None else histogram.quantile(LONG_SHARE)
+        prior = 4.0 * PRIOR_OUTPUT_TOKENS if histogram is None or histogram.seen < 50 else 0.0
+        return _cap(request, max(seen, prior))
 
     def observe(self, request: Request, output_tokens: float) -> None:
         histogram = self._by_model.get(request.model)

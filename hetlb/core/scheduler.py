@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterable, Sequence
 
 from hetlb.core.admission import Queue, Queued, QueueLimits
+from hetlb.core.demand import Demand, size_of
 from hetlb.core.health import HealthTracker
 from hetlb.core.instance import Instance
-from hetlb.core.policies import Policy, PolicyParams, make_policy, paper_terms
+from hetlb.core.policies import Policy, PolicyParams, Question, make_policy, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import (
     AdminState,
@@ -101,6 +102,7 @@ class Scheduler:
         self._attempts: dict[RequestId, _Attempts] = {}
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
+        self._demands: dict[str, Demand] = {}
         self._next_lease = 1
         self._next_incarnation = 1
         self._last_tick = now
@@ -144,6 +146,7 @@ class Scheduler:
             return [self._unknown_model(request)]
         if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             return [self._too_long(request, instances)]
+        self._demand(request.model).arrived(self._size(request), now)
         placed = self._place(request, instances, now)
         if placed is not None:
             return [placed]
@@ -301,7 +304,8 @@ class Scheduler:
         the ledger would book). A policy that draws at random draws here too.
         """
         instances = self._by_model.get(request.model, [])
-        candidates, _ = self._score(request, predicted, instances, now)
+        waiting = self._queue.waiting(request.model)
+        candidates, _ = self._score(request, predicted, instances, now, waiting)
         for instance, candidate in zip(instances, candidates, strict=True):
             terms = paper_terms(instance, request, predicted, self._params)
             if candidate.ideal_batch is None:
@@ -387,11 +391,20 @@ class Scheduler:
         return chosen, excluded
 
     def _score(
-        self, request: Request, predicted: float, instances: Sequence[Instance], now: float
+        self,
+        request: Request,
+        predicted: float,
+        instances: Sequence[Instance],
+        now: float,
+        waiting: int,
     ) -> tuple[list[Candidate], list[Instance]]:
         """Filter and score: a candidate per instance in file order, and the instances that may be chosen."""
         able, excluded = self._able(request, instances)
-        candidates = self._policy.score(request, predicted, able, now) if able else []
+        candidates: list[Candidate] = []
+        if able:
+            long = self._predictor.long(request) if request.generates else 0.0
+            question = Question(request, predicted, long, waiting, self._demand(request.model), now)
+            candidates = self._policy.score(question, able)
         if excluded:
             scored = iter(candidates)
             candidates = [
@@ -402,9 +415,18 @@ class Scheduler:
             ]
         return candidates, able
 
-    def _place(self, request: Request, instances: Sequence[Instance], now: float) -> Dispatch | None:
+    def _demand(self, model: str) -> Demand:
+        demand = self._demands.get(model)
+        if demand is None:
+            demand = self._demands[model] = Demand()
+        return demand
+
+    def _place(
+        self, request: Request, instances: Sequence[Instance], now: float, own_size: int = 0
+    ) -> Dispatch | None:
         predicted = self._predictor.predict(request) if request.generates else 0.0
-        candidates, able = self._score(request, predicted, instances, now)
+        waiting = self._queue.waiting(request.model) - own_size
+        candidates, able = self._score(request, predicted, instances, now, waiting)
         best = _best(candidates)
         if best is None:
             return None
@@ -443,8 +465,11 @@ class Scheduler:
             ]
         if not len(self._queue):
             self._last_tick = now
-        self._queue.push(request, now)
+        self._queue.push(request, now, self._size(request))
         return []
+
+    def _size(self, request: Request) -> int:
+        return round(size_of(request, self._predictor.predict(request) if request.generates else 0.0))
 
     def _flush(self, now: float) -> list[Command]:
         """Place what waits, oldest first."""
@@ -467,7 +492,7 @@ class Scheduler:
         if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             self._forget(request.id)
             return self._too_long(request, instances)
-        placed = self._place(request, instances, now)
+        placed = self._place(request, instances, now, entry.size)
         if placed is not None:
             self._queue.remove(request.id)
         return placed

@@ -1,0 +1,48 @@
+"""Sizes and rates: a steady stream is seen at its rate, a burst is not taken for one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from helpers import request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.demand import HORIZONS_S, Demand, size_of
+
+
+def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
+    assert size_of(request(1, prompt=200), 70.0) == pytest.approx(100.0)
+    assert size_of(request(1, prompt=200, sequences=3), 70.0) == pytest.approx(300.0)
+    assert size_of(request(1, prompt=1, generates=False), 0.0) == 1.0
+
+
+@pytest.mark.parametrize("horizon", HORIZONS_S)
+def test_a_steady_stream_is_seen_at_its_rate(horizon: float) -> None:
+    demand, rng, now = Demand(), random.Random(1), 0.0
+    while now < 2 * horizon:
+        now += rng.expovariate(400 / horizon)
+        demand.arrived(10.0, now)
+    assert demand.rate(horizon, now) == pytest.approx(4000 / horizon, rel=0.15)
+
+
+@pytest.mark.parametrize("horizon", HORIZONS_S)
+def test_a_burst_is_not_taken_for_a_stream(horizon: float) -> None:
+    demand = Demand()
+    for _ in range(1000):
+        demand.arrived(10.0, 5.0)
+    assert demand.rate(horizon, 5.0) == 0.0
+    for i in range(1, 64):
+        demand.arrived(1.0, 5.0 + i * horizon / 32)
+    assert demand.rate(horizon, 5.0 + 63 * horizon / 32) == pytest.approx(32 / horizon, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), st.floats(1, 1e6)), max_size=60), st.floats(0.01, 1000))
+def test_a_rate_is_never_negative_and_fades(arrivals: list[tuple[float, float]], horizon: float) -> None:
+    demand, now = Demand(), 0.0
+    for gap, size in arrivals:
+        now += gap
+        demand.arrived(size, now)
+    assert demand.rate(horizon, now) >= 0.0
+    assert demand.rate(horizon, now + 3 * HORIZONS_S[-1]) == 0.0
