@@ -171,10 +171,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._exchange is not None or self._paused:
             self._buffer += data
-            if len(self._buffer) > _MAX_PIPELINED and not self._reading_paused:
-                self._reading_paused = True
-                assert self._transport is not None
-                self._transport.pause_reading()
+            self._bound_reading()
             return
         if self._buffer:
             self._buffer += data
@@ -210,7 +207,9 @@ class ClientConnection(asyncio.Protocol):
         self._paused = False
         if self._exchange is not None:
             self._exchange.resume()
-        elif self._buffer:
+            return
+        self._bound_reading()
+        if self._buffer:
             self._server.driver.loop.call_soon(self._advance)
 
     # --- the exchange's side ---
@@ -232,10 +231,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         self._since = self._server.driver.now()
-        if self._reading_paused:
-            self._reading_paused = False
-            assert self._transport is not None
-            self._transport.resume_reading()
+        self._bound_reading()
         if self._buffer:
             # In a turn of its own: pipelined requests must not nest.
             self._server.driver.loop.call_soon(self._advance)
@@ -246,6 +242,21 @@ class ClientConnection(asyncio.Protocol):
         self._close()
 
     # --- from the server ---
+
+    def _bound_reading(self) -> None:
+        """Read on only while few requests wait behind the one being answered.
+
+        A head is smaller than the bound and a body leaves the buffer as it comes, so more than that can
+        only be requests whose turn has not come.
+        """
+        full = len(self._buffer) > _MAX_PIPELINED
+        if full is self._reading_paused or self._closing or self._transport is None:
+            return
+        self._reading_paused = full
+        if full:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def close_if_idle(self) -> None:
         """Close a connection that has no request."""
@@ -286,12 +297,11 @@ class ClientConnection(asyncio.Protocol):
         if self._closing or self._paused or self._exchange is not None:
             return
         try:
-            if self._head is None and not self._read_head():
-                return
-            if self._read_body():
+            if (self._head is not None or self._read_head()) and self._read_body():
                 self._serve()
         except GateError as error:
             self._refuse(error)
+        self._bound_reading()
 
     def _read_head(self) -> bool:
         while self._buffer.startswith(b"\r\n"):

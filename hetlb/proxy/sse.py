@@ -117,7 +117,8 @@ class SseWatcher:
                 self.events += event.startswith(b"data: ")
             elif self._read(event) and self._hold and not passed:
                 continue
-            kept.append(event[passed:] + _END)
+            # The first line feed of the event's end may be out already too.
+            kept.append((event + _END)[passed:])
             passed = 0
         return b"".join(kept)
 

@@ -1,0 +1,100 @@
+"""A proxy over scripted upstreams, on both event loops; when a test is over nothing may be left in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest_asyncio
+import uvloop
+from helpers import make_scheduler, spec
+
+from hetlb.config import ProxyTable
+from hetlb.core.admission import QueueLimits
+from hetlb.core.scheduler import Scheduler
+from hetlb.proxy.driver import Driver
+from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.server import ProxyServer
+from hetlb.proxy.sizes import PromptSizes
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of `hetlb serve` and the standard library's."""
+    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+class View:
+    """What `/v1/models` and `/health` say."""
+
+    def models(self) -> list[dict[str, Any]]:
+        return [{"id": "m", "object": "model"}]
+
+    def routable(self) -> bool:
+        return True
+
+
+class Proxy:
+    """A running proxy and a record of how its requests ended."""
+
+    def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
+        self.ended: list[tuple[str, str, int]] = []
+        self.exchanges: list[Exchange] = []
+        self.driver = Driver(scheduler, table, PromptSizes(), asyncio.get_running_loop(), self._finished)
+        self.server = ProxyServer(self.driver, View())
+        self.scheduler = scheduler
+        self.port = 0
+        self.changed = asyncio.Condition()
+
+    def _finished(self, exchange: Exchange, phase: Phase) -> None:
+        assert exchange.outcome is not None
+        self.ended.append((exchange.outcome.value, phase.value, exchange.status))
+        self.exchanges.append(exchange)
+
+    async def settled(self) -> None:
+        """Wait until no request is open, then check that nothing of one is left."""
+        async with asyncio.timeout(10):
+            while self.driver.exchanges:
+                await self.driver.drain(10)
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        assert scheduler.in_flight == 0
+        assert len(scheduler.queue) == 0
+        for instance in scheduler.instances:
+            assert not instance.leases
+        assert not any(pool.busy or pool._connecting for pool in self.driver._pools.values())
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Callable[..., Any]]:
+    """Start a proxy over these URLs; `table` overrides settings of the data plane."""
+    before = asyncio.all_tasks()
+    proxies: list[Proxy] = []
+
+    async def start_proxy(
+        *urls: str, limits: QueueLimits | None = None, policy: str = "rr", **table: Any
+    ) -> Proxy:
+        specs = [spec(f"i{n}", url=url, kv=None) for n, url in enumerate(urls)]
+        scheduler = make_scheduler(specs, policy, limits=limits)
+        proxy = Proxy(scheduler, msgspec.structs.replace(ProxyTable(), **table))
+        proxies.append(proxy)
+        _, proxy.port = await proxy.server.start("127.0.0.1", 0)
+        return proxy
+
+    yield start_proxy
+    for proxy in proxies:
+        await proxy.settled()
+        proxy.server.stop_accepting()
+        await proxy.server.close()
+        proxy.driver.close()
+        await turns_until(lambda p=proxy: not p.driver.engine_connections and not p.server.connections)
+    # The fixture's own task is a new one after the test.
+    await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))
+
+
+async def turns_until(holds: Callable[[], bool]) -> None:
+    """Let the event loop turn until a condition holds; the limit only ends a test that has failed."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for raises no event
+            await asyncio.sleep(0)

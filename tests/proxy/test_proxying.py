@@ -1,0 +1,707 @@
+"""Requests on real sockets: what clients and engines see, and that nothing is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from proxy.conftest import turns_until
+from proxy.upstreams import (
+    DONE,
+    LAST,
+    PLAIN_BODY,
+    SSE_HEAD,
+    STREAM,
+    TOKEN,
+    USAGE,
+    Upstream,
+    chunk,
+    closing,
+    holding,
+    plain,
+    resetting,
+)  # fmt: skip
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.types import AdminState, AdminStateSet
+
+Start = Callable[..., Any]
+
+ASK = b'{"model":"m","prompt":"hello","max_tokens":5}'
+ASK_STREAM = b'{"model":"m","prompt":"hello","stream":true}'
+
+
+def post(body: bytes = ASK, *extra: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: proxy", f"Content-Length: {len(body)}", *extra]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+class Answer:
+    def __init__(self, status: int, headers: dict[str, str], body: bytes, clean: bool) -> None:
+        self.status, self.headers, self.body, self.clean = status, headers, body, clean
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.body)["error"]
+
+
+class Client:
+    def __init__(self, proxy: Any) -> None:
+        self.port = proxy.port
+
+    async def __aenter__(self) -> Client:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.writer.transport.abort()
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> Answer:
+        async with asyncio.timeout(20):
+            first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines)
+            status = int(first.split()[1])
+            if "content-length" in headers:
+                try:
+                    return Answer(
+                        status, headers, await self.reader.readexactly(int(headers["content-length"])), True
+                    )
+                except asyncio.IncompleteReadError as error:
+                    return Answer(status, headers, error.partial, False)
+            if headers.get("transfer-encoding") != "chunked":
+                return Answer(status, headers, await self.reader.read(), True)
+            body = b""
+            try:
+                while size := int(await self.reader.readline() or b"x", 16):
+                    body += (await self.reader.readexactly(size + 2))[:-2]
+                assert await self.reader.readexactly(2) == b"\r\n"
+            except (ValueError, asyncio.IncompleteReadError, ConnectionError):
+                return Answer(status, headers, body, False)
+            return Answer(status, headers, body, True)
+
+    async def eof(self) -> bytes:
+        async with asyncio.timeout(20):
+            return await self.reader.read()
+
+
+async def ask(proxy: Any, data: bytes) -> Answer:
+    async with Client(proxy) as client:
+        client.send(data)
+        answer = await client.answer()
+    await proxy.settled()
+    return answer
+
+
+# --- the way through ---
+
+
+async def test_a_plain_request(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        sent = post(
+            ASK, "X-Request-Id: mine", "Authorization: Bearer secret", "X-Forwarded-For: 1.2.3.4",
+            "Cookie: a=b",
+            "Connection: x-hop", "X-Hop: y", "Traceparent: 00-aa-bb-01", "Proxy-Authorization: z",
+            "Te: trailers",
+            "Accept-Encoding: gzip", "Forwarded: for=x", "X-Real-IP: 1.1.1.1", "Upgrade: h2c",
+        )  # fmt: skip
+        answer = await ask(proxy, sent)
+        assert (answer.status, answer.body) == (200, PLAIN_BODY)
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-hetlb-instance"] == "i0"
+        visit = await engine.visit()
+        head = visit.head.decode().lower()
+        assert visit.body == ASK
+        assert f"host: {engine.url[7:]}\r\n" in head
+        assert "accept-encoding: identity" in head
+        assert "traceparent: 00-aa-bb-01" in head
+        assert "x-request-id: mine" in head
+        for gone in ("secret", "1.2.3.4", "cookie", "hop", "proxy-auth", "\r\nte:", "gzip", "forwarded",
+        "upgrade",
+                     "1.1.1.1", "connection"):  # fmt: skip
+            assert gone not in head
+    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.exchanges[0].prompt_tokens_used == 3
+
+
+async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:
+    async with Upstream(STREAM) as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert json.loads((await engine.visit()).body)["stream_options"] == {"include_usage": True}
+    assert (answer.clean, answer.body) == (True, TOKEN + TOKEN + DONE)
+    assert proxy.ended == [("ok", "stream", 200)]
+
+
+async def test_a_stream_whose_usage_was_asked_for(start: Start) -> None:
+    body = b'{"model":"m","stream":true,"stream_options":{"include_usage":true}}'
+    async with Upstream(STREAM) as engine:
+        answer = await ask(await start(engine.url), post(body))
+        assert (await engine.visit()).body == body
+    assert answer.body == TOKEN + TOKEN + USAGE + DONE
+
+
+async def test_tokens_of_a_stream_in_one_read_without_usage_are_counted(start: Start) -> None:
+    tokens: list[int] = []
+    async with Upstream(SSE_HEAD + chunk(TOKEN * 3 + DONE) + LAST) as engine:
+        proxy = await start(engine.url)
+        original = proxy.scheduler.on_lease_ended
+        proxy.scheduler.on_lease_ended = lambda lease, *a, **k: (
+            tokens.append(lease.output_tokens), original(lease, *a, **k)
+        )[1]  # fmt: skip
+        await ask(proxy, post(ASK_STREAM))
+    assert tokens == [3]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_cut_at_every_byte(start: Start, streamed: bool) -> None:
+    sent = post(ASK_STREAM if streamed else ASK)
+    async with Upstream(STREAM if streamed else plain()) as engine:
+        proxy = await start(engine.url)
+        for at in range(1, len(sent)):
+            async with Client(proxy) as client:
+                client.send(sent[:at])
+                await client.writer.drain()
+                await asyncio.sleep(0)
+                client.send(sent[at:])
+                answer = await client.answer()
+            assert answer.status == 200
+            assert answer.body == (TOKEN + TOKEN + DONE if streamed else PLAIN_BODY)
+        await proxy.settled()
+
+
+@pytest.mark.parametrize("raw", [plain(), STREAM], ids=["plain", "stream"])
+async def test_an_answer_cut_at_every_byte(start: Start, raw: bytes) -> None:
+    where = iter(range(1, len(raw)))
+
+    async def script(visit: Any) -> None:
+        at = next(where)
+        visit.send(raw[:at])
+        await visit.writer.drain()
+        await asyncio.sleep(0)
+        visit.send(raw[at:])
+
+    async with Upstream(script) as engine, Client(proxy := await start(engine.url)) as client:
+        for _ in range(1, len(raw)):
+            client.send(post(ASK_STREAM))
+            answer = await client.answer()
+            assert answer.clean
+            assert answer.body == (TOKEN + TOKEN + DONE if raw is STREAM else PLAIN_BODY)
+        assert engine.connections == 1
+    await proxy.settled()
+
+
+async def test_pipelined_requests_are_answered_in_order_one_at_a_time(start: Start) -> None:
+    async def script(visit: Any) -> None:
+        assert [v for v in engine.visits if not v.left.is_set()] == [visit]
+        visit.left.set()
+        visit.send(plain(json.dumps(json.loads(visit.body)["n"]).encode()))
+
+    async with Upstream(script) as engine, Client(proxy := await start(engine.url)) as client:
+        client.send(b"".join(post(b'{"model":"m","n":%d}' % n) for n in range(1, 201)))
+        assert [int((await client.answer()).body) for _ in range(200)] == list(range(1, 201))
+        assert engine.connections == 1
+    await proxy.settled()
+
+
+async def test_chunked_request_body_and_continue(start: Start) -> None:
+    async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nTransfer-Encoding: chunked\r\n"
+                    b"Expect: 100-continue\r\n\r\n")  # fmt: skip
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        for byte in ASK:
+            client.send(chunk(bytes([byte])))
+        client.send(LAST)
+        assert (await client.answer()).status == 200
+        assert (await engine.visit()).body == ASK
+        assert b"transfer-encoding" not in engine.visits[0].head.lower()
+    await proxy.settled()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_http_1_0_clients_get_close_delimited_streams(start: Start, version: str) -> None:
+    async with Upstream(STREAM) as engine, Client(proxy := await start(engine.url)) as client:
+        client.send(post(ASK_STREAM, "Connection: close", version=version))
+        answer = await client.answer()
+        assert ("transfer-encoding" in answer.headers) is (version == "1.1")
+        assert answer.headers["connection"] == "close"
+        assert answer.body == TOKEN + TOKEN + DONE
+        assert await client.eof() == b""
+    await proxy.settled()
+
+
+async def test_http_1_0_keep_alive_is_said(start: Start) -> None:
+    async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
+        for _ in range(2):
+            client.send(post(ASK, "Connection: keep-alive", version="1.0"))
+            assert (await client.answer()).headers["connection"] == "keep-alive"
+    await proxy.settled()
+
+
+async def test_a_close_delimited_answer_is_framed_anew(start: Start) -> None:
+    async with Upstream(closing(b"HTTP/1.1 200 OK\r\n\r\nbody")) as engine:
+        answer = await ask(await start(engine.url), post())
+    assert (answer.headers["transfer-encoding"], answer.body, answer.clean) == ("chunked", b"body", True)
+
+
+async def test_interim_answers_are_skipped(start: Start) -> None:
+    raw = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + plain()
+    async with Upstream(raw) as engine:
+        assert (await ask(await start(engine.url), post())).body == PLAIN_BODY
+
+
+async def test_large_bodies_pass(start: Start) -> None:
+    body = b'{"model":"m","prompt":"' + b"x" * 8_000_000 + b'"}'
+    async with Upstream(plain(b"y" * 8_000_000)) as engine:
+        answer = await ask(await start(engine.url), post(body))
+        assert (await engine.visit()).body == body
+    assert answer.body == b"y" * 8_000_000
+
+
+async def test_an_answer_made_at_one_instance_is_asked_for_there(start: Start) -> None:
+    made = plain(b'{"id":"resp_abc","object":"response"}')
+    async with Upstream(made) as one, Upstream(made) as two:
+        proxy = await start(one.url, two.url)
+        first = await ask(proxy, post(b'{"model":"m","input":"x"}', path="/v1/responses"))
+        home = {"i0": one, "i1": two}[first.headers["x-hetlb-instance"]]
+        for _ in range(3):
+            await ask(proxy, b"GET /v1/responses/resp_abc HTTP/1.1\r\nHost: p\r\n\r\n")
+        assert len(home.visits) == 4
+        lost = await ask(proxy, b"GET /v1/responses/resp_no HTTP/1.1\r\nHost: p\r\n\r\n")
+        assert (lost.status, lost.error["type"]) == (404, "NotFoundError")
+
+
+# --- turned away ---
+
+
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [
+        (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+        (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        (400, b"GET /v1/models HTTP/1.1\r\n\r\n"),
+        (404, b"GET /metrics HTTP/1.1\r\nHost: p\r\n\r\n"),
+        (404, post(path="/sleep")),
+        (404, post(path="/v1/nothing")),
+        (405, b"GET /v1/completions HTTP/1.1\r\nHost: p\r\n\r\n"),
+        (405, post(path="/v1/models")),
+        (413, b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: 99999999\r\n\r\n"),
+        (413, b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nTransfer-Encoding: chunked\r\n\r\n"
+              + chunk(b"x" * 70_000) * 130),
+        (415, post(ASK, "Content-Encoding: gzip")),
+        (415, post(ASK, "Content-Encoding: identity", "Content-Encoding: gzip")),
+        (417, post(ASK, "Expect: 200-ok")),
+        (404, post(b"x" * 99, "Expect: 100-continue", path="/v1/nothing")),
+        (400, post(b"not json")),
+        (404, post(b'{"model":"other"}')),
+    ],
+    ids=lambda value: repr(value[:50]) if isinstance(value, bytes) else str(value),
+)  # fmt: skip
+async def test_refusals_have_openais_form_and_reach_no_engine(start: Start, status: int, data: bytes) -> None:
+    async with Upstream() as engine:
+        answer = await ask(await start(engine.url), data)
+        assert answer.status == status
+        assert set(answer.error) == {"message", "type", "code", "param"}
+        assert not engine.visits
+        if status == 405:
+            assert answer.headers["allow"]
+
+
+async def test_own_pages(start: Start) -> None:
+    proxy = await start("http://127.0.0.1:1")
+    async with Client(proxy) as client:
+        for path in ("/health", "/ping", "/version", "/v1/models", "/v1/models/m"):
+            client.send(f"GET {path} HTTP/1.1\r\nHost: p\r\n\r\n".encode())
+            assert (await client.answer()).status == 200
+
+
+# --- engines that fail ---
+
+
+async def test_a_refused_connection_goes_elsewhere(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start("http://127.0.0.1:1", engine.url)
+        for _ in range(3):
+            assert (await ask(proxy, post())).headers["x-hetlb-instance"] == "i1"
+    assert {e[0] for e in proxy.ended} == {"ok"}
+
+
+@pytest.mark.parametrize("dies", [closing(b""), resetting(b"")], ids=["fin", "rst"])
+async def test_an_engine_that_drops_a_request_is_replaced_once(start: Start, dies: Any) -> None:
+    async with Upstream(dies) as bad, Upstream() as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post())
+        assert (answer.status, len(bad.visits), len(good.visits)) == (200, 1, 1)
+    async with Upstream(dies) as one, Upstream(dies) as two, Upstream(dies) as three:
+        proxy = await start(one.url, two.url, three.url)
+        answer = await ask(proxy, post())
+        assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
+        assert len(one.visits) + len(two.visits) + len(three.visits) == 2
+    assert proxy.ended == [("no_response", "queue", 502)]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://169.254.169.254/\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 40_000 + b"\r\n\r\n",
+        closing(b"HTTP/1.1 200 OK\r\nContent-"),
+        closing(SSE_HEAD),
+        closing(plain()[: -len(PLAIN_BODY)]),
+        SSE_HEAD + b"zz\r\n",
+    ],
+    ids=range(10),
+)
+async def test_answers_that_are_none_are_a_502_and_not_tried_again(start: Start, script: Any) -> None:
+    async with Upstream(script) as one, Upstream(script) as two:
+        proxy = await start(one.url, two.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
+        assert len(one.visits) + len(two.visits) == 1
+        await one.closed()
+    assert proxy.ended[0][0] == "no_response"
+
+
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"429 Too Many Requests", b"500 X", b"503 Y"])
+async def test_error_answers_pass_verbatim_and_once(start: Start, status: bytes) -> None:
+    body = b'{"error":{"message":"no"}}'
+    async with Upstream(plain(body, status)) as one, Upstream(plain(body, status)) as two:
+        proxy = await start(one.url, two.url)
+        answer = await ask(proxy, post())
+        assert (answer.status, answer.body) == (int(status[:3]), body)
+        assert len(one.visits) + len(two.visits) == 1
+    assert proxy.ended[0][0] == "upstream_error"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        closing(SSE_HEAD + chunk(TOKEN)),
+        resetting(SSE_HEAD + chunk(TOKEN)),
+        closing(SSE_HEAD + chunk(TOKEN) + LAST),
+        closing(SSE_HEAD + chunk(TOKEN) + b"zz\r\n"),
+        closing(SSE_HEAD + chunk(TOKEN) + b"ff\r\ndata: half"),
+        closing(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + TOKEN),
+    ],
+    ids=["fin", "rst", "no-done", "bad-chunk", "mid-event", "close-delimited"],
+)
+async def test_a_stream_that_breaks_ends_with_an_error_event_and_no_terminator(
+    start: Start, script: Any
+) -> None:
+    async with Upstream(script) as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert len(engine.visits) == 1
+    if answer.status == 502:
+        # The end came in the same read as the beginning: nothing had reached the client yet.
+        assert proxy.ended[0][0] == "no_response"
+        return
+    assert answer.status == 200
+    assert answer.body.startswith(TOKEN)
+    last = answer.body.rstrip(b"\n").rpartition(b"\n")[2] if b"half" not in answer.body else None
+    if last is not None:
+        assert "error" in json.loads(last.removeprefix(b"data: "))
+    assert not answer.clean
+    assert proxy.ended[0][:2] == ("broken_stream", "stream")
+
+
+async def test_a_short_plain_answer_is_visibly_cut(start: Start) -> None:
+    async with Upstream(closing(plain()[:-5])) as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post())
+    assert (answer.clean, answer.body) == (False, PLAIN_BODY[:-5])
+    assert proxy.ended[0][:2] == ("broken_stream", "stream")
+
+
+async def test_an_error_event_is_passed_on_and_counts_as_failure(start: Start) -> None:
+    event = b'data: {"error":{"message":"dead"}}\n\n'
+    async with Upstream(SSE_HEAD + chunk(TOKEN) + chunk(event) + chunk(DONE) + LAST) as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+    assert (answer.clean, answer.body) == (True, TOKEN + event + DONE)
+    assert proxy.ended[0][0] == "broken_stream"
+
+
+async def test_surplus_bytes_are_dropped_and_the_connection_with_them(start: Start) -> None:
+    async with (
+        Upstream(plain() + plain(b"smuggled")) as engine,
+        Client(proxy := await start(engine.url)) as client,
+    ):
+        for _ in range(2):
+            client.send(post())
+            assert (await client.answer()).body == PLAIN_BODY
+        assert engine.connections == 2
+    await proxy.settled()
+
+
+async def test_a_connection_closed_while_idle_is_replaced_unnoticed(start: Start) -> None:
+    async def dead(visit: Any) -> None:
+        # The request came on a connection that the engine was about to close.
+        visit.reset()
+
+    async with Upstream(plain(), dead, plain()) as engine, Client(proxy := await start(engine.url)) as client:
+        for _ in range(2):
+            client.send(post())
+            assert (await client.answer()).body == PLAIN_BODY
+        assert (len(engine.visits), engine.connections) == (3, 2)
+    await proxy.settled()
+    assert [e[0] for e in proxy.ended] == ["ok", "ok"]
+    assert proxy.driver.totals.retries == 0
+
+
+async def test_silence_before_the_first_byte_is_a_504(start: Start) -> None:
+    async with Upstream(holding()) as one, Upstream(holding()) as two:
+        proxy = await start(one.url, two.url, first_byte_timeout_s=0.01)
+        answer = await ask(proxy, post())
+        assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
+        assert len(one.visits) + len(two.visits) == 1
+        await one.closed()
+        await two.closed()
+    assert proxy.ended == [("no_response", "wait", 504)]
+
+
+async def test_silence_inside_a_stream_ends_it(start: Start) -> None:
+    async with Upstream(holding(SSE_HEAD + chunk(TOKEN))) as engine:
+        proxy = await start(engine.url, idle_timeout_s=0.01)
+        answer = await ask(proxy, post(ASK_STREAM))
+        await engine.closed()
+    assert answer.body.startswith(TOKEN + b'data: {"error"')
+    assert not answer.clean
+    assert proxy.ended == [("broken_stream", "stream", 200)]
+
+
+# --- clients that leave ---
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["gone", "half-closed"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("phase", ["wait", "stream"])
+async def test_a_client_that_leaves_closes_the_engines_connection(
+    start: Start, phase: str, streamed: bool, half: bool
+) -> None:
+    body = SSE_HEAD + chunk(TOKEN) if streamed else plain()[:-5]
+    async with Upstream(holding(b"" if phase == "wait" else body)) as engine:
+        proxy = await start(engine.url)
+        async with Client(proxy) as client:
+            client.send(post(ASK_STREAM if streamed else ASK))
+            visit = await engine.visit()
+            if phase == "stream":
+                await client.reader.readuntil(b"\r\n\r\n")
+            if half:
+                client.writer.write_eof()
+            else:
+                client.writer.transport.abort()
+            async with asyncio.timeout(10):
+                await visit.left.wait()
+        await proxy.settled()
+        assert proxy.driver.engine_connections == 0
+    assert proxy.ended == [("client_gone", phase, 200 if phase == "stream" else 0)]
+
+
+async def test_a_client_that_leaves_the_queue(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        async with Client(proxy) as client:
+            client.send(post())
+            await turns_until(lambda: len(proxy.scheduler.queue))
+        await turns_until(lambda: not proxy.driver.exchanges)
+        assert proxy.ended == [("client_gone", "queue", 0)]
+        await proxy.settled()
+        assert not engine.visits
+
+
+async def test_a_client_that_leaves_while_connecting(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        client = Client(proxy)
+        await client.__aenter__()
+        submit = proxy.driver.submit
+
+        def submit_and_leave(exchange: Any) -> None:
+            submit(exchange)
+            assert exchange.phase == "connect"
+            exchange._client.connection_lost(None)
+
+        proxy.driver.submit = submit_and_leave
+        client.send(post())
+        await turns_until(lambda: proxy.ended)
+        await client.__aexit__()
+        assert proxy.ended == [("client_gone", "connect", 0)]
+        await proxy.settled()
+
+
+async def test_a_queued_request_runs_when_the_instance_is_back(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        async with Client(proxy) as client:
+            client.send(post())
+            await turns_until(lambda: len(proxy.scheduler.queue))
+            proxy.driver.change(AdminStateSet("i0", AdminState.READY))
+            assert (await client.answer()).status == 200
+        await proxy.settled()
+
+
+async def test_nobody_there_within_the_limit_is_a_503(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url, limits=QueueLimits(no_instance_timeout_s=0.01))
+        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        answer = await ask(proxy, post())
+    assert answer.status == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["x-should-retry"] == "true"
+    assert proxy.ended == [("no_instance", "queue", 503)]
+
+
+async def test_a_slow_client_holds_its_engine_back(start: Start) -> None:
+    piece = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
+    sent = 0
+
+    async def flood(visit: Any) -> None:
+        nonlocal sent
+        visit.writer.transport.set_write_buffer_limits(high=0)
+        visit.send(SSE_HEAD)
+        while True:
+            visit.send(piece)
+            sent += len(piece)
+            await visit.writer.drain()
+
+    async with Upstream(flood) as engine:
+        proxy = await start(engine.url)
+        async with Client(proxy) as client:
+            client.writer.transport.pause_reading()
+            client.send(post(ASK_STREAM))
+            await engine.visit()
+            # Until the engine is stuck for many turns of the loop.
+            last, still = -1, 0
+            async with asyncio.timeout(20):
+                while still < 2000:
+                    await asyncio.sleep(0)
+                    last, still = sent, still + 1 if sent == last else 0
+            (connection,) = proxy.server.connections
+            assert connection._transport.get_write_buffer_size() < 1 << 20
+            assert sent < 32 << 20
+        await proxy.settled()
+    assert proxy.ended == [("client_gone", "stream", 200)]
+
+
+async def test_a_client_that_pipelines_and_never_reads_gets_no_more_answers(start: Start) -> None:
+    proxy = await start("http://127.0.0.1:1")
+    async with Client(proxy) as client:
+        client.writer.transport.pause_reading()
+        client.writer.transport.set_write_buffer_limits(high=0)
+        (connection,) = await _connections(proxy)
+        one = b"GET /v1/models HTTP/1.1\r\nHost: p\r\n\r\n"
+
+        async def flood() -> None:
+            while True:
+                client.send(one * 1000)
+                await client.writer.drain()
+
+        task = asyncio.create_task(flood())
+        await turns_until(lambda: connection._paused and connection._reading_paused)
+        assert connection._transport.get_write_buffer_size() < 1 << 20
+        assert len(connection._buffer) < 1 << 20
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _connections(proxy: Any) -> list[Any]:
+    await turns_until(lambda: proxy.server.connections)
+    return list(proxy.server.connections)
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET /", b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: 9\r\n\r\n{"]
+)
+async def test_slow_heads_and_bodies_are_a_408(start: Start, data: bytes) -> None:
+    proxy = await start("http://127.0.0.1:1", head_timeout_s=0.01, body_timeout_s=0.01)
+    async with Client(proxy) as client:
+        client.send(data)
+        assert (await client.answer()).status == 408
+        assert await client.eof() == b""
+
+
+async def test_the_time_of_a_head_begins_with_its_first_byte(start: Start) -> None:
+    proxy = await start("http://127.0.0.1:1")
+    async with Client(proxy) as client:
+        client.send(b"GET /health HTTP/1.1\r\nHost: p\r\n\r\n")
+        await client.answer()
+        (connection,) = proxy.server.connections
+        connection._since -= 60.0  # idle for a minute, then half a head
+        client.send(b"GET /health HTTP/1.1\r\n")
+        await turns_until(lambda: connection._buffer)
+        connection.sweep(proxy.driver.now())
+        client.send(b"Host: p\r\n\r\n")
+        assert (await client.answer()).status == 200
+
+
+async def test_idle_client_connections_are_closed(start: Start) -> None:
+    proxy = await start("http://127.0.0.1:1", keepalive_timeout_s=0.01)
+    async with Client(proxy) as client:
+        assert await client.eof() == b""
+
+
+# --- the end ---
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_shutdown_waits_for_the_grace_and_then_says_so(start: Start, streamed: bool) -> None:
+    async with Upstream(holding(SSE_HEAD + chunk(TOKEN) if streamed else b"")) as engine:
+        proxy = await start(engine.url)
+        async with Client(proxy) as client:
+            client.send(post(ASK_STREAM if streamed else ASK))
+            await engine.visit()
+            if streamed:
+                await client.reader.readuntil(b"\n\n")
+            proxy.server.stop_accepting()
+            await proxy.driver.drain(0.01)
+            if streamed:
+                assert b'data: {"error"' in await client.eof()
+            else:
+                assert (await client.answer()).status == 503
+        await engine.closed()
+    assert proxy.ended[0][0] == "shutdown"
+
+
+async def test_a_third_leave_at_random_moments_and_nothing_is_left(start: Start) -> None:
+    import random
+
+    rng = random.Random(7)
+
+    async def script(visit: Any) -> None:
+        for part in (SSE_HEAD, *[chunk(TOKEN)] * 4, chunk(DONE), LAST):
+            visit.send(part)
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+
+    async with Upstream(script) as one, Upstream(script) as two:
+        proxy = await start(one.url, two.url)
+
+        async def client_of(leaves_after: int | None) -> None:
+            async with Client(proxy) as client:
+                client.send(post(ASK_STREAM))
+                if leaves_after is None:
+                    assert (await client.answer()).clean
+                else:
+                    for _ in range(leaves_after):
+                        await asyncio.sleep(0)
+
+        for _ in range(6):
+            await asyncio.gather(
+                *(client_of(rng.randrange(60) if rng.random() < 0.3 else None) for _ in range(50))
+            )
+        await proxy.settled()
+        assert {outcome for outcome, _, _ in proxy.ended} <= {"ok", "client_gone"}
+        assert sum(proxy.driver.totals.requests.values()) == len(proxy.ended) <= 300

@@ -1,0 +1,198 @@
+"""The watcher: what it reports of good, silent, broken and absent engines, and that it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from hetlb.config import ScrapeTable
+from hetlb.core.types import (
+    CapacityLearned,
+    EngineSample,
+    InstanceChange,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
+from hetlb.proxy.scrape import Scraper, Target, read_model_list, read_version
+
+PAGE = (Path(__file__).parents[1] / "vllm" / "data" / "metrics-busy.http").read_text()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def stub(**handlers: Handler) -> AsyncIterator[str]:
+    """An engine that answers what the handlers say, by path without its slashes."""
+    app = web.Application()
+    for name, handler in handlers.items():
+        app.router.add_get("/" + name.replace("__", "/"), handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Watch:
+    """A scraper and what it reported."""
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self.changes: list[InstanceChange] = []
+        self.samples: list[tuple[str, EngineSample]] = []
+        self._news = asyncio.Event()
+        self.scraper = Scraper(
+            ScrapeTable(interval_s=0.05, timeout_s=timeout_s),
+            on_change=self._on_change,
+            on_sample=self._on_sample,
+        )
+
+    def _on_change(self, change: InstanceChange) -> None:
+        self.changes.append(change)
+        self._news.set()
+
+    def _on_sample(self, name: str, sample: EngineSample) -> None:
+        self.samples.append((name, sample))
+        self._news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+
+@asynccontextmanager
+async def watching(*urls: str, timeout_s: float = 2.0) -> AsyncIterator[Watch]:
+    watch = Watch(timeout_s)
+    await watch.scraper.start([Target(f"e{i}", url) for i, url in enumerate(urls)])
+    try:
+        yield watch
+    finally:
+        await watch.scraper.close()
+
+
+async def ok(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def page(_: web.Request) -> web.Response:
+    return web.Response(text=PAGE.partition("\r\n\r\n")[2] or PAGE)
+
+
+async def models(_: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "m", "max_model_len": 2048}, {"id": "lora"}, {"no": "id"}]})
+
+
+async def version(_: web.Request) -> web.Response:
+    return web.json_response({"version": "0.32.0"})
+
+
+async def test_a_good_engine_is_known_after_the_first_round() -> None:
+    async with stub(health=ok, metrics=page, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            assert Probed("e0", ProbeResult.OK) in watch.changes
+            assert ModelsLearned("e0", ("m", "lora")) in watch.changes
+            assert any(
+                isinstance(change, CapacityLearned) and change.capacity.max_model_len == 2048
+                for change in watch.changes
+            )
+            assert watch.scraper.versions == {"e0": "0.32.0"}
+            _, sample = watch.samples[0]
+            assert sample.running == 64
+            assert sample.missing == ()
+
+
+async def test_an_absent_engine_is_refused_and_comes_back() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with watching(f"http://127.0.0.1:{port}") as watch:
+        assert watch.changes[0] == Probed("e0", ProbeResult.REFUSED)
+        app = web.Application()
+        app.router.add_get("/health", ok)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await watch.until(lambda: Probed("e0", ProbeResult.OK) in watch.changes)
+        await runner.cleanup()
+
+
+async def test_a_silent_engine_fails_its_probe_and_holds_nobody_up() -> None:
+    async def silent(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with (
+        stub(health=silent) as slow,
+        stub(health=ok, metrics=page, v1__models=models, version=version) as good,
+        watching(slow, good, timeout_s=0.2) as watch,
+    ):
+        await watch.until(lambda: Probed("e0", ProbeResult.FAILED) in watch.changes)
+        assert Probed("e1", ProbeResult.OK) in watch.changes
+        assert {name for name, _ in watch.samples} == {"e1"}
+
+
+@pytest.mark.parametrize(
+    "body", ["<html>hello</html>", "vllm:num_requests_running NaN\n", "\0" * 100, "vllm:x{" * 10_000]
+)
+async def test_whatever_the_metrics_page_is_a_sample_comes_out(body: str) -> None:
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(text=body)
+
+    async with stub(health=ok, metrics=broken, v1__models=ok, version=ok) as url, watching(url) as watch:
+        await watch.until(lambda: len(watch.samples) >= 2)
+        assert watch.samples[0][1].running is None
+
+
+async def test_missing_names_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def empty(_: web.Request) -> web.Response:
+        return web.Response(text="")
+
+    async with stub(health=ok, metrics=empty, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            await watch.until(lambda: len(watch.samples) >= 3)
+    said = [record.message for record in caplog.records if "does not report" in record.message]
+    assert len(said) == 1
+    assert "vllm:kv_cache_usage_perc" in said[0]
+
+
+async def test_no_redirect_is_followed() -> None:
+    reached = False
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        nonlocal reached
+        reached = True
+        return web.Response()
+
+    async def redirect(_: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    async with stub(health=redirect, elsewhere=elsewhere) as url, watching(url) as watch:
+        assert watch.changes[0] == Probed("e0", ProbeResult.FAILED)
+    assert not reached
+
+
+async def test_removed_targets_are_left_alone() -> None:
+    async with stub(health=ok, metrics=page, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            watch.scraper.remove("e0")
+            assert watch.scraper.models == {}
+            watch.scraper.add(Target("e1", url))
+            await watch.until(lambda: any(name == "e1" for name, _ in watch.samples))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"data": 5}', b'{"data": [1, {"id": 5}, {"id": ""}]}', b"\xff", b"[" * 100_000]
+)
+def test_a_model_list_that_is_none(body: bytes) -> None:
+    assert read_model_list(body) == []
+    assert read_version(body) is None

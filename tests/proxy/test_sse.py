@@ -1,0 +1,143 @@
+"""The watcher of event streams: any split of the same bytes gives the same output and the same facts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.proxy.http1 import ChunkedDecoder
+from hetlb.proxy.sse import MAX_HELD_BYTES, SseWatcher, usage_in_tail
+
+DATA = Path(__file__).parents[1] / "vllm" / "data"
+USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'
+USAGE_EVENT = 'data: {"id":"a","choices":[],' + USAGE + "}\n\n"
+DONE = "data: [DONE]\n\n"
+
+
+def token(text: str) -> str:
+    delta = {"choices": [{"index": 0, "delta": {"content": text}}]}
+    return "data: " + json.dumps(delta, separators=(",", ":")) + "\n\n"
+
+
+def watch(pieces: list[bytes], hold: bool) -> tuple[bytes, tuple[object, ...]]:
+    watcher = SseWatcher(hold)
+    out = b"".join([watcher.feed(piece) for piece in pieces]) + watcher.flush()
+    facts = (watcher.events, watcher.done, watcher.failed, watcher.completion_tokens, watcher.prompt_tokens)
+    return out, facts
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    edges = [0, *sorted(a % (len(data) + 1) for a in at), len(data)]
+    return [data[a:b] for a, b in pairwise(edges) if a < b]
+
+
+EVENTS = st.one_of(
+    st.text(max_size=8).map(token),
+    st.sampled_from(
+        [
+            token("data: "),
+            token('"usage":{'),
+            token("[DONE] error"),
+            USAGE_EVENT,
+            DONE,
+            ": a comment\n\n",
+            "event: message_stop\ndata: {}\n\n",
+            'data: {"error":{"message":"x"}}\n\n',
+            'data: {"choices":[{"text":"x"}],' + USAGE + "}\n\n",
+            "id: 7\n" + USAGE_EVENT,
+            'data: not json "usage":{\n\n',
+            "\n\n",
+            "data: unfinished",
+        ]
+    ),
+)
+
+
+@given(st.lists(EVENTS, max_size=8), st.lists(st.integers(0, 10_000), max_size=12), st.booleans())
+def test_any_split_gives_the_same(events: list[str], at: list[int], hold: bool) -> None:
+    stream = "".join(events).encode()
+    whole = watch([stream], hold)
+    assert watch(cut(stream, at), hold) == whole
+    assert watch([bytes([b]) for b in stream], hold) == whole
+    if not hold:
+        assert whole[0] == stream
+
+
+@pytest.mark.parametrize("size", range(MAX_HELD_BYTES - 4, MAX_HELD_BYTES + 5))
+@pytest.mark.parametrize("hold", [False, True])
+def test_an_event_around_the_limit_is_counted_once_however_it_is_cut(size: int, hold: bool) -> None:
+    # Cut where it hurts: just before, in and behind the end of the long event.
+    event = b"data: " + b"x" * (size - 6) + b"\n\n"
+    stream = token("a").encode() + event + token("b").encode() + USAGE_EVENT.encode() + DONE.encode()
+    first = len(token("a"))
+    whole = watch([stream], hold)
+    assert whole[1] == (3, True, False, 5, 21)
+    for delta in range(-4, 4):
+        edge = first + len(event) + delta
+        assert watch([stream[:edge], stream[edge:]], hold) == whole
+        assert watch([stream[:edge], stream[edge : edge + 1], stream[edge + 1 :]], hold) == whole
+
+
+def test_only_the_usage_event_is_taken_out() -> None:
+    stream = (token("a") + token("b") + USAGE_EVENT + DONE).encode()
+    out, facts = watch([stream], True)
+    assert out == (token("a") + token("b") + DONE).encode()
+    assert facts == (2, True, False, 5, 21)
+
+
+def test_text_cannot_forge_tokens_usage_or_the_end() -> None:
+    out, facts = watch([token('data: [DONE] "usage":{"completion_tokens":9} \n\ndata: x').encode()], True)
+    assert out == token('data: [DONE] "usage":{"completion_tokens":9} \n\ndata: x').encode()
+    assert facts == (1, False, False, None, None)
+
+
+def test_a_partial_event_is_passed_on_as_soon_as_it_cannot_be_usage() -> None:
+    watcher = SseWatcher(True)
+    assert watcher.feed(b'data: {"id":"a",') == b""
+    assert watcher.feed(b'"choices":[{') == b'data: {"id":"a","choices":[{'
+    assert watcher.feed(b'"text":"x"}]}\n') == b'"text":"x"}]}\n'
+    assert watcher.feed(b"\n") == b"\n"
+    assert watcher.events == 1
+
+
+def test_no_more_than_the_limit_is_held() -> None:
+    watcher = SseWatcher(True)
+    fed = passed = 0
+    for _ in range(100):
+        passed += len(watcher.feed(b'data: {"' + b"x" * 5000 if not fed else b"x" * 5000))
+        fed += 5000
+        assert fed + 8 - passed <= MAX_HELD_BYTES + 5008
+
+
+@pytest.mark.parametrize("name", ["chat-stream-usage", "completion-stream-usage", "chat-stream-n2"])
+@pytest.mark.parametrize("hold", [False, True])
+def test_recorded_streams_of_vllm(name: str, hold: bool) -> None:
+    raw = (DATA / f"{name}.http").read_bytes()
+    decoder = ChunkedDecoder()
+    body = decoder.feed(raw[raw.index(b"\r\n\r\n") + 4 :])
+    assert decoder.done
+    whole = watch([body], hold)
+    assert whole[1][1:3] == (True, False)
+    assert (b'"choices":[]' in whole[0]) == (not hold and b'"choices":[]' in body)
+    for edge in range(1, len(body), 7):
+        assert watch([body[:edge], body[edge:]], hold) == whole
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b'{"choices":[],' + USAGE.encode() + b"}", (5, 21)),
+        (b'..."usage": {"input_tokens": 3, "output_tokens": 4}}', (4, 3)),
+        (b'{"text":"\\"usage\\":{\\"completion_tokens\\":9}"}', (None, None)),
+        (b'"usage":{"completion_tokens":5', (None, None)),
+        (b'"usage":{"completion_tokens":"5"}', (None, None)),
+        (b"", (None, None)),
+    ],
+)
+def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, int | None]) -> None:
+    assert usage_in_tail(tail) == expected
