@@ -66,24 +66,22 @@ class SseWatcher:
     def feed(self, data: bytes) -> bytes:
         """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
         tail = self._tail
-        if not tail and data.endswith(_END) and len(data) <= MAX_HELD_BYTES:
+        whole_events = data.endswith(_END) and not data.endswith(b"\n" + _END)
+        if not tail and whole_events and len(data) <= MAX_HELD_BYTES:
             # The usual read: whole events. One look decides whether any of them is special.
             if b'"usage":{' not in data and b"[DONE]" not in data and b"error" not in data:
                 # A line feed inside text is escaped, so `data: ` begins a line only where an event has data.
                 self.events += data.count(b"\ndata: ") + data.startswith(b"data: ")
                 return data
-            return self._events(data)
-        whole = tail + data
+            return self._events(data.split(_END)[:-1])
         # An event may end at a line end that lies across two reads.
-        end = whole.rfind(_END)
-        if end < 0:
-            return self._keep(whole, len(data))
-        end += 2
+        *events, rest = (tail + data).split(_END)
+        if not events:
+            return self._keep(rest)
         passed = self._passing
         self._tail, self._passing = b"", 0
-        out = self._events(whole[:end], passed)
-        rest = whole[end:]
-        return out + self._keep(rest, len(rest)) if rest else out
+        out = self._events(events, passed)
+        return out + self._keep(rest) if rest else out
 
     def flush(self) -> bytes:
         """The stream is over: what was held of an unfinished event."""
@@ -91,7 +89,7 @@ class SseWatcher:
         self._passing = 0
         return rest
 
-    def _keep(self, tail: bytes, fresh: int) -> bytes:
+    def _keep(self, tail: bytes) -> bytes:
         """Remember an unfinished event and pass on of it what cannot be held for good."""
         self._tail = tail
         if self._hold and len(tail) <= MAX_HELD_BYTES and not self._passing and _could_be_usage(tail):
@@ -107,10 +105,10 @@ class SseWatcher:
         self._passing = len(tail)
         return out
 
-    def _events(self, whole: bytes, passed: int = 0) -> bytes:
+    def _events(self, events: list[bytes], passed: int = 0) -> bytes:
         """Read complete events; `passed` bytes of the first are out already."""
         kept: list[bytes] = []
-        for event in whole.split(_END)[:-1]:
+        for event in events:
             if self._long:
                 self._long = False  # counted when it grew too long
             elif len(event) > MAX_HELD_BYTES:
