@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hetlb.core.types import Lease, Outcome, Reject, Request
 from hetlb.proxy import replies
@@ -17,10 +17,7 @@ from hetlb.proxy.body import Call, Kind
 from hetlb.proxy.http1 import HOP_BY_HOP, RequestHead, ResponseHead, nominated
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, usage_in_tail
-
-if TYPE_CHECKING:
-    from hetlb.proxy.driver import Driver
-    from hetlb.proxy.upstream import EngineConnection
+from hetlb.proxy.upstream import EngineConnection, EnginePool
 
 
 class Phase(StrEnum):
@@ -31,6 +28,18 @@ class Phase(StrEnum):
     WAIT = "wait"
     STREAM = "stream"
     DONE = "done"
+
+
+class DriverSide(Protocol):
+    """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
+
+    def now(self) -> float: ...
+    def pool(self, lease: Lease) -> EnginePool: ...
+    def first_token(self, lease: Lease, now: float) -> None: ...
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
+    def finished(self, exchange: Exchange, phase: Phase) -> None: ...
+    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
+    def remember_response(self, response_id: str, instance: str) -> None: ...
 
 
 class ClientSide(Protocol):
@@ -68,7 +77,7 @@ class Exchange:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: DriverSide,
         client: ClientSide,
         head: RequestHead,
         kind: Kind,

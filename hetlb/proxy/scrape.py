@@ -8,7 +8,6 @@ descriptors, no ports) is nobody's failure.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,11 +27,10 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
 
-#: Errors of this machine, not of the engine.
-LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 #: A metrics or models page beyond this is not one.
 _MAX_PAGE_BYTES = 4 << 20
 #: The model list is read again after this many rounds, and whenever an instance comes back.

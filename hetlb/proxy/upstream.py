@@ -12,18 +12,29 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
 
-if TYPE_CHECKING:
-    from hetlb.proxy.exchange import Exchange
-
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _MAX_HEAD_BYTES = 32 << 10
+
+
+class Carried(Protocol):
+    """One request as a connection sees it: what to send, and who is told what came back."""
+
+    @property
+    def method(self) -> bytes: ...
+    def engine_request(self, host: bytes) -> list[bytes]: ...
+    def engine_connected(self, connection: EngineConnection) -> None: ...
+    def engine_lost_idle(self) -> None: ...
+    def engine_head(self, head: ResponseHead) -> None: ...
+    def engine_body(self, payload: bytes) -> None: ...
+    def engine_end(self, payload: bytes) -> None: ...
+    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None: ...
 
 
 class EnginePool:
@@ -56,7 +67,7 @@ class EnginePool:
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
         self.busy: set[EngineConnection] = set()
-        self._connecting: dict[Exchange, asyncio.Task[None]] = {}
+        self._connecting: dict[Carried, asyncio.Task[None]] = {}
         self.closed = False
 
     @property
@@ -64,7 +75,7 @@ class EnginePool:
         """Connections in use, idle or being made."""
         return len(self.busy) + len(self._idle) + len(self._connecting)
 
-    def send(self, exchange: Exchange, *, fresh: bool = False) -> None:
+    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
         """Send the exchange's request on an idle connection, or on a new one."""
         if not fresh:
             oldest = self._loop.time() - self._idle_s
@@ -76,7 +87,7 @@ class EnginePool:
                 connection.close()
         self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: Carried) -> None:
         """Stop connecting for an exchange, if that is going on."""
         task = self._connecting.pop(exchange, None)
         if task is not None:
@@ -107,7 +118,7 @@ class EnginePool:
         while self._idle:
             self._idle.popleft().close()
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: Carried) -> None:
         outcome: Outcome | None = None
         detail = ""
         try:
@@ -145,7 +156,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: Carried | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
         self.usable = True
@@ -157,7 +168,7 @@ class EngineConnection(asyncio.Protocol):
 
     # --- the exchange's side ---
 
-    def begin(self, exchange: Exchange, *, reused: bool) -> None:
+    def begin(self, exchange: Carried, *, reused: bool) -> None:
         """Send the request of `exchange`."""
         self.exchange = exchange
         self.head = None
@@ -213,7 +224,7 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             exchange.engine_failed(Outcome.NO_RESPONSE, error.message, bad=True)
 
-    def _receive(self, exchange: Exchange, data: bytes) -> None:
+    def _receive(self, exchange: Carried, data: bytes) -> None:
         if self.head is None:
             if self._buffer:
                 data = self._buffer + data
@@ -256,7 +267,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._end(exchange, payload, clean)
 
-    def _end(self, exchange: Exchange, payload: bytes, clean: bool) -> None:
+    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
         """The answer is whole: free the connection first, so that what comes next may use it."""
         assert self.head is not None
         self.exchange = None

@@ -19,8 +19,8 @@ from emulator.wire import Client, Response, request_bytes
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 
 #: Recorded, and not emulated: log probabilities, stop strings, EOS by logit bias, Anthropic's messages,
-#: an endpoint for another platform, load tracking, a bounded engine queue; pages that are compared elsewhere; and embeddings,
-#: which the recorded model cannot make and the emulator can.
+#: an endpoint for another platform, load tracking, a bounded engine queue; pages that are compared
+#: elsewhere; and embeddings, which the recorded model cannot make and the emulator can.
 NOT_EMULATED = re.compile(
     r".*(logprobs|stop-string|eos-first|invocations|with-tracking|queue-full.*|v1-embeddings)"
     r"|messages-.*|.*metrics-.*"
