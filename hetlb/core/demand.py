@@ -27,12 +27,13 @@ def size_of(request: Request, predicted_output: float) -> float:
 class _Slots:
     """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
 
-    __slots__ = ("_slot", "_sums", "_width_s")
+    __slots__ = ("_rate", "_slot", "_sums", "_width_s")
 
     def __init__(self, horizon_s: float) -> None:
         self._width_s = horizon_s / SLOTS
         self._slot = 0
         self._sums = [0.0] * SLOTS
+        self._rate: float | None = 0.0  # None when it must be computed again
 
     def advance(self, now: float) -> None:
         slot = int(now / self._width_s)
@@ -40,11 +41,18 @@ class _Slots:
             for step in range(min(SLOTS, slot - self._slot)):
                 self._sums[(slot - step) % SLOTS] = 0.0
             self._slot = slot
+            self._rate = None
 
     def add(self, size: float) -> None:
         self._sums[self._slot % SLOTS] += size
+        self._rate = None
 
     def rate(self) -> float:
+        if self._rate is None:
+            self._rate = self._steady_rate()
+        return self._rate
+
+    def _steady_rate(self) -> float:
         most = BURST * sorted(self._sums)[SLOTS // 2]
         steady = [total for total in self._sums if total <= most]
         return sum(steady) / (len(steady) * self._width_s)

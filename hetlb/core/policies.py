@@ -114,6 +114,8 @@ class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
     name: ClassVar[str]
+    #: Whether it asks how much keeps arriving; the others are spared the book-keeping.
+    reads_demand: ClassVar[bool] = False
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
@@ -306,6 +308,7 @@ class Hetlb(Policy):
     """
 
     name = "hetlb"
+    reads_demand = True
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         candidates = [self._candidate(question, instance) for instance in instances]
@@ -354,9 +357,11 @@ class Hetlb(Policy):
         speed, begun = 0.0, 0.0
         for place, (long_s, index) in enumerate(order):
             candidate = candidates[index]
-            if place and candidate.eligible:
+            todo = question.waiting + size + begun
+            # Nothing arriving is the best that can be: the rate is asked for only where it can matter.
+            if place and candidate.eligible and todo / speed + order[0][0] < long_s:
                 spare = speed - demand.rate(long_s, question.now)
-                done_s = (question.waiting + size + begun) / spare + order[0][0] if spare > 0 else math.inf
+                done_s = todo / spare + order[0][0] if spare > 0 else math.inf
                 if done_s < long_s:
                     candidate.eligible = False
                     candidate.reason = (

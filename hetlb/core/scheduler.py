@@ -146,11 +146,13 @@ class Scheduler:
             return [self._unknown_model(request)]
         if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             return [self._too_long(request, instances)]
-        self._demand(request.model).arrived(self._size(request), now)
-        placed = self._place(request, instances, now)
+        predicted = self._predict(request)
+        if self._policy.reads_demand:
+            self._demand(request.model).arrived(size_of(request, predicted), now)
+        placed = self._place(request, instances, now, predicted)
         if placed is not None:
             return [placed]
-        return self._enqueue(request, now)
+        return self._enqueue(request, now, predicted)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came."""
@@ -422,9 +424,13 @@ class Scheduler:
         return demand
 
     def _place(
-        self, request: Request, instances: Sequence[Instance], now: float, own_size: int = 0
+        self,
+        request: Request,
+        instances: Sequence[Instance],
+        now: float,
+        predicted: float,
+        own_size: int = 0,
     ) -> Dispatch | None:
-        predicted = self._predictor.predict(request) if request.generates else 0.0
         waiting = self._queue.waiting(request.model) - own_size
         candidates, able = self._score(request, predicted, instances, now, waiting)
         best = _best(candidates)
@@ -451,7 +457,7 @@ class Scheduler:
         self._policy.committed(instance, able)
         return Dispatch(request.id, lease, self._policy.name, tuple(candidates))
 
-    def _enqueue(self, request: Request, now: float) -> list[Command]:
+    def _enqueue(self, request: Request, now: float, predicted: float) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
             return [self._no_instance(request)]
         if not self._queue.has_room(request):
@@ -465,11 +471,11 @@ class Scheduler:
             ]
         if not len(self._queue):
             self._last_tick = now
-        self._queue.push(request, now, self._size(request))
+        self._queue.push(request, now, round(size_of(request, predicted)))
         return []
 
-    def _size(self, request: Request) -> int:
-        return round(size_of(request, self._predictor.predict(request) if request.generates else 0.0))
+    def _predict(self, request: Request) -> float:
+        return self._predictor.predict(request) if request.generates else 0.0
 
     def _flush(self, now: float) -> list[Command]:
         """Place what waits, oldest first."""
@@ -492,7 +498,7 @@ class Scheduler:
         if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             self._forget(request.id)
             return self._too_long(request, instances)
-        placed = self._place(request, instances, now, entry.size)
+        placed = self._place(request, instances, now, self._predict(request), entry.size)
         if placed is not None:
             self._queue.remove(request.id)
         return placed
@@ -508,7 +514,7 @@ class Scheduler:
         placed: Dispatch | None = None
         # Dropped twice: the request itself may be what kills engines.
         if attempts.dropped <= 1 and (outcome is Outcome.CONNECT_FAILED or len(self._retrying) < budget):
-            placed = self._place(request, instances, now)
+            placed = self._place(request, instances, now, lease.predicted_output)
         if placed is not None:
             if outcome is Outcome.NO_RESPONSE:
                 self._retrying.add(placed.lease.id)
@@ -516,7 +522,7 @@ class Scheduler:
         self._attempts.pop(request.id)
         unsent = outcome is Outcome.CONNECT_FAILED and attempts.dropped == 0
         if unsent and request.model in self._down_since:
-            return self._enqueue(request, now)
+            return self._enqueue(request, now, lease.predicted_output)
         reason = RejectReason.CONNECT_FAILED if unsent else RejectReason.NO_RESPONSE
         detail = (
             "No instance of this model accepts connections."
