@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "core": set(),
     "traces": set(),
-    "config": {"core", "traces"},
+    "config": {"core", "plan", "traces"},
     "plan": {"core"},
     "sim": {"core", "config", "traces"},
     "profiler": {"core", "config", "traces"},

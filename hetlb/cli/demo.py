@@ -1,224 +1,338 @@
-"""`hetlb demo`: the whole loop on this machine without a GPU, in a minute.
+"""`hetlb demo`: the whole loop on this machine with no GPU, from unequal engines to a comparison of policies.
 
-Promise: real processes and sockets (two emulated engines, the proxy, a load generator), real waiting, no
-figure that was not measured in this run; nothing is left running, whatever happens.
+Promise: every figure is measured in this run over real sockets between real processes (emulated engines,
+the proxy, a load generator); it ends in well under 90 s and leaves no process behind, however it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import random
 import signal
-import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import aiohttp
 import uvloop
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBars
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
-from hetlb.config import load_profile
 from hetlb.core.arrivals import PlannedRequest, make_plan
-from hetlb.errors import HetlbError
-from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.errors import HetlbError, InputError
+from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
 from hetlb.loadtest.prompts import CompletionBodies
-from hetlb.loadtest.report import runs_table
+from hetlb.loadtest.report import percent, runs_table
 from hetlb.traces import read_trace
 
 MODEL = "demo-model"
 ENGINES = ("fast", "slow")
 POLICIES = ("rr", "hetlb")
-#: `max_tokens` of every request: far above every answer, so that no length can be read from it.
-ANSWER_CAP = 512
+#: One `max_tokens` for all, far above every answer: its length is the engine's secret, as in life.
+MAX_TOKENS = 256
+
+_IDLE_TIMEOUT_S = 10.0
+_REDRAW_S = 0.25
+_PLAIN_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb demo`."""
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-prompts", type=int, default=800, metavar="N", help="requests (default 800)")
+    parser.add_argument(
+        "--num-prompts", type=int, metavar="N", help="requests of each run (default: all 800 of its trace)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draws the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo."""
-    # SIGTERM ends like Ctrl-C: through every `finally`.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return uvloop.run(_demo(args))
-
-
-async def _demo(args: argparse.Namespace) -> int:
+    """Run the demo and print what came out."""
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
     started = time.monotonic()
-    say = Console(stderr=True, highlight=False)
-    data = resources.files("hetlb.demo")
-    with (
-        resources.as_file(data) as folder,
-        tempfile.TemporaryDirectory(prefix="hetlb-demo-") as scratch,
-        helper_processes() as helpers,
-    ):
-        say.print(f"Starting {len(ENGINES)} emulated vLLM servers of unequal speed, without a GPU …")
+    try:
+        # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
+        with (
+            resources.as_file(resources.files("hetlb.demo")) as data,
+            tempfile.TemporaryDirectory(prefix="hetlb-demo-") as scratch,
+            helper_processes() as helpers,
+            _Screen() as screen,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            demo = _Demo(data, Path(scratch), helpers, screen, args.num_prompts, args.seed)
+            result = runner.run(demo.run())
+    except asyncio.CancelledError:
+        return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
+    result["elapsed_s"] = time.monotonic() - started
+    if args.json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _print(result)
+    failed = sum(each["failed"] for each in (*result["standalone"]["instances"], *result["runs"]))
+    if failed:
+        raise HetlbError(f"{failed} requests failed, so the figures mean little")
+    return 0
+
+
+class _Demo:
+    """One demo: the engines, each alone, the proxy, and the same load under each policy."""
+
+    def __init__(
+        self,
+        data: Path,
+        scratch: Path,
+        helpers: Helpers,
+        screen: _Screen,
+        num_prompts: int | None,
+        seed: int,
+    ) -> None:
+        self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
+        self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
+        self._scratch = scratch
+        self._helpers = helpers
+        self._screen = screen
+        self._seed = seed
+
+    async def run(self) -> dict[str, Any]:
+        """The document that `--json` prints."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        # Inherited by the processes: the proxy holds two connections for each request.
+        allow_open_files(3 * len(self._plan))
+        say = self._screen.say
+
+        say(f"starting {len(ENGINES)} emulated engines of unequal speed: {', '.join(ENGINES)}")
+        urls = await self._start_engines()
+        say(f"each engine alone, both at the same time: all {len(self._plan)} requests at once")
+        alone = await asyncio.gather(
+            *(self._load(f"{name} alone", url, [name], direct=True) for name, url in urls.items())
+        )
+        say("starting the proxy; it is given the profiles that the engines are timed by")
+        url, admin = await self._start_proxy(urls)
+        runs = []
+        async with aiohttp.ClientSession() as session:
+            await _wait_idle(session, admin)
+            for policy in POLICIES:
+                say(f"the same load through the proxy, policy {policy}")
+                await _set_policy(session, admin, policy)
+                runs.append(await self._load(policy, url, list(urls)))
+                await _wait_idle(session, admin)
+        return {
+            "runs": runs,
+            "standalone": {
+                "instances": alone,
+                "output_throughput": sum(each["output_throughput"] for each in alone),
+                "total_token_throughput": sum(each["total_token_throughput"] for each in alone),
+            },
+        }
+
+    async def _start_engines(self) -> dict[str, str]:
         engines = {
-            name: helpers.start(
-                "engine", "--profile", str(folder / f"{name}.yaml"), "--port", "0",
+            name: self._helpers.start(
+                f"engine {name}", "engine", "--profile", str(profile), "--port", "0",
                 "--served-model-name", MODEL,
             )
-            for name in ENGINES
+            for name, profile in self._profiles.items()
         }  # fmt: skip
         for engine in engines.values():
             await engine.ready()
-        urls = {name: engine.urls[0] for name, engine in engines.items()}
-        for name, url in urls.items():
-            engine_info = load_profile(folder / f"{name}.yaml").engine
-            say.print(
-                f"  {name}: {url}, KV cache {engine_info.kv_cache_tokens} tokens, "
-                f"at most {engine_info.max_num_seqs} requests at once"
+        return {name: engine.urls[0] for name, engine in engines.items()}
+
+    async def _start_proxy(self, urls: Mapping[str, str]) -> tuple[str, str]:
+        """The proxy's address and its admin address."""
+        instances = [
+            {"name": name, "url": url, "profile": str(self._profiles[name])} for name, url in urls.items()
+        ]
+        file = self._scratch / "fleet.yaml"
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "version": 1,
+                    "listen": {"port": 0},
+                    "admin": {"port": 0},
+                    "models": [{"name": MODEL, "instances": instances}],
+                }
             )
-        rows = read_trace(folder / "trace.csv")
-        plan = make_plan(rows, args.num_prompts, float("inf"), random.Random(args.seed))
-        say.print(
-            f"The work: {len(plan)} requests of a real trace (Azure 2023, scaled down), all at once.\n"
-            "Measuring what each server reaches alone on all of it (both at the same time) …"
         )
-        alone = await _standalone(plan, urls, args.seed, say)
-        total_tok_s = sum(each["total_token_throughput"] for each in alone)
-        proxy_url, admin_url = await _start_proxy(helpers, Path(scratch), folder, urls)
-        say.print(
-            f"Starting hetlb in front of both: {proxy_url} (admin {admin_url}).\n"
-            "  Its latency profiles are those the servers are emulated from; real servers are profiled."
+        proxy = self._helpers.start("the proxy", "serve", "--config", str(file))
+        await proxy.ready()
+        return proxy.urls[0], proxy.urls[1]
+
+    async def _load(
+        self, label: str, url: str, names: Sequence[str], *, direct: bool = False
+    ) -> dict[str, Any]:
+        """One run of the plan, as `bench` reports it. `direct`: straight to the one engine named."""
+        plan: list[PlannedRequest] = self._plan
+        progress = Progress()
+        # Prompts of its own for every run: no engine may know them from the run before.
+        rng = random.Random(f"{self._seed}/{label}")
+        bodies = CompletionBodies(MODEL, plan, rng, eos_max_tokens=MAX_TOKENS)
+        async with self._screen.bar(label, progress, len(plan)):
+            result = await run_load(plan, bodies, url, progress=progress)
+        self._helpers.check()
+        if direct:
+            for record in result.records:
+                record.instance = names[0]
+        figures = result.summary(instances=names)
+        summary = {"policy": label, "seed": self._seed, **figures, "request_rate": "inf"}
+        self._screen.say(
+            f"  {label}: {summary['total_token_throughput']:,.0f} tokens/s, {summary['duration']:.1f} s"
         )
-        runs = []
-        for policy in POLICIES:
-            await _set_policy(admin_url, policy)
-            say.print(f"The same work through hetlb, policy {policy} …")
-            result = (await _load(plan, {policy: proxy_url}, args.seed, say))[policy]
-            await _expect_empty(admin_url)
-            summary = _summary(result, policy, args.seed)
-            runs.append(summary)
-            for reason in summary["client"]["reasons"]:
-                say.print(f"  note: {reason}")
-    elapsed = time.monotonic() - started
-    if args.json:
-        document = {
-            "runs": runs,
-            "standalone": alone,
-            "standalone_sum": {"total_token_throughput": total_tok_s},
-            "elapsed_s": elapsed,
-        }
-        print(json.dumps(document))
-    else:
-        _print(runs, alone, total_tok_s, elapsed)
-    return 0 if all(each["failed"] == 0 for each in runs) else 1
+        for reason in summary["client"]["reasons"]:
+            self._screen.say(f"  {label}: careful: {reason}")
+        return summary
 
 
-async def _standalone(
-    plan: list[PlannedRequest], urls: dict[str, str], seed: int, say: Console
-) -> list[dict[str, Any]]:
-    results = await _load(plan, urls, seed, say)
-    for name, result in results.items():
-        if result.errors:
-            raise HetlbError(f"the emulated server {name} failed: {result.errors} {result.examples}")
-    return [{"name": name, **_summary(result, "single", seed)} for name, result in results.items()]
-
-
-def _summary(result: LoadResult, policy: str, seed: int) -> dict[str, Any]:
-    return {"policy": policy, "seed": seed, **result.summary(), "request_rate": "inf"}
-
-
-async def _load(
-    plan: list[PlannedRequest], targets: dict[str, str], seed: int, say: Console
-) -> dict[str, LoadResult]:
-    """The plan against every target at the same time, with a progress bar where somebody looks."""
-    columns = (
-        TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    tasks: dict[str, asyncio.Task[LoadResult]] = {}
-    with ProgressBars(*columns, console=say, transient=True, disable=not say.is_terminal) as bars:
-        counts = {name: (bars.add_task(name, total=len(plan)), Progress()) for name in targets}
-        async with asyncio.TaskGroup() as group:
-            for name, url in targets.items():
-                bodies = CompletionBodies(MODEL, plan, random.Random(seed), eos_max_tokens=ANSWER_CAP)
-                tasks[name] = group.create_task(run_load(plan, bodies, url, progress=counts[name][1]))
-            while not all(task.done() for task in tasks.values()):
-                for bar, count in counts.values():
-                    bars.update(bar, completed=count.ended)
-                await asyncio.wait(tasks.values(), timeout=0.2)
-    return {name: task.result() for name, task in tasks.items()}
-
-
-async def _start_proxy(
-    helpers: Helpers, scratch: Path, profiles: Path, urls: dict[str, str]
-) -> tuple[str, str]:
-    fleet = {
-        "version": 1,
-        "listen": {"port": 0},
-        "admin": {"port": 0},
-        "proxy": {"request_log": False},
-        "models": [
-            {
-                "name": MODEL,
-                "instances": [
-                    {"name": name, "url": url, "profile": str(profiles / f"{name}.yaml")}
-                    for name, url in urls.items()
-                ],
-            }
-        ],
-    }
-    path = scratch / "fleet.yaml"
-    path.write_text(yaml.safe_dump(fleet))
-    proxy = helpers.start("serve", "--config", str(path))
-    await proxy.ready()
-    return proxy.urls[0], proxy.urls[1]
-
-
-async def _set_policy(admin_url: str, policy: str) -> None:
-    async with (
-        aiohttp.ClientSession(admin_url) as session,
-        session.put("/v1/policy", json={"name": policy}) as reply,
-    ):
+async def _set_policy(session: aiohttp.ClientSession, admin: str, policy: str) -> None:
+    async with session.put(f"{admin}/v1/policy", json={"name": policy}) as reply:
         if reply.status != 200:
             raise HetlbError(f"the proxy did not take the policy {policy}: {await reply.text()}")
 
 
-async def _expect_empty(admin_url: str) -> None:
-    """Nothing is in flight: every figure of the fleet must be zero again."""
-    async with aiohttp.ClientSession(admin_url) as session, session.get("/v1/fleet") as reply:
-        fleet = await reply.json()
-    figures = ("in_flight", "queued", "workload", "kv_reserved_tokens")
-    for pool in fleet["models"]:
-        for instance in pool["instances"]:
-            left = {figure: instance[figure] for figure in figures if instance[figure] != 0}
-            if left:
-                raise HetlbError(f"{instance['name']} is not empty after the run: {left}")
+async def _wait_idle(session: aiohttp.ClientSession, admin: str) -> None:
+    """Return once every instance is up and every figure of the fleet is exactly 0."""
+    deadline = time.monotonic() + _IDLE_TIMEOUT_S
+    while busy := _busy(await _get(session, f"{admin}/v1/fleet")):
+        if time.monotonic() > deadline:
+            raise HetlbError(f"the fleet is not idle after {_IDLE_TIMEOUT_S:.0f} s: {', '.join(busy)}")
+        await asyncio.sleep(0.05)
 
 
-def _print(
-    runs: list[dict[str, Any]], alone: list[dict[str, Any]], total_tok_s: float, elapsed: float
-) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
-    console.print("\nWhat each server reaches alone:")
-    for each in alone:
-        console.print(
-            f"  {each['name']}: {each['total_token_throughput']:.0f} tokens/s, "
-            f"done after {each['duration']:.1f} s"
+async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(url) as reply:
+        document: dict[str, Any] = await reply.json()
+        return document
+
+
+def _busy(fleet: Mapping[str, Any]) -> list[str]:
+    """What keeps the fleet from being idle and ready, in words; empty if nothing."""
+    found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
+    for instance in (instance for model in fleet["models"] for instance in model["instances"]):
+        found += [
+            f"{instance['name']}.{key}: {instance[key]}"
+            for key in ("in_flight", "queued", "workload", "kv_reserved_tokens")
+            if instance[key] != 0
+        ]
+        if instance["health"] != "up":
+            found.append(f"{instance['name']} is {instance['health']}")
+    return found
+
+
+# --- what a person sees -------------------------------------------------------------------------------
+
+
+class _Screen:
+    """Progress on stderr: lines, and on a terminal a bar for each run."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False, markup=False)
+        self._start = time.monotonic()
+        self._bars = Bars(
+            TextColumn("{task.description:>12}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]:>6,.0f} output tokens/s"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+            auto_refresh=False,  # drawn when there is news: the load generator shares this process
         )
-    console.print(f"  sum: {total_tok_s:.0f} tokens/s\n")
-    console.print(runs_table(runs, reference_tok_s=total_tok_s))
-    by_policy = {each["policy"]: each["total_token_throughput"] for each in runs}
-    gain = by_policy["hetlb"] / by_policy["rr"]
+
+    def __enter__(self) -> _Screen:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """One line, with the time since the start."""
+        self._bars.console.print(f"[{time.monotonic() - self._start:4.1f} s] {text}", soft_wrap=True)
+
+    @contextlib.asynccontextmanager
+    async def bar(self, label: str, progress: Progress, total: int) -> AsyncIterator[None]:
+        """A bar for as long as a run lasts."""
+        bar = self._bars.add_task(label, total=total, speed=0.0)
+        drawing = asyncio.create_task(self._draw(bar, progress))
+        try:
+            yield
+        finally:
+            drawing.cancel()
+            self._bars.remove_task(bar)
+            self._bars.refresh()
+
+    async def _draw(self, bar: TaskID, progress: Progress) -> None:
+        start = time.monotonic()
+        while True:
+            await asyncio.sleep(_REDRAW_S)
+            speed = progress.output_tokens / (time.monotonic() - start)
+            self._bars.update(bar, completed=progress.ended, speed=speed, refresh=True)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    runs, standalone = result["runs"], result["standalone"]
+    total = standalone["total_token_throughput"]
+    requests = runs[0]["completed"] + runs[0]["failed"]
+    console.print()
     console.print(
-        f"\nhetlb: {by_policy['hetlb'] / total_tok_s:.2f} of what both reach alone together, "
-        f"{gain:.2f} times round robin. ({elapsed:.0f} s)\n"
-        "Next: `hetlb serve --instance http://HOST:8000 --instance http://HOST:8001` in front of your own "
-        "servers,\nor `hetlb explain --config configs/two-servers.yaml` for one decision in numbers."
+        runs_table(
+            runs,
+            reference_tok_s=total,
+            alone=standalone["instances"],
+            title=f"{requests} requests, all at once",
+        )
     )
-    sys.stdout.flush()
+    console.print()
+    console.print(_meaning(runs, total))
+    console.print()
+    console.print(
+        "The engines are emulated, timed by latency profiles; the proxy was given the same profiles (there "
+        "is no profiler yet). Everything else is as in production: processes, sockets, streamed tokens."
+    )
+    console.print()
+    console.print("Your own servers:  hetlb serve --instance URL --instance URL")
+    console.print("A fleet on paper:  hetlb simulate --config FLEET.yaml --trace T.csv")
+    console.print("One decision:      hetlb explain --config FLEET.yaml")
+    console.print(f"\nTook {result['elapsed_s']:.0f} s.")
+
+
+def _meaning(runs: Sequence[Mapping[str, Any]], total_tok_s: float) -> str:
+    """The result in words."""
+    rr, hetlb = (next(run for run in runs if run["policy"] == policy) for policy in ("rr", "hetlb"))
+    speeds = rr["total_token_throughput"], hetlb["total_token_throughput"]
+    if not all(speeds) or not total_tok_s:
+        return "Nothing was completed."
+    text = (
+        f"hetlb delivers {percent(speeds[1] / total_tok_s)} of what the engines deliver alone, taken "
+        f"together, and {speeds[1] / speeds[0]:.2f} times as much as round robin. "
+    )
+    (first_s, idle), (last_s, busy) = (
+        pick((each["last_finish_s"], each["name"]) for each in rr["instances"]) for pick in (min, max)
+    )
+    ends = " and ".join(f"{each['last_finish_s']:.1f} s" for each in hetlb["instances"])
+    return text + (
+        f"Round robin gives both the same number of requests: {idle} is done after {first_s:.1f} s and idle "
+        f"until {busy} is, after {last_s:.1f} s. Under hetlb they are done after {ends}."
+    )

@@ -28,8 +28,7 @@ from hetlb.core.records import RequestRecord, percentile, summarize
 from hetlb.loadtest.answers import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.prompts import Bodies
 
-#: uvicorn closes idle connections after 5 s; one that is reused just then fails through no fault of the
-#: server's.
+#: uvicorn closes idle connections after 5 s; the pool lets go of them before.
 KEEP_ALIVE_S = 2.0
 #: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
 READ_BUFFER_BYTES = 1 << 20
@@ -40,8 +39,9 @@ _INSTANCE_HEADER = "x-hetlb-instance"
 #: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
-#: A load that is due all at once asks how long the whole takes: lateness counts against that.
-ERROR_ALLOWED_SHARE_OF_DURATION = 0.05
+#: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its
+#: request was sent: lateness only has to be short beside the whole.
+ERROR_ALLOWED_SHARE_OF_DURATION = 0.1
 RATE_ERROR_ALLOWED = 0.02
 CPU_ALLOWED = 0.9
 FAILED_ALLOWED = 0.01
@@ -153,6 +153,24 @@ async def run_load(
     return await _Run(plan, bodies, url, progress or Progress(), request_timeout_s, headers or {}).run()
 
 
+class _Attempt:
+    """One request on one connection."""
+
+    __slots__ = ("record", "reused")
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.reused = False
+
+
+async def _on_reused(
+    _session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    _params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
+    context.trace_request_ctx.reused = True
+
+
 class _Run:
     """One run."""
 
@@ -185,9 +203,10 @@ class _Run:
     async def run(self) -> LoadResult:
         plan, progress = self._plan, self._progress
         progress.planned = len(plan)
-        _allow_open_files(len(plan))
+        allow_open_files(len(plan))
         records = [RequestRecord(planned.scheduled_s, planned.prompt_tokens) for planned in plan]
         tracing = aiohttp.TraceConfig()
+        tracing.on_connection_reuseconn.append(_on_reused)
         tracing.on_request_headers_sent.append(self._on_sent)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
@@ -226,16 +245,14 @@ class _Run:
         _params: aiohttp.TraceRequestHeadersSentParams,
     ) -> None:
         # Connecting is the client's own affair: a request that waits for a connection is late.
-        context.trace_request_ctx.sent_s = self._now()
+        context.trace_request_ctx.record.sent_s = self._now()
 
     async def _send(
         self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestRecord
     ) -> None:
         progress = self._progress
         try:
-            async with session.post(
-                self._target, data=self._bodies.body(planned), trace_request_ctx=record
-            ) as response:
+            async with await self._ask(session, self._bodies.body(planned), record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
                 await self._read(response, record)
         except AnswerError as error:
@@ -250,6 +267,18 @@ class _Run:
             record.ok = True
             progress.completed += 1
         record.end_s = self._now()
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, body: bytes, record: RequestRecord
+    ) -> aiohttp.ClientResponse:
+        """The head of the answer. A kept connection that the server had closed meanwhile costs no request."""
+        while True:
+            attempt = _Attempt(record)
+            try:
+                return await session.post(self._target, data=body, trace_request_ctx=attempt)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not attempt.reused:
+                    raise
 
     async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
         if response.status != 200:
@@ -286,8 +315,11 @@ def _rate(times_s: Sequence[float]) -> float | None:
     return (len(times_s) - 1) / span if span > 0 else None
 
 
-def _allow_open_files(connections: int) -> None:
-    """Raise the soft limit on open files where the plan may need it: it must not look like a server error."""
+def allow_open_files(connections: int) -> None:
+    """Raise the soft limit on open files where so many connections need it (as far as the hard limit goes).
+
+    A client that runs out of files would look like a server that refuses.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
 """Helper processes (engines, a proxy) that never outlive who started them.
 
 Promise: a process is up when it printed its ready line; leaving the context kills every process group,
-whatever happened; and the kernel kills them if this process is killed.
+whatever happened; and on Linux the kernel kills them if this process is killed.
 """
 
 from __future__ import annotations
@@ -15,57 +15,53 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 from hetlb.errors import HetlbError
 
+READY_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
-#: Loaded here: between fork and exec nothing should be imported.
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class HelperProcess:
-    """A `python -m hetlb …` child. `urls` are those in its ready line, in order."""
+    """A `python -m hetlb …` child. `urls` are those in its ready line, in order; `log` takes its stderr."""
 
-    def __init__(self, arguments: Sequence[str], log: IO[str]) -> None:
-        self.arguments = list(arguments)
-        self._log = log
-        # A process group of its own (Ctrl-C reaches us alone), but the same session: a session's processes
-        # share one slice of the processors, and another session can starve them.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hetlb", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            process_group=0,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
+    def __init__(self, name: str, arguments: tuple[str, ...], log: Path) -> None:
+        self.name = name
         self.urls: list[str] = []
+        self._log = log
+        with log.open("wb") as stderr:
+            # A process group of its own (Ctrl-C reaches us alone), but the same session: a session's
+            # processes share one slice of the processors, and another session can starve them.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hetlb", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                process_group=0,
+                preexec_fn=_dies_with_parent(),
+            )
 
-    async def ready(self, timeout_s: float = 30.0) -> None:
+    async def ready(self) -> None:
         """Wait for the ready line. Raises `HetlbError` with what the process said instead."""
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(READY_TIMEOUT_S):
                 line = await asyncio.to_thread(self._process.stdout.readline)
         except TimeoutError:
             line = ""
         if " ready on " not in line:
             self.kill()
-            raise HetlbError(f"`hetlb {' '.join(self.arguments)}` did not start: {self._last_words()}")
+            raise HetlbError(f"{self.name} did not start: {self._last_words()}")
         self.urls = re.findall(r"http://[^\s)]+", line)
 
-    def _last_words(self) -> str:
-        self._log.flush()
-        text = Path(self._log.name).read_text(encoding="utf-8", errors="replace")
-        return " / ".join(text.strip().splitlines()[-3:]) or "it said nothing"
+    def check(self) -> None:
+        """Raise `HetlbError` if it has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise HetlbError(f"{self.name} ended with status {status}: {self._last_words()}")
 
     def kill(self) -> None:
         """End its whole group now and collect it."""
@@ -75,19 +71,29 @@ class HelperProcess:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " / ".join(lines[-3:]) or "it said nothing"
+
 
 class Helpers:
     """The processes started in one context."""
 
-    def __init__(self, log: IO[str]) -> None:
-        self._log = log
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._processes: list[HelperProcess] = []
 
-    def start(self, *arguments: str) -> HelperProcess:
-        """Start `python -m hetlb ARGUMENTS`."""
-        process = HelperProcess(arguments, self._log)
+    def start(self, name: str, *arguments: str) -> HelperProcess:
+        """Start `python -m hetlb ARGUMENTS`; `name` is for messages."""
+        log = self._folder / f"{len(self._processes)}.log"
+        process = HelperProcess(name, arguments, log)
         self._processes.append(process)
         return process
+
+    def check(self) -> None:
+        """Raise `HetlbError` if any has ended."""
+        for process in self._processes:
+            process.check()
 
     def kill_all(self) -> None:
         """End every process, the last started first."""
@@ -98,9 +104,23 @@ class Helpers:
 @contextlib.contextmanager
 def helper_processes() -> Iterator[Helpers]:
     """A context whose processes are gone when it is left."""
-    with tempfile.NamedTemporaryFile("w", prefix="hetlb-", suffix=".log", encoding="utf-8") as log:
-        helpers = Helpers(log)
+    with tempfile.TemporaryDirectory(prefix="hetlb-logs-") as folder:
+        helpers = Helpers(Path(folder))
         try:
             yield helpers
         finally:
             helpers.kill_all()
+
+
+def _dies_with_parent() -> Callable[[], None] | None:
+    """What a new process does first: ask Linux to kill it when this process is gone, however it went."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # gone before we asked
+            os._exit(1)
+
+    return prepare

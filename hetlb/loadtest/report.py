@@ -16,15 +16,20 @@ _MAX_INSTANCE_COLUMNS = 4
 
 
 def runs_table(
-    runs: Sequence[Mapping[str, Any]], *, reference_tok_s: float | None = None, title: str | None = None
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    reference_tok_s: float | None = None,
+    alone: Sequence[Mapping[str, Any]] = (),
+    title: str | None = None,
 ) -> Table:
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
+    `alone` are the runs it was measured in, shown above the others with their sum.
     """
-    names = list(dict.fromkeys(each["name"] for run in runs for each in run["instances"]))
+    names = list(dict.fromkeys(each["name"] for run in (*alone, *runs) for each in run["instances"]))
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
-    failures = any(run["failed"] for run in runs)
+    failures = any(run["failed"] for run in (*alone, *runs))
     table = _table(title)
     table.caption = "tokens/s: prompt and output"
     table.add_column("policy")
@@ -41,7 +46,7 @@ def runs_table(
         table.add_column("first, last\ninstance to end", justify="right")
     if failures:
         table.add_column("failed", justify="right")
-    for run in runs:
+    for run in (*alone, *runs):
         cells = [str(run["policy"]), f"{run['total_token_throughput']:,.0f}"]
         if reference_tok_s:
             cells.append(percent(run["total_token_throughput"] / reference_tok_s))
@@ -54,6 +59,8 @@ def runs_table(
         if failures:
             cells.append(str(run["failed"]))
         table.add_row(*cells)
+        if alone and run is alone[-1]:
+            table.add_row("sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0), end_section=True)
     return table
 
 

@@ -20,6 +20,7 @@ class Call:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+    first_of_connection: bool
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
 
@@ -81,6 +82,7 @@ class Stub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        first = True
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 request_line, *lines = head.decode().split("\r\n")[:-2]
@@ -88,7 +90,9 @@ class Stub:
                     name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
                 }
                 body = json.loads(await reader.readexactly(int(headers["content-length"])))
-                call = Call(len(self.calls), request_line.split()[1], headers, body, reader, writer)
+                path = request_line.split()[1]
+                call = Call(len(self.calls), path, headers, body, first, reader, writer)
+                first = False
                 self.calls.append(call)
                 await self.script(call)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -65,6 +65,17 @@ def test_a_line_per_run_with_shares_and_ends() -> None:
     assert "failed" not in text
 
 
+def test_what_each_instance_does_alone_stands_above_with_its_sum() -> None:
+    alone = [run("a800 alone", {"a800": 8}), run("v100 alone", {"v100": 8})]
+    text = rendered(runs_table([run("rr", {"a800": 4, "v100": 4})], reference_tok_s=220, alone=alone))
+    assert row(text, "a800 alone")[-2:] == ["100 % 8.0 s", "-"]
+    assert row(text, "sum") == ["sum", "220", "100 %"]
+    lines = [
+        line.split()[0] for line in text.splitlines() if line[:5].strip() in ("a800", "v100", "sum", "rr")
+    ]
+    assert lines == ["a800", "v100", "sum", "rr"]
+
+
 def test_failures_get_a_column_only_when_there_are_some() -> None:
     text = rendered(runs_table([run("rr", {"a": 1}), run("p2c", {"a": 1}, failed=3)]))
     assert (row(text, "rr")[-1], row(text, "p2c")[-1]) == ("0", "3")
