@@ -1,0 +1,121 @@
+"""Nothing that a user can set, see or read in a result is left out of the docs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.config import FleetFile, ModelTable, Profile
+from hetlb.core.policies import COMBINE_FORMS, POLICIES
+from hetlb.core.predictor import PREDICTORS
+from hetlb.core.types import Outcome
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def keys(kind: type, prefix: str = "") -> list[str]:
+    """Every key of a table and of the tables in it, as `a.b`."""
+    found = []
+    for field in msgspec.structs.fields(kind):
+        inner = [
+            part
+            for part in (field.type, *getattr(field.type, "__args__", ()))
+            if isinstance(part, type) and issubclass(part, msgspec.Struct)
+        ]
+        if inner:
+            repeated = "[]" if str(field.type).startswith("tuple") else ""
+            found += keys(inner[0], f"{prefix}{field.name}{repeated}.")
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+@pytest.mark.parametrize("key", [*keys(FleetFile), *keys(ModelTable, "models[].")])
+def test_every_key_of_a_fleet_file_is_described(key: str) -> None:
+    assert f"`{key}`" in page("configuration.md")
+
+
+@pytest.mark.parametrize("key", keys(Profile))
+def test_every_key_of_a_profile_is_described(key: str) -> None:
+    text = page("configuration.md")
+    if re.fullmatch(r"(prefill|decode)\.k[1-8]", key):
+        assert key.partition(".")[0] + ".k" in text
+        return
+    assert f"`{key}`" in text or all(part in page("profiles.md") for part in key.split("."))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_named(command: str) -> None:
+    text = page("configuration.md")
+    line = next(line for line in text.splitlines() if line.startswith(f"| `hetlb {command}`"))
+    parser = build_parser(command)
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for action in subparsers.choices[command]._actions:
+        for option in action.option_strings:
+            assert option in ("-h", "--help") or f"`{option}`" in line, option
+
+
+def test_every_metric_is_described() -> None:
+    source = (ROOT / "hetlb" / "proxy" / "metrics.py").read_text()
+    names = set(re.findall(r'"(hetlb_[a-z_]+)"', source))
+    assert len(names) > 15
+    text = page("metrics.md")
+    for name in names:
+        assert re.search(rf"`{name}(_total|_info)?`", text), name
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_every_outcome_is_described(outcome: Outcome) -> None:
+    assert f"| `{outcome.value}` |" in page("behaviour.md")
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *PREDICTORS])
+def test_every_policy_and_predictor_is_described(name: str) -> None:
+    assert f"| `{name}` |" in page("scheduling.md")
+
+
+@pytest.mark.parametrize("form", COMBINE_FORMS)
+def test_every_combine_form_is_described(form: str) -> None:
+    assert f"`{form}`" in page("scheduling.md")
+
+
+def test_the_readme_shows_the_two_commands() -> None:
+    first_screen = (ROOT / "README.md").read_text().splitlines()[:40]
+    for command in ("make demo", "make test"):
+        assert any(line.startswith(command) for line in first_screen)
+
+
+def shown_commands() -> list[str]:
+    found = []
+    for path in PAGES:
+        for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL):
+            found += [
+                line
+                for line in block.splitlines()
+                if line.startswith("hetlb ") and line.split()[1] in COMMANDS
+            ]
+    return found
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_every_command_shown_is_one(line: str) -> None:
+    arguments = shlex.split(line, comments=True)[1:]
+    build_parser(arguments[0]).parse_args(arguments)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_inside_leads_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
