@@ -18,11 +18,12 @@ import msgspec
 import yaml
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError, InputError, ProfileError
+from hetlb.plan.tp_search import Machine, PlanModel
 from hetlb.traces import read_trace
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -223,17 +224,82 @@ class DecodeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     k8: float
 
 
+class PrefillGridTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """log(measured / p-norm form) at the points of a grid, one row per batch, one column per length."""
+
+    batches: tuple[PositiveInt, ...]
+    lengths: tuple[PositiveInt, ...]
+    log_ratio: tuple[tuple[float, ...], ...]
+
+
+class BetterPrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """(floor_s^p + (token_s*B*I)^p)^(1/p) + attention_s*B*I^2, times the grid's factor where there is one."""
+
+    floor_s: NonNegative
+    token_s: Positive
+    attention_s: NonNegative
+    p: Annotated[float, msgspec.Meta(ge=1)]
+    grid: PrefillGridTable | None = None
+
+    @property
+    def form(self) -> PnormPrefill:
+        """The form in the latency model's own type. Raises `ValueError`."""
+        g = self.grid
+        grid = PrefillGrid(g.batches, g.lengths, g.log_ratio) if g is not None else None
+        return PnormPrefill(self.floor_s, self.token_s, self.attention_s, self.p, grid)
+
+
+class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Held-out relative errors of one phase in one form; `worst` is where the largest one is."""
+
+    form: str
+    mean_error: NonNegative
+    p95_error: NonNegative
+    max_error: NonNegative
+    points: PositiveInt
+    worst: dict[Literal["batch", "length"], PositiveInt] | None = None
+
+
 class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Relative errors of the fit."""
+    """Relative errors of the fit, on points held out of it where hetlb made it.
+
+    The four figures are over both phases; `prefill` and `decode` are each phase in the form that is used,
+    `prefill_paper` is k1..k4 where that form is a better one.
+    """
 
     mean_error: NonNegative
     p95_error: NonNegative
     max_error: NonNegative
     points: PositiveInt
+    prefill: PhaseReport | None = None
+    prefill_paper: PhaseReport | None = None
+    decode: PhaseReport | None = None
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the points came from. `measured` is false for estimates that no hardware has confirmed."""
+
+    kind: str
+    measured: bool = True
+    name: str | None = None
+    system: str | None = None
+    licence: str | None = None
+    attribution: str | None = None
+    note: str | None = None
+
+
+class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The points that were fitted: rows of batch, length, seconds."""
+
+    prefill: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
+    decode: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A latency profile: eight constants of one model on one engine, and what that engine can hold."""
+    """A latency profile: eight constants of one model on one engine, and what that engine can hold.
+
+    `better_prefill`, `source` and `grid` are what `hetlb profile` adds; any of them may be missing.
+    """
 
     version: Literal[1]
     name: str
@@ -243,12 +309,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     model: ModelInfo | None = None
     engine: EngineInfo = EngineInfo()
     fit: FitReport | None = None
+    better_prefill: BetterPrefill | None = None
+    source: Source | None = None
+    grid: RawGrid | None = None
 
     @property
     def latency(self) -> LatencyModel:
         """The latency model of these constants."""
         p, d = self.prefill, self.decode
-        return LatencyModel(p.k1, p.k2, p.k3, p.k4, d.k5, d.k6, d.k7, d.k8)
+        better = self.better_prefill.form if self.better_prefill is not None else None
+        return LatencyModel(p.k1, p.k2, p.k3, p.k4, d.k5, d.k6, d.k7, d.k8, better)
 
     @property
     def capacity(self) -> Capacity:
@@ -277,7 +347,10 @@ def load_profile(path: Path) -> Profile:
             value = getattr(table, key)
             if not math.isfinite(value):
                 raise ProfileError(f"{path}: {section}.{key}: expected a finite number, got {value}")
-    latency = profile.latency
+    try:
+        latency = profile.latency
+    except ValueError as caught:
+        raise ProfileError(f"{path}: better_prefill: {caught}") from caught
     for batch, length in _CORNERS:
         for section, seconds in (
             ("prefill", latency.prefill_s(batch, length)),
@@ -564,3 +637,163 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
         profiles={},
         tokenizers={},
     )
+
+
+# --- cluster files -------------------------------------------------------------------------------------
+
+
+class ClusterModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model to serve. `config` is its `config.json`, which gives the KV size where it is not stated."""
+
+    name: str
+    parameters: Positive
+    bytes_per_parameter: Positive = 2.0
+    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_value: Positive = 2.0
+    config: str | None = None
+
+
+class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The longest request that every instance must be able to hold."""
+
+    max_input_tokens: PositiveInt
+    max_output_tokens: PositiveInt
+
+
+class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile."""
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: PositiveInt
+    profiles: dict[str, str]
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: PositiveInt = 1
+
+
+class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cluster file as written."""
+
+    version: Literal[1]
+    model: ClusterModel
+    limits: ClusterLimits
+    machines: tuple[MachineTable, ...]
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster file resolved: the planner's machines and the profile of every path they name."""
+
+    path: Path
+    file: ClusterFile
+    model: PlanModel
+    machines: tuple[Machine, ...]
+    profiles: dict[str, Profile]
+
+
+def kv_bytes_per_token(raw: dict[str, Any], bytes_per_value: float) -> int:
+    """KV bytes of one token from a model's `config.json`: 2 * layers * kv_heads * head_dim * bytes.
+
+    Grouped-query attention counts its KV heads, not its query heads. Raises `ConfigError`.
+    """
+    config = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
+    assert isinstance(config, dict)
+
+    def whole(key: str) -> int:
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}: expected a whole number from 1, got {_short(value)}")
+        return value
+
+    if "kv_lora_rank" in config:
+        raise ConfigError(
+            "kv_lora_rank: expected a model whose cache holds keys and values per head; "
+            "give model.kv_bytes_per_token for this one"
+        )
+    layers, heads = whole("num_hidden_layers"), whole("num_attention_heads")
+    kv_heads = heads if config.get("num_key_value_heads") is None else whole("num_key_value_heads")
+    head_dim = whole("hidden_size") // heads if config.get("head_dim") is None else whole("head_dim")
+    return math.ceil(2 * layers * kv_heads * head_dim * bytes_per_value)
+
+
+def _cluster_kv_bytes(model: ClusterModel, path: Path) -> int:
+    if model.kv_bytes_per_token is not None:
+        if model.config is not None:
+            raise ConfigError(f"{path}: model.config: expected either config or kv_bytes_per_token, got both")
+        return model.kv_bytes_per_token
+    if model.config is None:
+        raise ConfigError(f"{path}: model.kv_bytes_per_token: expected a value or model.config, got neither")
+    config_path = path.parent / model.config
+    try:
+        raw = msgspec.json.decode(_read_text(config_path, ConfigError))
+    except msgspec.DecodeError as caught:
+        raise ConfigError(f"{config_path}: expected valid JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{config_path}: the file: expected a mapping of keys, got {_short(raw)}")
+    try:
+        return kv_bytes_per_token(raw, model.kv_bytes_per_value)
+    except ConfigError as caught:
+        raise ConfigError(f"{config_path}: {caught}") from caught
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    file = load_yaml(path, ClusterFile, ConfigError)
+    if not file.machines:
+        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    model = PlanModel(
+        file.model.name,
+        file.model.parameters,
+        file.model.bytes_per_parameter,
+        _cluster_kv_bytes(file.model, path),
+        file.limits.max_input_tokens,
+        file.limits.max_output_tokens,
+    )
+    profiles: dict[str, Profile] = {}
+    machines: list[Machine] = []
+    for m, table in enumerate(file.machines):
+        key = f"{path}: machines[{m}]"
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {_short(table.name)}")
+        by_degree: dict[int, str] = {}
+        for text, written in table.profiles.items():
+            where = f"{key}.profiles.{text}"
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+                raise ConfigError(
+                    f"{where}: expected a tensor-parallel degree as the key, got {_short(text)}"
+                )
+            degree = int(text)
+            by_degree[degree] = written
+            if table.gpus % degree:
+                raise ConfigError(
+                    f"{where}: expected a degree that divides the {table.gpus} GPUs, got {degree}"
+                )
+            if written not in profiles:
+                if not (path.parent / written).is_file():
+                    raise ConfigError(
+                        f"{where}: expected the path of a latency profile, got {written!r}: no such file"
+                    )
+                profiles[written] = load_profile(path.parent / written)
+            stated = profiles[written].engine.tensor_parallel_size
+            if stated is not None and stated != degree:
+                raise ConfigError(
+                    f"{where}: expected a profile of degree {degree}, got one of degree {stated}"
+                )
+        machines += [
+            Machine(
+                name=table.name if table.count == 1 else f"{table.name}-{copy}",
+                gpu=table.gpu,
+                gpus=table.gpus,
+                memory_bytes=table.memory_bytes,
+                gpu_memory_utilization=table.gpu_memory_utilization,
+                reserved_bytes_per_gpu=table.reserved_bytes_per_gpu,
+                profiles=tuple(sorted(by_degree.items())),
+            )
+            for copy in range(table.count)
+        ]
+    names = [machine.name for machine in machines]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+    return Cluster(path=path, file=file, model=model, machines=tuple(machines), profiles=profiles)

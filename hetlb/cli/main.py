@@ -20,6 +20,8 @@ COMMANDS = {
     "serve": "the reverse proxy in front of a fleet",
     "engine": "an emulated vLLM server, timed by a latency profile",
     "simulate": "a fleet in virtual time, or a replay of a recorded event log",
+    "profile": "latency profiles: make one, show one, compare two",
+    "search": "the tensor-parallel degree that suits every machine of a cluster",
     "explain": "one decision in numbers",
 }
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.scheduler import Scheduler
@@ -172,10 +172,19 @@ def _spec(raw: dict[str, Any]) -> InstanceSpec:
     return InstanceSpec(
         **{
             **raw,
-            "latency": LatencyModel(**latency) if latency else None,
+            "latency": _latency(latency) if latency else None,
             "capacity": Capacity(**raw["capacity"]),
         }
     )
+
+
+def _latency(raw: dict[str, Any]) -> LatencyModel:
+    better = raw.get("better_prefill")
+    if better and (grid := better.get("grid")):
+        axes = {name: tuple(grid[name]) for name in ("batches", "lengths")}
+        grid = PrefillGrid(**axes, log_ratio=tuple(tuple(row) for row in grid["log_ratio"]))
+        better = {**better, "grid": grid}
+    return LatencyModel(**{**raw, "better_prefill": PnormPrefill(**better) if better else None})
 
 
 def decode_setup(line: str) -> SchedulerSetup:

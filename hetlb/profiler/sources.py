@@ -1,0 +1,278 @@
+"""Points without a live server: measured grids in CSV files, and the roofline of a GPU.
+
+Promise: wrong input is one `ProfileError` line with file, line, column and value; what no hardware has
+confirmed says so (`measured: false`).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.config import (
+    BetterPrefill,
+    DecodeCoefficients,
+    EngineInfo,
+    FitReport,
+    Hardware,
+    ModelInfo,
+    PhaseReport,
+    PrefillCoefficients,
+    PrefillGridTable,
+    Profile,
+    RawGrid,
+    Source,
+)
+from hetlb.errors import ProfileError
+from hetlb.profiler.fit import (
+    DEFAULT_DECODE_GRID,
+    DEFAULT_PREFILL_GRID,
+    ErrorSummary,
+    FitResult,
+    Form,
+    Phase,
+    Point,
+    merge_repeats,
+)
+
+REQUIRED_COLUMNS = ("phase", "batch", "length", "latency_ms")
+IDENTITY_COLUMNS = ("system", "backend", "backend_version", "model", "tp")
+_MAX_SIZE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows of one configuration, and what the file says it is (None where it has no such column)."""
+
+    points: tuple[Point, ...]
+    system: str | None
+    backend: str | None
+    backend_version: str | None
+    model: str | None
+    tensor_parallel_size: int | None
+
+
+def read_csv(
+    path: Path, *, system: str | None = None, model: str | None = None, tp: int | None = None
+) -> Selection:
+    """The points of one system, model and degree. Raises `ProfileError`, also where several are left."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = _read_rows(path, file)
+    except OSError as caught:
+        raise ProfileError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise ProfileError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    except csv.Error as caught:
+        raise ProfileError(f"{path}: expected comma-separated values: {caught}") from caught
+    wanted = {"system": system, "model": model, "tp": None if tp is None else str(tp)}
+    for column, value in wanted.items():
+        if value is None:
+            continue
+        names = sorted({row[0].get(column, "") for row in rows})
+        rows = [row for row in rows if row[0].get(column) == value]
+        if not rows:
+            raise ProfileError(f"{path}: --{column}: expected one of {', '.join(names)}, got {value!r}")
+    identity: dict[str, str | None] = {}
+    for column in IDENTITY_COLUMNS:
+        names = sorted({row[0][column] for row in rows if column in row[0]})
+        if len(names) > 1:
+            flag = f"--{column}" if column in wanted else column
+            raise ProfileError(f"{path}: {flag}: expected one to be chosen out of {', '.join(names)}")
+        identity[column] = names[0] if names else None
+    degree = identity["tp"]
+    return Selection(
+        tuple(merge_repeats(point for _, point in rows)),
+        identity["system"],
+        identity["backend"],
+        identity["backend_version"],
+        identity["model"],
+        int(degree) if degree is not None else None,
+    )
+
+
+def _read_rows(path: Path, file: Any) -> list[tuple[dict[str, str], Point]]:
+    lines = csv.reader(file)
+    header = [name.strip() for name in next(lines, [])]
+    missing = [column for column in REQUIRED_COLUMNS if column not in header]
+    if missing:
+        raise ProfileError(
+            f"{path}: header: expected the columns {','.join(IDENTITY_COLUMNS + REQUIRED_COLUMNS)}, "
+            f"missing {','.join(missing)}"
+        )
+    rows = []
+    for cells in lines:
+        if not cells:
+            continue
+        where = f"{path}: line {lines.line_num}"
+        if len(cells) != len(header):
+            raise ProfileError(f"{where}: expected {len(header)} columns, got {len(cells)}")
+        row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
+        rows.append(({c: row[c] for c in IDENTITY_COLUMNS if c in row}, _point(where, row)))
+    if not rows:
+        raise ProfileError(f"{path}: expected at least one row after the header, got none")
+    return rows
+
+
+def _point(where: str, row: dict[str, str]) -> Point:
+    if row["phase"] not in tuple(Phase):
+        raise ProfileError(f"{where}: phase: expected prefill or decode, got {row['phase']!r}")
+    sizes = []
+    for column in ("batch", "length", *(("tp",) if "tp" in row else ())):
+        text = row[column]
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_SIZE):
+            raise ProfileError(f"{where}: {column}: expected a whole number from 1, got {text!r}")
+        sizes.append(int(text))
+    try:
+        latency_ms = float(row["latency_ms"])
+    except ValueError:
+        latency_ms = math.nan
+    if not (math.isfinite(latency_ms) and latency_ms > 0):
+        raise ProfileError(f"{where}: latency_ms: expected milliseconds above 0, got {row['latency_ms']!r}")
+    return Point(Phase(row["phase"]), sizes[0], sizes[1], latency_ms / 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
+
+    Time of a pass: weights (and cache) read from memory, or FLOPs computed, whichever is longer. All
+    GPUs of the degree share the work; what they send each other costs `step_overhead_s`, with the host.
+    """
+
+    peak_flops: float
+    bandwidth_bytes_s: float
+    parameters: float
+    bytes_per_parameter: float
+    kv_bytes_per_token: int
+    tensor_parallel_size: int = 1
+    flops_efficiency: float = 0.5
+    bandwidth_efficiency: float = 0.7
+    step_overhead_s: float = 0.002
+
+    def seconds(self, phase: Phase, batch: int, length: int) -> float:
+        """The estimate for one point."""
+        tokens = batch * (length if phase is Phase.PREFILL else 1)
+        # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
+        flops = 2.0 * self.parameters * tokens
+        read = self.parameters * self.bytes_per_parameter + self.kv_bytes_per_token * batch * length
+        compute_s = flops / (self.peak_flops * self.flops_efficiency * self.tensor_parallel_size)
+        memory_s = read / (self.bandwidth_bytes_s * self.bandwidth_efficiency * self.tensor_parallel_size)
+        return max(compute_s, memory_s) + self.step_overhead_s
+
+    def points(self) -> list[Point]:
+        """The default sweep."""
+        grids = ((Phase.PREFILL, DEFAULT_PREFILL_GRID), (Phase.DECODE, DEFAULT_DECODE_GRID))
+        return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
+
+
+def make_profile(
+    name: str,
+    points: tuple[Point, ...],
+    result: FitResult,
+    *,
+    source: Source,
+    hardware: Hardware | None = None,
+    model: ModelInfo | None = None,
+    engine: EngineInfo | None = None,
+) -> Profile:
+    """A profile of fitted points, its errors and the points themselves."""
+    k = result.latency
+    better = k.better_prefill
+    grid = better.grid if better is not None else None
+    prefill, decode = result.prefill.error, result.decode.error
+    weight = prefill.points + decode.points
+    return Profile(
+        version=1,
+        name=name,
+        hardware=hardware,
+        model=model,
+        engine=engine or EngineInfo(),
+        prefill=PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
+        decode=DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
+        better_prefill=BetterPrefill(
+            floor_s=better.floor_s,
+            token_s=better.token_s,
+            attention_s=better.attention_s,
+            p=better.p,
+            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
+            if grid is not None
+            else None,
+        )
+        if better is not None
+        else None,
+        fit=FitReport(
+            mean_error=(prefill.mean * prefill.points + decode.mean * decode.points) / weight,
+            p95_error=max(prefill.p95, decode.p95),
+            max_error=max(prefill.max, decode.max),
+            points=weight,
+            prefill=_report(result.prefill.form, prefill),
+            prefill_paper=_report(Form.PAPER, result.prefill.held_out[Form.PAPER])
+            if better is not None
+            else None,
+            decode=_report(Form.PAPER, decode),
+        ),
+        source=source,
+        grid=RawGrid(
+            prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.PREFILL),
+            decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.DECODE),
+        ),
+    )
+
+
+def _report(form: Form, error: ErrorSummary) -> PhaseReport:
+    return PhaseReport(
+        form=form.value,
+        mean_error=error.mean,
+        p95_error=error.p95,
+        max_error=error.max,
+        points=error.points,
+        worst={"batch": error.worst_batch, "length": error.worst_length},
+    )
+
+
+def profile_text(profile: Profile) -> str:
+    """The profile as YAML that reads well: one line per table, one per row of a grid, 6 digits."""
+    document = _drop_empty(msgspec.to_builtins(profile))
+    lines = []
+    for key, value in document.items():
+        if key in ("grid", "better_prefill", "fit"):
+            lines.append(f"{key}:")
+            for inner, content in value.items():
+                if key == "grid":
+                    lines.append(f"  {inner}:")
+                    lines += [f"    - {_flow(row)}" for row in content]
+                elif inner == "grid":
+                    lines.append("  grid:")
+                    lines += [f"    {axis}: {_flow(content[axis])}" for axis in ("batches", "lengths")]
+                    lines.append("    log_ratio:")
+                    lines += [f"      - {_flow(row)}" for row in content["log_ratio"]]
+                else:
+                    lines.append(f"  {inner}: {_flow(content)}")
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _drop_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _drop_empty(inner) for key, inner in value.items() if inner is not None}
+        return {key: inner for key, inner in kept.items() if inner != {}}
+    return value
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
+    if isinstance(value, float):
+        return f"{value:.6g}" if value else "0.0"
+    # JSON's text is valid YAML, quotes and escapes included.
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,115 @@
+"""`hetlb profile`: from CSV or a roofline to a file that loads; one line for wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+from hetlb.config import load_profile
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
+HEADER = "system,backend,backend_version,model,tp,phase,batch,length,latency_ms\n"
+
+
+def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.yaml"
+    flags = ["--from", f"csv:{DATA}", "--tp", "1", "--out", str(out), "--licence", "Apache-2.0", "--json"]
+    assert main(["profile", *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    profile = load_profile(out)
+    assert document["profile"]["name"] == profile.name == "l40s-llama-3.1-8b-tp1"
+    assert profile.engine.tensor_parallel_size == 1
+    assert profile.source is not None
+    assert (profile.source.licence, profile.source.measured) == ("Apache-2.0", True)
+    assert profile.grid is not None
+    assert (len(profile.grid.prefill), len(profile.grid.decode)) == (30, 45)
+    assert profile.latency.better_prefill is not None
+    assert profile.fit is not None
+    assert profile.fit.prefill is not None
+    assert profile.fit.prefill.mean_error < 0.05
+    assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
+    assert main(["profile", "show", str(out)]) == 0
+    assert "prefill" in capsys.readouterr().out
+    assert main(["profile", "show", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == profile.name
+    assert main(["profile", "compare", str(out), str(out)]) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_roofline_is_marked_unmeasured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "r.yaml")
+    figures = "--peak-flops 125e12 --bandwidth 900e9 --parameters 8e9 --kv-bytes-per-token 131072"
+    assert main(["profile", "--from", "roofline", "--tp", "2", "--out", out, *figures.split()]) == 0
+    source = load_profile(Path(out)).source
+    assert source is not None
+    assert not source.measured
+    capsys.readouterr()
+    assert main(["profile", "show", out]) == 0
+    assert "unmeasured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("phase,batch,length\n", "header: expected the columns"),
+        (HEADER, "expected at least one row"),
+        (
+            HEADER + "a,v,1,m,1,prefill,1,128,0\n",
+            "line 2: latency_ms: expected milliseconds above 0, got '0'",
+        ),
+        (HEADER + "a,v,1,m,1,prefill,1,128,nan\n", "line 2: latency_ms: expected"),
+        (HEADER + "a,v,1,m,1,train,1,128,1\n", "line 2: phase: expected prefill or decode, got 'train'"),
+        (HEADER + "a,v,1,m,1,prefill,0,128,1\n", "line 2: batch: expected a whole number from 1, got '0'"),
+        (HEADER + "a,v,1,m,1,prefill,1,1.5,1\n", "line 2: length: expected a whole number"),
+        (HEADER + "a,v,1,m,x,prefill,1,128,1\n", "line 2: tp: expected a whole number"),
+        (HEADER + "a,v,1\n", "line 2: expected 9 columns, got 3"),
+        (HEADER + "a,v,1,m,1,prefill,1,128,1\n", "prefill: expected at least 8 points"),
+        (
+            HEADER + "a,v,1,m,1,prefill,1,8,1\nb,v,1,m,1,prefill,1,8,1\n",
+            "--system: expected one to be chosen",
+        ),
+    ],
+)
+def test_mistakes_in_a_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "g.csv"
+    path.write_text(text)
+    assert main(["profile", "--from", f"csv:{path}", "--out", str(tmp_path / "p.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert str(path) in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "p.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "x.yaml"], "expected --from"),
+        (["--from", "guess", "--out", "x.yaml"], "--from: expected csv:FILE or roofline, got 'guess'"),
+        (["--from", "roofline", "--out", "x.yaml"], "--peak-flops: expected a value"),
+        (["--from", f"csv:{DATA}", "--out", "x.yaml"], "--tp: expected one to be chosen out of 1, 8"),
+        (["--from", f"csv:{DATA}", "--tp", "3", "--out", "x.yaml"], "--tp: expected one of 1, 8, got '3'"),
+        (["--from", "csv:/nowhere.csv", "--out", "x.yaml"], "expected a readable file"),
+        (["show"], "show: expected 1 profile file"),
+        (["compare", "a.yaml"], "compare: expected 2 profile file"),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert main(["profile", *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "profiling").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_ready_profile_loads_with_its_source(path: Path) -> None:
+    profile = load_profile(path)
+    assert profile.source is not None
+    assert profile.fit is not None
+    assert profile.source.licence if profile.source.measured else profile.source.note

@@ -1,0 +1,139 @@
+"""`hetlb search`: the contract's document, both estimates, what does not fit, one line for wrong input."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+from hetlb.config import ConfigError, kv_bytes_per_token, load_cluster, load_fleet
+
+CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
+L40S = str(CLUSTERS / "l40s-llama-70b.yaml")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    rng = random.Random(3)
+    rows = [f",{rng.randint(50, 400)},{rng.randint(200, 900)}" for _ in range(150)]
+    path = tmp_path / "decode-heavy.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("estimate", ["static", "simulate"])
+def test_two_instances_at_4_beat_one_at_8_on_l40s(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path, estimate: str
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    flags = ["--trace", trace, "--estimate", estimate, "--write-fleet", str(fleet), "--json"]
+    assert main(["search", "--config", L40S, *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (machine,) = document["machines"]
+    ranking = machine["ranking"]
+    assert [option["tensor_parallel_size"] for option in ranking] == [4, 8, 1, 2]
+    assert document["best"] == {"l40s-box": 4}
+    assert document["throughput_tok_s"] == ranking[0]["throughput_tok_s"] > ranking[1]["throughput_tok_s"]
+    for option in ranking[2:]:
+        assert not option["feasible"]
+        assert option["throughput_tok_s"] == 0
+        # t * (0.9 * 48305799168 - 2147483648) - 141.1e9 against 327680 * 9216 bytes
+        room = option["tensor_parallel_size"] * (0.9 * 48305799168 - 2147483648) - 141.1e9
+        assert option["missing_bytes"] == pytest.approx(327680 * 9216 - room, abs=1)
+        assert str(option["missing_bytes"]) in option["reason"]
+    assert len(document["commands"]) == 2
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7 vllm serve" in document["commands"][1]
+    assert [spec.name for spec in load_fleet(fleet).instances] == ["l40s-box-tp4-0", "l40s-box-tp4-1"]
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_cluster_loads(path: Path) -> None:
+    assert load_cluster(path).machines
+
+
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    assert main(["search", "--config", L40S, "--trace", trace, "--estimate", "static"]) == 0
+    out = capsys.readouterr().out
+    assert "l40s-box" in out
+    assert "bytes missing" in out.replace("\n", " ")
+
+
+def test_kv_size_from_a_real_config_counts_kv_heads() -> None:
+    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    assert kv_bytes_per_token(llama, 2) == 524_288
+    assert kv_bytes_per_token({**llama, "num_key_value_heads": 8}, 2) == 131_072
+    assert kv_bytes_per_token({**llama, "num_key_value_heads": 8}, 1) == 65_536
+    qwen = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "head_dim": 128}
+    assert kv_bytes_per_token({"text_config": {**qwen, "num_key_value_heads": 8}}, 2) == 262_144
+    with pytest.raises(ConfigError, match="num_hidden_layers: expected a whole number"):
+        kv_bytes_per_token({"hidden_size": 1, "num_attention_heads": 1}, 2)
+
+
+def changed(tmp_path: Path, old: str, new: str) -> str:
+    text = Path(L40S).read_text().replace("../../profiling", str(CLUSTERS.parents[1] / "profiling"))
+    text = text.replace("llama-3.1-70b.config.json", str(CLUSTERS / "llama-3.1-70b.config.json"))
+    assert old in text
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text.replace(old, new))
+    return str(path)
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    path = changed(tmp_path, "parameters: 70.55e9", "parameters: 700e9")
+    fleet = tmp_path / "fleet.yaml"
+    assert main(["search", "--config", path, "--trace", trace, "--write-fleet", str(fleet)]) == 2
+    out, err = capsys.readouterr()
+    assert "missing" in out
+    assert err == f"hetlb search: {path}: expected a layout that fits, got none\n"
+    assert not fleet.exists()
+
+
+def test_a_degree_without_profile_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: str
+) -> None:
+    text = Path(changed(tmp_path, "version: 1", "version: 1")).read_text()
+    lines = [line for line in text.splitlines() if "tp4" not in line]
+    (tmp_path / "cluster.yaml").write_text("\n".join(lines))
+    flags = ["--trace", trace, "--estimate", "static", "--json"]
+    assert main(["search", "--config", str(tmp_path / "cluster.yaml"), *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"] == {"l40s-box": 8}
+    reasons = {o["tensor_parallel_size"]: o["reason"] for o in document["machines"][0]["ranking"]}
+    assert reasons[4] == "no profile for tensor_parallel_size 4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpus: 8", "gpus: 8\n    colour: red", "machines[0].colour: unknown key"),
+        ("gpus: 8", "gpus: none", "machines[0].gpus: expected a whole number, got 'none'"),
+        (
+            "  gpu_memory_utilization: 0.9",
+            "  gpu_memory_utilization: 1.9",
+            "gpu_memory_utilization: expected",
+        ),
+        ("      8: ", "      3: ", "machines[0].profiles.3: expected a degree that divides the 8 GPUs"),
+        ("      8: ", "      x: ", "machines[0].profiles.x: expected a tensor-parallel degree"),
+        ("tp8.yaml", "tp4.yaml", "expected a profile of degree 8, got one of degree 4"),
+        ("tp8.yaml", "tp16.yaml", "no such file"),
+        ("  config:", "  # config:", "model.kv_bytes_per_token: expected a value or model.config"),
+        ("max_output_tokens: 1024", "max_output_tokens: 1", "limits: expected some row of"),
+    ],
+)
+def test_mistakes_in_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: str, old: str, new: str, message: str
+) -> None:
+    path = changed(tmp_path, old, new)
+    assert main(["search", "--config", path, "--trace", trace]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert path in err
+    assert err.count("\n") == 1
+
+
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    assert main(["search", "--config", L40S, "--trace", trace, "--num-prompts", "2001"]) == 2
+    assert "--num-prompts: expected 1 to 2000, got 2001" in capsys.readouterr().err

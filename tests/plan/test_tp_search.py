@@ -1,0 +1,133 @@
+"""The search: memory to the byte, brute force as the oracle, plans broken on purpose are found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.latency import LatencyModel
+from hetlb.errors import PlanError
+from hetlb.plan.check import check
+from hetlb.plan.tp_search import Batch, Machine, PlanModel, memory, pack, search, static_estimate
+
+V100 = 34_359_738_368
+RESERVED = 2_147_483_648
+MODEL = PlanModel("m", 8.03e9, 2, 131_072, 2048, 1024)
+BOX = Machine("box", "V100", 8, V100, 0.9, RESERVED, ((1, "p1"), (2, "p2"), (4, "p4"), (8, "p8")))
+
+
+def test_memory_by_hand() -> None:
+    # 0.9 * 34359738368 = 30923764531.2; - 2147483648 = 28776280883.2; - 16060000000 = 12716280883.2
+    one = memory(MODEL, BOX, 1)
+    assert (one.kv_cache_tokens, one.missing_bytes) == (97_017, 0)
+    # 4 * 28776280883.2 - 16060000000 = 99045123532.8
+    assert memory(MODEL, BOX, 4).kv_cache_tokens == 99_045_123_532 // 131_072
+
+
+def test_the_limit_is_exact_to_the_byte() -> None:
+    machine = replace(BOX, gpu_memory_utilization=1.0, reserved_bytes_per_gpu=0, gpus=1)
+    need = 16_060_000_000 + 131_072 * 3072
+    assert memory(MODEL, replace(machine, memory_bytes=need), 1).missing_bytes == 0
+    assert memory(MODEL, replace(machine, memory_bytes=need - 1), 1).missing_bytes == 1
+    assert memory(MODEL, replace(machine, memory_bytes=1000), 1).kv_cache_tokens == 0
+
+
+def test_infeasible_degrees_come_last_with_their_reason() -> None:
+    box = replace(BOX, memory_bytes=V100 // 2, profiles=((2, "p2"), (4, "p4")))
+    (plan,) = search(MODEL, [box], lambda profile, kv, instances: {"p2": 10.0, "p4": 20.0}[profile])
+    assert [option.tensor_parallel_size for option in plan.ranking] == [4, 2, 1, 8]
+    one, eight = plan.ranking[2:]
+    # 0.9 * 17179869184 - 2147483648 - 16060000000 = -2745601382.4; 402653184 are needed
+    assert one.missing_bytes == 3_148_254_567
+    assert one.reason == "does not fit: 3148254567 bytes missing"
+    assert (one.throughput_tok_s, one.kv_cache_tokens) == (0.0, 0)
+    assert eight.reason == "no profile for tensor_parallel_size 8"
+    assert plan.best is plan.ranking[0]
+    check(MODEL, [box], [plan])
+
+
+def test_machines_of_one_kind_are_searched_once() -> None:
+    asked: list[str] = []
+
+    def estimate(profile: str, kv: int, instances: int) -> float:
+        asked.append(profile)
+        return float(instances)
+
+    machines = [replace(BOX, name=f"box-{i}") for i in range(3000)]
+    plans = search(MODEL, machines, estimate)
+    assert asked == ["p1", "p2", "p4", "p8"]
+    assert [plan.machine.name for plan in plans] == [machine.name for machine in machines]
+    check(MODEL, machines, plans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gpus=st.integers(1, 12),
+    memory_bytes=st.integers(0, 40),
+    utilization=st.sampled_from([0.5, 0.9, 0.95, 1.0]),
+    speeds=st.lists(st.floats(0.5, 9.0), min_size=13, max_size=13),
+    missing=st.sets(st.integers(1, 12)),
+)
+def test_brute_force_finds_the_same_best(
+    gpus: int, memory_bytes: int, utilization: float, speeds: list[float], missing: set[int]
+) -> None:
+    model = PlanModel("m", 20, 1, 2, 3, 1)
+    profiles = tuple((d, str(d)) for d in range(1, gpus + 1) if gpus % d == 0 and d not in missing)
+    machine = Machine("x", "g", gpus, memory_bytes, utilization, 1, profiles)
+    (plan,) = search(model, [machine], lambda profile, kv, instances: instances * speeds[int(profile)])
+    check(model, [machine], [plan])
+    best = None
+    for degree in range(1, gpus + 1):
+        # In hundredths, whole numbers: utilization has two digits.
+        room = degree * (round(utilization * 100) * memory_bytes - 100) - 2000
+        if gpus % degree == 0 and degree not in missing and room >= 800:
+            rate = (gpus // degree) * speeds[degree]
+            if best is None or rate > best[0]:
+                best = (rate, degree)
+    assert (plan.best.tensor_parallel_size if plan.best else None) == (best[1] if best else None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_cache_tokens": 1},
+        {"instances": 3},
+        {"feasible": False},
+        {"throughput_tok_s": 0.0},
+        {"reason": "why"},
+        {"missing_bytes": 5},
+        {"tensor_parallel_size": 3},
+    ],
+)
+def test_broken_plans_are_found_out(change: dict[str, object]) -> None:
+    (plan,) = search(MODEL, [BOX], lambda profile, kv, instances: float(instances))
+    check(MODEL, [BOX], [plan])
+    broken = replace(plan, ranking=(replace(plan.ranking[0], **change), *plan.ranking[1:]))
+    with pytest.raises(PlanError):
+        check(MODEL, [BOX], [broken])
+    with pytest.raises(PlanError, match="highest throughput first"):
+        check(MODEL, [BOX], [replace(plan, ranking=plan.ranking[::-1])])
+    with pytest.raises(PlanError, match="one ranking per machine"):
+        check(MODEL, [BOX], [])
+
+
+def test_an_estimate_that_is_no_throughput_is_refused() -> None:
+    with pytest.raises(PlanError, match="box, degree 1: expected a throughput above 0, got nan"):
+        search(MODEL, [BOX], lambda *_: float("nan"))
+
+
+def test_packing_is_greedy_in_trace_order() -> None:
+    rows = [(10, 5), (20, 5), (30, 30), (200, 1), (1, 1)]
+    assert pack(rows, 100, 8) == [Batch(3, 20.0, 30), Batch(1, 1.0, 1)]
+    assert pack(rows, 100, 2) == [Batch(2, 15.0, 5), Batch(2, 15.5, 30)]
+
+
+def test_static_estimate_by_hand() -> None:
+    latency = LatencyModel(0.01, 0.1, 0.0, 1.0, 0.001, 0.01, 0.0, 0.5)
+    # one batch: B 2, I 15, O 3; prefill 0.01*30 + 0.2 + 1 = 1.5; cached 16+17+18 = 51
+    # decode 3*(0.02 + 0.5) + 0.002*51 = 1.662; tokens 10+3+20+2 = 35
+    assert static_estimate(latency, [(10, 3), (20, 2)], 100, 8) == pytest.approx(35 / 3.162)
+    assert static_estimate(latency, [(10, 3)], 5, 8) == 0.0
