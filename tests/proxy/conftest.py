@@ -96,5 +96,5 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 async def turns_until(holds: Callable[[], bool]) -> None:
     """Let the event loop turn until a condition holds; the limit only ends a test that has failed."""
     async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 - what is waited for raises no event
+        while not holds():
             await asyncio.sleep(0)
