@@ -110,6 +110,7 @@ class ProxyServer:
         for connection in list(self.connections):
             connection.abort()
         if self._server is not None:
+            self._server.close()
             await self._server.wait_closed()
 
     def kind(self, path: str) -> Kind | None:

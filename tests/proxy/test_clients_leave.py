@@ -1,0 +1,131 @@
+"""A thousand requests, three in ten of which leave at a random moment: nothing is left of them anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from hetlb.config import fleet_from_urls, load_profile
+from hetlb.core.types import Outcome
+from hetlb.emulator import EmulatedEngine
+from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.service import Service
+
+DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+REQUESTS = 1000
+AT_ONCE = 200
+
+
+async def ask(port: int, number: int, rng: random.Random) -> str:
+    """One request; returns what became of it as the client sees it."""
+    stream = rng.random() < 0.5
+    body = json.dumps(
+        {"model": "m", "prompt": [number % 900 + 1] * rng.randint(1, 60), "max_tokens": rng.randint(1, 40),
+         "stream": stream}
+    ).encode()  # fmt: skip
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\n"
+        f"x-request-id: client-{number}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    request = head.encode() + body
+    leaves = rng.random() < 0.3
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        if leaves and rng.random() < 0.1:
+            writer.write(request[: rng.randrange(len(request))])
+            await writer.drain()
+            return "left while sending"
+        writer.write(request)
+        if leaves:
+            wanted = rng.choice((0, 1, rng.randrange(200, 4000)))
+            if wanted:
+                await reader.read(wanted)
+            return "left"
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        if stream:
+            await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        else:
+            length = next(
+                int(line.partition(b":")[2])
+                for line in answer.lower().split(b"\r\n")
+                if line.startswith(b"content-length")
+            )
+            await reader.readexactly(length)
+        return "answered"
+    finally:
+        writer.close()
+
+
+async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
+    fast, slow = load_profile(DEMO / "fast.yaml"), load_profile(DEMO / "slow.yaml")
+    rng = random.Random(11)
+    outcomes: Counter[str] = Counter()
+    phases: Counter[Phase] = Counter()
+    async with (
+        EmulatedEngine(fast, served_model_names=("m",), time_scale=0.05) as one,
+        EmulatedEngine(slow, served_model_names=("m",), time_scale=0.05) as two,
+    ):
+        fleet = fleet_from_urls([one.url, two.url])
+        fleet = msgspec.structs.replace(
+            fleet,
+            listen=msgspec.structs.replace(fleet.listen, port=0),
+            admin=msgspec.structs.replace(fleet.admin, port=0),
+            proxy=msgspec.structs.replace(fleet.proxy, request_log=False),
+        )
+        service = Service(fleet)
+        driver = service.driver
+        ended: list[int] = []
+
+        def on_finished(exchange: Exchange, phase: Phase) -> None:
+            ended.append(exchange.request.id)
+            assert exchange.outcome is not None
+            outcomes[exchange.outcome.value] += 1
+            phases[phase] += 1
+
+        driver._on_finished = on_finished
+        try:
+            await service.start()
+            tasks_before = asyncio.all_tasks()
+            places = asyncio.Semaphore(AT_ONCE)
+
+            async def one_by_one(number: int) -> str:
+                async with places:
+                    return await ask(service.address[1], number, random.Random(rng.random()))
+
+            seen = Counter(await asyncio.gather(*(one_by_one(number) for number in range(REQUESTS))))
+            async with asyncio.timeout(30):
+                while driver.exchanges or one.running or two.running or one.waiting or two.waiting:
+                    await asyncio.sleep(0)
+                while service.server.connections:
+                    await asyncio.sleep(0)
+            accepted = REQUESTS - seen["left while sending"]
+            assert seen["answered"] > 600
+            assert seen["left"] > 200
+            # Exactly one outcome each; the clients that stayed all got their answer.
+            assert len(ended) == len(set(ended)) == accepted
+            assert sum(outcomes.values()) == accepted
+            assert outcomes[Outcome.OK.value] >= seen["answered"]
+            assert set(outcomes) == {Outcome.OK.value, Outcome.CLIENT_GONE.value}
+            assert Phase.STREAM in phases
+            # Nothing is left: not in the ledger, not at the engines, no task.
+            driver.scheduler.check_integrity()
+            assert driver.scheduler.in_flight == 0
+            assert len(driver.scheduler.queue) == driver.scheduler.queue.bytes == 0
+            for instance in driver.scheduler.instances:
+                assert (instance.in_flight, instance.work_ns, instance.kv_tokens) == (0, 0, 0)
+            for pool in driver._pools.values():
+                assert not pool.busy
+            assert one.model.kv_used_blocks == two.model.kv_used_blocks == 0
+            assert asyncio.all_tasks() <= tasks_before
+            await service.stop(1.0)
+            async with asyncio.timeout(30):
+                while one.connections or two.connections:
+                    await asyncio.sleep(0)
+        finally:
+            await service.close()
