@@ -309,7 +309,8 @@ def _print(result: Mapping[str, Any]) -> None:
     console.print()
     console.print(
         "The engines are emulated, timed by latency profiles; the proxy was given the same profiles (there "
-        "is no profiler yet). Everything else is as in production: processes, sockets, streamed tokens."
+        "is no profiler of live servers yet). Everything else is as in production: processes, sockets, "
+        "streamed tokens."
     )
     console.print()
     console.print("Your own servers:  hetlb serve --instance URL --instance URL")
