@@ -1,7 +1,7 @@
 """What each policy gets out of a real, unequal pair of vLLM servers: 160 requests at once, in rounds.
 
 Shows: output tokens per second of `rr`, hand-set 3:1 weights (`wrr`), `least-requests`, `paper` and `hetlb`
-in front of the two CPU servers of tests/vllm, and whether hetlb reaches what issue 2 asks of it (1.4 x rr,
+in front of the two CPU servers of tests/vllm, and whether hetlb reaches what is expected of it (1.4 x rr,
 and at least wrr within 3 %).
 Promises: every round runs every policy once, in rotated order, on the same plan with prompts of its own (no
 prefix cache helps anyone); between runs the fleet is idle; figures are compared within a round only, since
@@ -51,7 +51,7 @@ OUT = REPO_ROOT / "bench" / "results" / "vllm_pair.json"
 POLICIES = ("rr", "wrr", "least-requests", "paper", "hetlb")
 PROMPT_TOKENS = (32, 256)
 OUTPUT_TOKENS = (16, 192)
-#: What issue 2 asks of hetlb: at least this share of what the other policy reaches.
+#: What is expected of hetlb: at least this share of what the other policy reaches.
 REQUIRED = {"rr": 1.4, "wrr": 0.97}
 FIGURE = "output_throughput"
 #: The id of `<|end|>` in the tokenizer of make_models.py.

@@ -289,10 +289,15 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The points that were fitted: rows of batch, length, seconds."""
+    """The points that were fitted: rows of batch, length, seconds.
+
+    `prefill_passes`, one number per row of `prefill`, is how many forward passes each took where the
+    engine split them (missing: one each).
+    """
 
     prefill: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
     decode: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
+    prefill_passes: tuple[PositiveInt, ...] | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from hetlb.config import load_profile
 from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.errors import HetlbError, InputError
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
@@ -97,7 +98,9 @@ class _Demo:
         num_prompts: int | None,
         seed: int,
     ) -> None:
-        self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
+        self._timings = {name: data / f"{name}.yaml" for name in ENGINES}
+        self._profiles = {name: scratch / f"{name}.yaml" for name in ENGINES}
+        self._grid = data / "grid.yaml"
         self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
         self._scratch = scratch
         self._helpers = helpers
@@ -116,11 +119,13 @@ class _Demo:
 
         say(f"starting {len(ENGINES)} emulated engines of unequal speed: {', '.join(ENGINES)}")
         urls = await self._start_engines()
+        say("profiling both over HTTP, as `hetlb profile --url` does with any server")
+        await asyncio.gather(*(self._profile(name, url) for name, url in urls.items()))
         say(f"each engine alone, both at the same time: all {len(self._plan)} requests at once")
         alone = await asyncio.gather(
             *(self._load(f"{name} alone", url, [name], direct=True) for name, url in urls.items())
         )
-        say("starting the proxy; it is given the profiles that the engines are timed by")
+        say("starting the proxy, with the two profiles that were just measured")
         url, admin = await self._start_proxy(urls)
         runs = []
         async with aiohttp.ClientSession() as session:
@@ -145,11 +150,21 @@ class _Demo:
                 f"engine {name}", "engine", "--profile", str(profile), "--port", "0",
                 "--served-model-name", MODEL,
             )
-            for name, profile in self._profiles.items()
+            for name, profile in self._timings.items()
         }  # fmt: skip
         for engine in engines.values():
             await engine.ready()
         return {name: engine.urls[0] for name, engine in engines.items()}
+
+    async def _profile(self, name: str, url: str) -> None:
+        """What the proxy will know of an engine: measured here, not what the engine is timed by."""
+        await self._helpers.run(
+            f"profiling {name}", "profile", "--url", url, "--out", str(self._profiles[name]),
+            "--name", name, "--grid", str(self._grid), "--repeats", "1",
+        )  # fmt: skip
+        fit = load_profile(self._profiles[name]).fit
+        assert fit is not None, "expected the errors that every measured profile has"
+        self._screen.say(f"  {name}: held-out error {fit.mean_error:.1%} in the mean of {fit.points} points")
 
     async def _start_proxy(self, urls: Mapping[str, str]) -> tuple[str, str]:
         """The proxy's address and its admin address."""
@@ -308,9 +323,8 @@ def _print(result: Mapping[str, Any]) -> None:
     console.print(_meaning(runs, total))
     console.print()
     console.print(
-        "The engines are emulated, timed by latency profiles; the proxy was given the same profiles (there "
-        "is no profiler of live servers yet). Everything else is as in production: processes, sockets, "
-        "streamed tokens."
+        "The engines are emulated. Everything else is as in production: processes, sockets, streamed tokens, "
+        "and profiles that were measured over HTTP."
     )
     console.print()
     console.print("Your own servers:  hetlb serve --instance URL --instance URL")

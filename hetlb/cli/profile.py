@@ -18,8 +18,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.cli import profile_live
 from hetlb.config import EngineInfo, Hardware, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
+from hetlb.profiler.aiconfigurator import query
 from hetlb.profiler.fit import FitResult, Form, Phase, Point, fit
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.sources import Roofline, make_profile, profile_text, read_csv
@@ -34,17 +36,22 @@ _SIZES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb profile`, and its verbs `show` and `compare`."""
     parser.usage = (
-        "hetlb profile --from csv:FILE|roofline --out P.yaml [flags]\n"
+        "hetlb profile --url URL --out P.yaml [flags]\n"
+        "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml"
     )
     parser.add_argument("verb", nargs="?", choices=("show", "compare"), help="instead of making one")
     parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show or compare")
-    parser.add_argument("--from", dest="source", metavar="SOURCE", help="csv:FILE or roofline")
+    parser.add_argument(
+        "--from", dest="source", metavar="SOURCE", help="csv:FILE, aiconfigurator or roofline"
+    )
     parser.add_argument("--out", type=Path, metavar="P.yaml", help="where the profile goes")
     parser.add_argument("--name", help="the profile's name (default: system, model and degree)")
     parser.add_argument("--system", help="csv: the rows of this system; roofline: the GPU's name")
     parser.add_argument("--model", help="csv: the rows of this model; roofline: the model's name")
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree")
+    parser.add_argument(
+        "--tp", metavar="N", help="tensor-parallel degree; aiconfigurator: or several, 1,2,4,8"
+    )
     parser.add_argument("--form", choices=tuple(Form), help="of prefill (default: by held-out error)")
     parser.add_argument("--weights", choices=("relative", "absolute"), default="relative")
     parser.add_argument("--plot", type=Path, metavar="P.png", help="measured against fitted")
@@ -54,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="capacity, kept in the file")
     parser.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of the model, over all GPUs")
     parser.add_argument("--memory-bytes", type=int, metavar="N", help="of one GPU")
+    profile_live.add_arguments(parser)
     roofline = parser.add_argument_group("roofline (marked unmeasured)")
     roofline.add_argument("--peak-flops", type=float, metavar="F", help="FLOP/s of one GPU at this precision")
     roofline.add_argument("--bandwidth", type=float, metavar="B", help="memory bytes/s of one GPU")
@@ -61,7 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roofline.add_argument("--bytes-per-parameter", type=float, default=2.0, metavar="B")
     roofline.add_argument("--flops-efficiency", type=float, default=0.5, metavar="SHARE")
     roofline.add_argument("--bandwidth-efficiency", type=float, default=0.7, metavar="SHARE")
-    roofline.add_argument("--overhead-ms", type=float, default=2.0, metavar="MS", help="of every step")
+    estimated = parser.add_argument_group("roofline and aiconfigurator")
+    estimated.add_argument(
+        "--overhead-ms",
+        type=float,
+        metavar="MS",
+        help="host time of every step (default: roofline 2, else 0)",
+    )
+    estimated.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="aiconfigurator: factor on all times"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -69,47 +86,117 @@ def run(args: argparse.Namespace) -> int:
     """Make, show or compare."""
     if args.verb is not None:
         needed = 1 if args.verb == "show" else 2
-        if len(args.files) != needed or args.source or args.out:
-            raise InputError(f"{args.verb}: expected {needed} profile file(s) and no --from or --out")
+        if len(args.files) != needed or args.source or args.url or args.out:
+            raise InputError(f"{args.verb}: expected {needed} profile file(s) and no --url, --from or --out")
         profiles = [load_profile(path) for path in args.files]
         if args.verb == "show":
             return _show(profiles[0], args.json)
         return _compare(profiles[0], profiles[1], args.json)
-    if args.source is None or args.out is None:
-        raise InputError("expected --from csv:FILE or --from roofline with --out P.yaml, or show or compare")
-    for flag in ("tp", "kv_cache_tokens", "max_num_seqs", "kv_bytes_per_token", "memory_bytes"):
+    if (args.source is None) == (args.url is None) or args.out is None:
+        raise InputError("expected one of --url and --from with --out P.yaml, or show or compare")
+    for flag in (
+        "kv_cache_tokens",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_bytes_per_token",
+        "memory_bytes",
+    ):
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise InputError(f"--{flag.replace('_', '-')}: expected a whole number from 1, got {value}")
-    kind, _, file = args.source.partition(":")
-    if kind == "csv" and file:
-        profile, points, result = _from_csv(args, Path(file))
+    degrees = _degrees(args)
+    kind, _, file = (args.source or "").partition(":")
+    written = []
+    if args.url is not None:
+        live = profile_live.measure(args)
+        made = _from_live(args, live, degrees[0])
+        written.append(_finish(args, args.out, made))
+        live.journal.remove()
+    elif kind == "csv" and file:
+        written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
+    elif args.source == "aiconfigurator":
+        for degree in degrees:
+            out = args.out
+            if len(degrees) > 1:
+                out = out.with_name(f"{out.stem}-tp{degree}{out.suffix}")
+            written.append(_finish(args, out, _from_aiconfigurator(args, degree or 1)))
     elif args.source == "roofline":
-        profile, points, result = _from_roofline(args)
+        written.append(_finish(args, args.out, _from_roofline(args, degrees[0])))
     else:
-        raise InputError(f"--from: expected csv:FILE or roofline, got {args.source!r}")
-    for warning in result.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if args.plot is not None:
-        write_plot(args.plot, profile.name, points, result)
-    _write_whole(args.out, profile_text(profile))
+        raise InputError(f"--from: expected csv:FILE, aiconfigurator or roofline, got {args.source!r}")
     if args.json:
-        document = json.loads(msgspec.json.encode(profile))
-        print(json.dumps({"out": str(args.out), "profile": document, "warnings": list(result.warnings)}))
-    else:
-        console = Console()
-        console.print(_errors_table(profile))
-        console.print(f"written to {args.out}", highlight=False)
+        print(json.dumps(written[0] if len(written) == 1 else written))
     return 0
 
 
-def _from_csv(args: argparse.Namespace, path: Path) -> tuple[Profile, tuple[Point, ...], FitResult]:
-    chosen = read_csv(path, system=args.system, model=args.model, tp=args.tp)
+def _degrees(args: argparse.Namespace) -> list[int | None]:
+    """The degrees of `--tp`; several only where a source can tell them apart."""
+    if args.tp is None:
+        return [None]
+    parts = args.tp.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(f"--tp: expected a whole number from 1, got {args.tp!r}")
+    if len(parts) > 1 and args.source != "aiconfigurator":
+        raise InputError(f"--tp: expected one degree, got {args.tp} (several: --from aiconfigurator)")
+    return [int(part) for part in parts]
+
+
+#: A profile, the points that it was fitted to and the fit.
+_Made = tuple[Profile, tuple[Point, ...], FitResult]
+
+
+def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
+    """Warn, draw, write and tell; returns what `--json` prints of it."""
+    profile, points, result = made
+    for warning in result.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.plot is not None:
+        plot = args.plot if out == args.out else args.plot.with_name(f"{out.stem}{args.plot.suffix}")
+        write_plot(plot, profile.name, points, result, profile.engine.max_num_batched_tokens)
+    _write_whole(out, profile_text(profile))
+    if not args.json:
+        console = Console()
+        console.print(_errors_table(profile))
+        console.print(f"written to {out}", highlight=False)
+    document = json.loads(msgspec.json.encode(profile))
+    return {"out": str(out), "profile": document, "warnings": list(result.warnings)}
+
+
+def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: int | None) -> _Made:
+    facts, capacity = live.facts, live.facts.capacity
+    try:
+        result = _fit(args, live.points)
+    except ProfileError as error:
+        raise ProfileError(f"{live.journal.path}: {error}") from error
+    hardware = Hardware(gpu=args.system, gpus=degree or 1, memory_bytes=args.memory_bytes)
+    profile = make_profile(
+        args.name or _default_name(args.system, facts.model, degree),
+        live.points,
+        result,
+        source=Source(kind="live", name=args.url),
+        hardware=hardware if args.system else None,
+        model=ModelInfo(name=facts.model, kv_bytes_per_token=args.kv_bytes_per_token),
+        engine=EngineInfo(
+            name="vllm",
+            version=facts.version,
+            tensor_parallel_size=degree,
+            kv_cache_tokens=capacity.kv_cache_tokens,
+            block_size=capacity.block_size,
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=capacity.max_model_len,
+        ),
+    )
+    return profile, live.points, result
+
+
+def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
+    chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
     try:
         result = _fit(args, chosen.points)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
-    degree = chosen.tensor_parallel_size or args.tp
+    degree = chosen.tensor_parallel_size or tp
     profile = make_profile(
         args.name or _default_name(chosen.system, chosen.model, degree) or path.stem,
         chosen.points,
@@ -126,7 +213,54 @@ def _from_csv(args: argparse.Namespace, path: Path) -> tuple[Profile, tuple[Poin
     return profile, chosen.points, result
 
 
-def _from_roofline(args: argparse.Namespace) -> tuple[Profile, tuple[Point, ...], FitResult]:
+def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
+    for flag in ("system", "model"):
+        if getattr(args, flag) is None:
+            raise InputError(f"--{flag}: expected a name with --from aiconfigurator, got none")
+    if not (math.isfinite(args.scale) and args.scale > 0):
+        raise InputError(f"--scale: expected a number above 0, got {args.scale}")
+    overhead_ms = _overhead_ms(args, 0.0)
+    found = query(args.model, args.system, degree, overhead_s=overhead_ms / 1e3, scale=args.scale)
+    result = _fit(args, found.points)
+    if found.kv_cache_tokens is None and args.kv_cache_tokens is None:
+        print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
+    note = "kernel tables measured on the GPU, composed; host time is left out"
+    if overhead_ms or args.scale != 1.0:
+        note += f" but for {overhead_ms:g} ms a step; times {args.scale:g}"
+    profile = make_profile(
+        args.name or _default_name(args.system, args.model, degree),
+        found.points,
+        result,
+        source=Source(
+            kind="aiconfigurator",
+            name=f"aiconfigurator-core {found.version}",
+            system=args.system,
+            licence="Apache-2.0",
+            attribution="NVIDIA",
+            note=note,
+        ),
+        hardware=Hardware(gpu=args.system, gpus=degree, memory_bytes=args.memory_bytes or found.memory_bytes),
+        model=ModelInfo(
+            name=args.model, kv_bytes_per_token=args.kv_bytes_per_token or found.kv_bytes_per_token
+        ),
+        engine=EngineInfo(
+            tensor_parallel_size=degree,
+            kv_cache_tokens=args.kv_cache_tokens or found.kv_cache_tokens,
+            max_num_seqs=args.max_num_seqs or found.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens or found.max_num_batched_tokens,
+        ),
+    )
+    return profile, found.points, result
+
+
+def _overhead_ms(args: argparse.Namespace, default: float) -> float:
+    overhead_ms: float = default if args.overhead_ms is None else args.overhead_ms
+    if not (math.isfinite(overhead_ms) and overhead_ms >= 0):
+        raise InputError(f"--overhead-ms: expected milliseconds from 0, got {overhead_ms}")
+    return overhead_ms
+
+
+def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
     for flag in ("peak_flops", "bandwidth", "parameters", "kv_bytes_per_token"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag.replace('_', '-')}: expected a value with --from roofline, got none")
@@ -140,9 +274,8 @@ def _from_roofline(args: argparse.Namespace) -> tuple[Profile, tuple[Point, ...]
             raise InputError(
                 f"--{flag.replace('_', '-')}: expected a share above 0 and up to 1, got {getattr(args, flag)}"
             )
-    if not (math.isfinite(args.overhead_ms) and args.overhead_ms >= 0):
-        raise InputError(f"--overhead-ms: expected milliseconds from 0, got {args.overhead_ms}")
-    degree = args.tp or 1
+    overhead_ms = _overhead_ms(args, 2.0)
+    degree = tp or 1
     roofline = Roofline(
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
@@ -152,13 +285,13 @@ def _from_roofline(args: argparse.Namespace) -> tuple[Profile, tuple[Point, ...]
         tensor_parallel_size=degree,
         flops_efficiency=args.flops_efficiency,
         bandwidth_efficiency=args.bandwidth_efficiency,
-        step_overhead_s=args.overhead_ms / 1e3,
+        step_overhead_s=overhead_ms / 1e3,
     )
     points = tuple(roofline.points())
     result = _fit(args, points)
     note = (
         f"estimated, not measured: {args.peak_flops:g} FLOP/s at {args.flops_efficiency:g}, "
-        f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {args.overhead_ms:g} ms a step; "
+        f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
         "the errors are of the fit to this estimate"
     )
     profile = make_profile(

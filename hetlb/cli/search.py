@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from hetlb.cli.search_plot import write_plot
 from hetlb.config import Cluster, Profile, load_cluster
 from hetlb.core.latency import IterationRule
 from hetlb.errors import ConfigError, InputError, ProfileError
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, default=MAX_ROWS, metavar="N", help=f"rows to sample ({MAX_ROWS} at most)"
     )
     parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="the best layout as a fleet")
+    parser.add_argument("--plot", type=Path, metavar="P.png", help="the ranking as bars")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -68,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     feasible = any(plan.best for plan in plans)
     if feasible and args.write_fleet is not None:
         write_fleet(args.write_fleet, cluster, plans)
+    if args.plot is not None:
+        write_plot(args.plot, plans, args.estimate)
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hetlb.core.types import Capacity, EngineSample
 
@@ -19,20 +20,66 @@ WAITING = ("vllm:num_requests_waiting",)
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 CACHE_CONFIG = ("vllm:cache_config_info",)
 
+ITERATIONS = ("vllm:iteration_tokens_total_count",)
+PROMPT_TOKENS = ("vllm:prompt_tokens_total",)
+CACHED_TOKENS = ("vllm:prefix_cache_hits_total",)
+GENERATED_TOKENS = ("vllm:generation_tokens_total",)
+PREEMPTIONS = ("vllm:num_preemptions_total",)
+
 _WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG))
+_COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: More requests or tokens than this on one server is nonsense.
 _MAX_COUNT = 1 << 40
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What a server has done since it started; None for what it does not count.
+
+    `iterations` are those in which a token came out: a pass over a mere piece of one prompt is not counted.
+    """
+
+    iterations: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int | None
+    preemptions: int | None
+
+
+def parse_counters(text: str) -> EngineCounters:
+    """Read the counters of a Prometheus text page of one vLLM server."""
+    series = _series(text, _COUNTERS)
+    names = (ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS)
+    return EngineCounters(*(_count(series, name, [], []) for name in names))
+
+
 def parse(text: str) -> EngineSample:
     """Read a Prometheus text page of one vLLM server."""
+    series = _series(text, _WANTED)
+    missing: list[str] = []
+    invalid: list[str] = []
+    running = _count(series, RUNNING, missing, invalid)
+    waiting = _count(series, WAITING, missing, invalid)
+    kv_usage = _fraction(series, KV_USAGE, missing, invalid)
+    capacity = _capacity(series, missing, invalid)
+    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid))
+
+
+def has_prefix_cache(text: str) -> bool:
+    """Whether the server of this page says that it keeps prefixes of prompts."""
+    labels = " ".join(_series(text, frozenset(CACHE_CONFIG)).get(CACHE_CONFIG[0], ()))
+    return 'enable_prefix_caching="True"' in labels
+
+
+def _series(text: str, wanted: frozenset[str]) -> dict[str, dict[str, float]]:
+    """The wanted samples by name and labels."""
     series: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if not line.startswith("vllm:"):
             continue
-        if line.partition("{")[0].partition(" ")[0] not in _WANTED:
+        if line.partition("{")[0].partition(" ")[0] not in wanted:
             continue
         match = _LINE.match(line)
         if match is None:
@@ -43,13 +90,7 @@ def parse(text: str) -> EngineSample:
             value = math.nan
         # A repeated series replaces itself: last wins, nothing is counted twice.
         series.setdefault(match[1], {})[match[2] or ""] = value
-    missing: list[str] = []
-    invalid: list[str] = []
-    running = _count(series, RUNNING, missing, invalid)
-    waiting = _count(series, WAITING, missing, invalid)
-    kv_usage = _fraction(series, KV_USAGE, missing, invalid)
-    capacity = _capacity(series, missing, invalid)
-    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid))
+    return series
 
 
 def _find(

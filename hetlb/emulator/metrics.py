@@ -5,6 +5,8 @@ Promise: names, labels and types are vLLM's; what the emulator does not model is
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hetlb.emulator.runner import Runner
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -74,6 +76,20 @@ def render(runner: Runner, model_name: str, kv_cache_tokens: int) -> bytes:
             for reason, count in runner.finished.items()
         ),
     )
+    tokens = runner.iteration_tokens
+    name = "vllm:iteration_tokens_total"
+    lines.append(f"# HELP {name} Histogram of number of tokens per engine_step.")
+    lines.append(f"# TYPE {name} histogram")
+    bounds = [*map(float, tokens.BOUNDS), "+Inf"]
+    sums = [*accumulate(tokens.counts), tokens.count]
+    lines.extend(
+        f'{name}_bucket{{engine="0",le="{bound}",model_name="{_escaped(model_name)}"}} {float(below)}'
+        for bound, below in zip(bounds, sums, strict=True)
+    )
+    lines += [
+        f"{name}_count{{{labels}}} {float(tokens.count)}",
+        f"{name}_sum{{{labels}}} {float(tokens.total)}",
+    ]
     metric(
         "vllm:cache_config_info",
         "gauge",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as Many
 
@@ -35,6 +36,30 @@ class Choice(Sequence):
         """It got its last token, or, without output, its prompt has been read."""
 
 
+class IterationTokens:
+    """vLLM's histogram of tokens per iteration: prompts count where they end, silent ones not at all."""
+
+    #: vLLM's own upper bounds.
+    BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+    __slots__ = ("count", "counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(self.BOUNDS)
+        self.count = 0
+        self.total = 0
+
+    def observe(self, tokens: int) -> None:
+        """An iteration in which so many tokens were counted has ended."""
+        if not tokens:
+            return
+        self.count += 1
+        self.total += tokens
+        place = bisect_left(self.BOUNDS, tokens)
+        if place < len(self.BOUNDS):
+            self.counts[place] += 1
+
+
 class Runner:
     """One engine in real time. Durations of the model are multiplied by `time_scale`."""
 
@@ -47,16 +72,16 @@ class Runner:
         "_pending",
         "_time_scale",
         "finished",
-        "iterations",
+        "iteration_tokens",
         "model",
         "prompt_tokens",
     )
 
     def __init__(self, model: EngineModel, loop: asyncio.AbstractEventLoop, time_scale: float = 1.0) -> None:
         self.model = model
-        #: Prompt tokens whose prefill has ended, each prompt once; iterations ended.
+        #: Prompt tokens whose prefill has ended, each prompt once.
         self.prompt_tokens = 0
-        self.iterations = 0
+        self.iteration_tokens = IterationTokens()
         #: Sequences that have ended, by vLLM's finished_reason.
         self.finished = {"stop": 0, "length": 0, "abort": 0}
         self._loop = loop
@@ -158,8 +183,8 @@ class Runner:
 
     def _end(self) -> None:
         model = self.model
+        before = self.prompt_tokens + model.generated_tokens
         ended = model.end_iteration()
-        self.iterations += 1
         for sequence in ended.first:
             self.prompt_tokens += sequence.prompt_tokens
         for choice in model.decoding:
@@ -169,4 +194,5 @@ class Runner:
                 self.prompt_tokens += choice.prompt_tokens
             self.finished[choice.finish_reason] += 1  # type: ignore[attr-defined]
             choice.finish()  # type: ignore[attr-defined]
+        self.iteration_tokens.observe(self.prompt_tokens + model.generated_tokens - before)
         self._tell_idle()

@@ -57,6 +57,13 @@ class HelperProcess:
             raise HetlbError(f"{self.name} did not start: {self._last_words()}")
         self.urls = re.findall(r"http://[^\s)]+", line)
 
+    async def done(self) -> None:
+        """Wait for it to end. Raises `HetlbError` unless it ended well."""
+        assert self._process.stdout is not None
+        await asyncio.to_thread(self._process.stdout.read)
+        if self._process.wait():
+            raise HetlbError(f"{self.name} failed: {self._last_words()}")
+
     def check(self) -> None:
         """Raise `HetlbError` if it has ended."""
         status = self._process.poll()
@@ -89,6 +96,13 @@ class Helpers:
         process = HelperProcess(name, arguments, log)
         self._processes.append(process)
         return process
+
+    async def run(self, name: str, *arguments: str) -> None:
+        """Start one and wait for its end. Raises `HetlbError` unless it ended well."""
+        process = self.start(name, *arguments)
+        await process.done()
+        self._processes.remove(process)
+        process.kill()
 
     def check(self) -> None:
         """Raise `HetlbError` if any has ended."""

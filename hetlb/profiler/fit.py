@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +54,16 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement: seconds that `batch` requests of `length` tokens took."""
+    """One measurement: seconds that `batch` requests of `length` tokens took.
+
+    A live engine splits what exceeds its token budget: `passes` is how many forward passes a prefill took.
+    """
 
     phase: Phase
     batch: int
     length: int
     seconds: float
+    passes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +94,31 @@ class PhaseFit:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A fitted latency model with its errors and what a reader should be warned of."""
+    """A fitted latency model, its times and their errors, and what a reader should be warned of."""
 
     latency: LatencyModel
+    predict: dict[Phase, Predictor]
     prefill: PhaseFit
     decode: PhaseFit
     warnings: tuple[str, ...]
 
 
-Predictor = Callable[[float, float], float]
+class Predictor(Protocol):
+    """Seconds that `batch` requests of `length` tokens take in `passes` equal passes."""
+
+    def __call__(self, batch: float, length: float, passes: int = 1) -> float:
+        """Seconds."""
 
 
 def merge_repeats(points: Iterable[Point]) -> list[Point]:
     """One point for each phase, batch and length: the median of its repeats. In sorted order."""
-    repeats: dict[tuple[Phase, int, int], list[float]] = {}
+    repeats: dict[tuple[Phase, int, int], list[Point]] = {}
     for point in points:
-        repeats.setdefault((point.phase, point.batch, point.length), []).append(point.seconds)
-    return [Point(*key, median(values)) for key, values in sorted(repeats.items())]
+        repeats.setdefault((point.phase, point.batch, point.length), []).append(point)
+    return [
+        replace(same[0], seconds=median(point.seconds for point in same))
+        for _, same in sorted(repeats.items())
+    ]
 
 
 def fit(points: Iterable[Point], *, form: Form | None = None, relative: bool = True) -> FitResult:
@@ -139,6 +153,10 @@ def fit(points: Iterable[Point], *, form: Form | None = None, relative: bool = T
     decode_fit = PhaseFit(Form.PAPER, decode_errors)
     return FitResult(
         LatencyModel(k1, k2, k3, k4, k5, k6, k7, k8, better),
+        {
+            Phase.PREFILL: fit_phase(prefill, chosen, relative=relative),
+            Phase.DECODE: fit_phase(decode, Form.PAPER, relative=relative),
+        },
         prefill_fit,
         decode_fit,
         (*_warnings(Phase.PREFILL, prefill_fit.error), *_warnings(Phase.DECODE, decode_fit.error)),
@@ -177,7 +195,7 @@ def _warnings(phase: Phase, error: ErrorSummary) -> list[str]:
 
 def errors_on(predict: Predictor, points: Sequence[Point]) -> ErrorSummary:
     """Relative errors of `predict(batch, length)` on `points`."""
-    return _summary(points, [abs(predict(p.batch, p.length) / p.seconds - 1.0) for p in points])
+    return _summary(points, [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
 
 def held_out_errors(points: Sequence[Point], form: Form, *, relative: bool = True) -> ErrorSummary:
@@ -200,7 +218,7 @@ def held_out_errors(points: Sequence[Point], form: Form, *, relative: bool = Tru
         )
         for i in group:
             point = points[i]
-            errors[i] = abs(predict(point.batch, point.length) / point.seconds - 1.0)
+            errors[i] = abs(predict(point.batch, point.length, point.passes) / point.seconds - 1.0)
     return _summary(points, errors)
 
 
@@ -218,14 +236,24 @@ def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
 
 
 def fit_phase(points: Sequence[Point], form: Form, *, relative: bool = True) -> Predictor:
-    """`(batch, length) -> seconds` of one phase, fitted in one form (decode knows only the paper's)."""
+    """The times of one phase, fitted in one form (decode knows only the paper's)."""
     if form is Form.PAPER:
         a, b, c, d = fit_linear(points, relative=relative)
-        return lambda batch, length: a * batch * length + b * batch + c * length + d
+
+        def linear_s(batch: float, length: float, passes: int = 1) -> float:
+            longest = min(length, batch * length / passes)
+            return a * batch * length + b * batch + passes * (c * longest + d)
+
+        return linear_s
     better = fit_pnorm(points)
     if form is Form.GRID:
         better = with_grid(better, points)
-    return better.prefill_s
+    return partial(_passes_s, better)
+
+
+def _passes_s(form: PnormPrefill, batch: float, length: float, passes: int = 1) -> float:
+    """Equal passes, each over whole prompts or a piece of one; attention is over the whole prompt."""
+    return passes * form.pass_s(batch * length / passes, max(1.0, batch / passes), length)
 
 
 # --- the paper's four terms ---------------------------------------------------------------------------
@@ -239,8 +267,10 @@ def fit_linear(
     Non-negative coefficients are what keeps a prediction from falling with batch or length or below
     its floor at every batch and length, not only where it was measured.
     """
-    batch, length, seconds = _arrays(points)
-    terms = np.stack([batch * length, batch, length, np.ones_like(batch)])
+    batch, length, seconds, passes = _arrays(points)
+    # Every pass pays for its longest piece of a prompt and for itself.
+    longest = np.minimum(length, batch * length / passes)
+    terms = np.stack([batch * length, batch, longest * passes, passes])
     # Every term is scaled to the size of the answer: curve_fit's steps are then alike in all of them.
     scale = np.median(seconds) / terms.max(axis=1)
 
@@ -269,9 +299,10 @@ def fit_linear(
     return k1, k2, k3, k4
 
 
-def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array]:
-    batch, length, seconds = np.array([(p.batch, p.length, p.seconds) for p in points], dtype=np.float64).T
-    return batch, length, seconds
+def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
+    rows = [(p.batch, p.length, p.seconds, p.passes) for p in points]
+    batch, length, seconds, passes = np.array(rows, dtype=np.float64).T
+    return batch, length, seconds, passes
 
 
 # --- the better forms of prefill ------------------------------------------------------------------------
@@ -279,17 +310,17 @@ def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array]:
 
 def fit_pnorm(points: Sequence[Point]) -> PnormPrefill:
     """`(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, weighted by 1/seconds; floor, a and b are not negative."""
-    batch, length, seconds = _arrays(points)
-    tokens = batch * length
-    quadratic = tokens * length
-    floor_0, rate_0 = float(seconds.min()), float(np.min(seconds / tokens))
+    batch, length, seconds, passes = _arrays(points)
+    tokens = batch * length / passes
+    quadratic = batch * length * length
+    floor_0, rate_0 = float((seconds / passes).min()), float(np.min(seconds / (tokens * passes)))
     bend_0 = float(np.max(seconds / quadratic)) * 1e-3
 
     def model(_: _Array, floor: float, rate: float, p: float, bend: float) -> _Array:
         larger = np.maximum(floor * floor_0, rate * rate_0 * tokens)
         smaller = np.minimum(floor * floor_0, rate * rate_0 * tokens)
-        dense: _Array = larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p) + bend * bend_0 * quadratic
-        return dense
+        dense: _Array = larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p)
+        return passes * dense + bend * bend_0 * quadratic
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OptimizeWarning)
@@ -321,7 +352,8 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     batches = sorted({p.batch for p in points})
     lengths = sorted({p.length for p in points})
     ratio: dict[tuple[int, int], float] = {
-        (p.batch, p.length): math.log(p.seconds / base.prefill_s(p.batch, p.length)) for p in points
+        (p.batch, p.length): math.log(p.seconds / _passes_s(base, p.batch, p.length, p.passes))
+        for p in points
     }
     measured = np.array([[_nearest(ratio, b, n) for n in lengths] for b in batches])
     steps_b, steps_l = _least_rises(base, batches, lengths)

@@ -1,31 +1,35 @@
 """A picture of a fit: measured points against the fitted lines, and the residuals, for both phases.
 
-Promise: matplotlib (the extra `plot`) is needed only here and only when a picture is asked for.
+Promise: a line is what the profile predicts, a point what was measured; nothing is left out.
 """
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetlb.errors import InputError, ProfileError
+from hetlb.pictures import new_figure, save_figure
 from hetlb.profiler.fit import FitResult, Phase, Point
 
 
-def write_plot(path: Path, name: str, points: Sequence[Point], result: FitResult) -> None:
-    """Draw to `path`; the format is that of its ending. Raises `InputError` or `ProfileError`."""
-    try:
-        figure_type = importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise InputError("--plot: expected matplotlib to be installed (pip install 'hetlb[plot]')") from error
-    latency = result.latency
-    better = latency.better_prefill
-    prefill = better.prefill_s if better is not None else latency.prefill_s
-    figure = figure_type(figsize=(11, 7), layout="constrained", dpi=130)
+def write_plot(
+    path: Path,
+    name: str,
+    points: Sequence[Point],
+    result: FitResult,
+    max_num_batched_tokens: int | None = None,
+) -> None:
+    """Draw to `path`; the format is that of its ending. Raises `InputError`.
+
+    `max_num_batched_tokens` is where the engine splits a prefill into several passes (None: nowhere).
+    """
+    figure = new_figure(11, 7)
     axes = figure.subplots(2, 2, height_ratios=(3, 1.3), sharex="col")
-    columns = ((Phase.PREFILL, prefill, result.prefill), (Phase.DECODE, latency.decode_step_s, result.decode))
-    for column, (phase, predict, phase_fit) in enumerate(columns):
+    for column, (phase, phase_fit) in enumerate(
+        ((Phase.PREFILL, result.prefill), (Phase.DECODE, result.decode))
+    ):
+        predict = result.predict[phase]
         top, bottom = axes[0][column], axes[1][column]
         of_phase = [p for p in points if p.phase is phase]
         batches = sorted({p.batch for p in of_phase})
@@ -35,7 +39,9 @@ def write_plot(path: Path, name: str, points: Sequence[Point], result: FitResult
             shade = 0.15 + 0.75 * index / max(1, len(batches) - 1)
             color = (0.10 + 0.75 * shade, 0.25 + 0.25 * (1 - shade), 0.75 * (1 - shade) + 0.15)
             group = [p for p in of_phase if p.batch == batch]
-            top.plot(lengths, [predict(batch, n) * 1e3 for n in lengths], color=color, linewidth=1.3)
+            passes = [_passes(phase, batch * n, max_num_batched_tokens) for n in lengths]
+            curve = [predict(batch, n, k) * 1e3 for n, k in zip(lengths, passes, strict=True)]
+            top.plot(lengths, curve, color=color, linewidth=1.3)
             top.plot(
                 [p.length for p in group],
                 [p.seconds * 1e3 for p in group],
@@ -44,7 +50,7 @@ def write_plot(path: Path, name: str, points: Sequence[Point], result: FitResult
                 markersize=4.5,
                 label=f"batch {batch}",
             )
-            residuals = [100 * (predict(batch, p.length) / p.seconds - 1) for p in group]
+            residuals = [100 * (predict(batch, p.length, p.passes) / p.seconds - 1) for p in group]
             bottom.plot([p.length for p in group], residuals, "o-", color=color, markersize=3, linewidth=0.7)
         held_out = phase_fit.error
         top.set_title(
@@ -65,7 +71,10 @@ def write_plot(path: Path, name: str, points: Sequence[Point], result: FitResult
         )
         bottom.minorticks_off()
     figure.suptitle(f"{name}: points measured, lines fitted")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{path}: expected a picture file that can be written: {error}") from error
+    save_figure(figure, path)
+
+
+def _passes(phase: Phase, tokens: float, max_num_batched_tokens: int | None) -> int:
+    if phase is Phase.DECODE or max_num_batched_tokens is None:
+        return 1
+    return math.ceil(tokens / max_num_batched_tokens)

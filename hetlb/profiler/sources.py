@@ -222,6 +222,9 @@ def make_profile(
         grid=RawGrid(
             prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.PREFILL),
             decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.DECODE),
+            prefill_passes=tuple(p.passes for p in points if p.phase is Phase.PREFILL)
+            if any(p.passes > 1 for p in points)
+            else None,
         ),
     )
 
@@ -247,7 +250,10 @@ def profile_text(profile: Profile) -> str:
             for inner, content in value.items():
                 if key == "grid":
                     lines.append(f"  {inner}:")
-                    lines += [f"    - {_flow(row)}" for row in content]
+                    if inner == "prefill_passes":
+                        lines[-1] += f" {_flow(content)}"
+                    else:
+                        lines += [f"    - {_flow(row)}" for row in content]
                 elif inner == "grid":
                     lines.append("  grid:")
                     lines += [f"    {axis}: {_flow(content[axis])}" for axis in ("batches", "lengths")]

@@ -118,6 +118,7 @@ class Service:
                     ", ".join(instance.served),
                     instance.spec.model,
                 )
+            self._compare_profile(instance.name)
         listen, admin = self.fleet.listen, self.fleet.admin
         with _named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port)
@@ -127,6 +128,26 @@ class Service:
             site = web.TCPSite(self._runner, admin.host, admin.port)
             await site.start()
         self.admin_address = self._runner.addresses[0][:2]
+
+    def _compare_profile(self, name: str) -> None:
+        """Warn where an engine is not what its profile was measured on."""
+        profile = self.fleet.profiles.get(name)
+        if profile is None:
+            return
+        entries = self.scraper.models.get(name, [])
+        serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
+        if profile.model is not None and serves and profile.model.name not in serves:
+            logger.warning(
+                "%s: its profile is of the model %s, it serves %s",
+                name,
+                profile.model.name,
+                ", ".join(sorted(serves)),
+            )
+        version = self.scraper.versions.get(name)
+        if profile.engine.version is not None and version not in (None, profile.engine.version):
+            logger.warning(
+                "%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, version
+            )
 
     @property
     def ready_line(self) -> str:

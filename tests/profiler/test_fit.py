@@ -144,7 +144,7 @@ def test_plain_least_squares_is_worse_where_it_is_small() -> None:
     for relative, bounded in ((True, True), (False, False)):
         a, b, c, d = fit_linear(points, relative=relative, bounded=bounded)
         errors.append(
-            errors_on(lambda n, i, k=(a, b, c, d): k[0] * n * i + k[1] * n + k[2] * i + k[3], points)
+            errors_on(lambda n, i, _=1, k=(a, b, c, d): k[0] * n * i + k[1] * n + k[2] * i + k[3], points)
         )
     assert errors[0].mean < errors[1].mean
 

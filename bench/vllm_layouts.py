@@ -1,0 +1,190 @@
+"""Two real vLLM servers of TP 1 against one of TP 2 on two CPU cores: does `hetlb search` name the faster?
+
+Shows: `hetlb profile --url` on each layout (the two TP 1 servers at the same time, since they share the
+memory bus when they serve), `hetlb search` on those profiles, and a load test of each layout through
+`hetlb serve` with the rows that the search simulated.
+Promises: nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
+1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
+
+`.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 4m]`; about 12 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))  # engines.py, pair.py
+
+import pair as real
+from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_servers
+
+from hetlb.core.arrivals import PlannedRequest, make_plan
+from hetlb.loadtest.processes import helper_processes
+from hetlb.traces import TraceRow
+
+OUT = REPO_ROOT / "bench" / "results" / "vllm_layouts.json"
+HETLB = (sys.executable, "-m", "hetlb")
+PROMPT_TOKENS = (32, 320)
+OUTPUT_TOKENS = (16, 96)
+#: tiny-slow: 107.6M parameters in bfloat16; 2 * 12 layers * 12 KV heads * 64 * 2 bytes of KV per token.
+PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
+KV_SPACE_BYTES = 1 << 30
+TOLERANCE = 0.15
+ROUNDS = 3
+
+TP1 = [replace(TINY_SLOW, name=f"tp1-{core}", core=core) for core in (0, 1)]
+TP2 = [
+    replace(
+        TINY_SLOW,
+        name="tp2",
+        extra_args=("--tensor-parallel-size", "2"),
+        extra_env=(("VLLM_CPU_OMP_THREADS_BIND", "0|1"),),
+    )
+]
+
+
+def main() -> int:
+    """Measure, search, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--budget", default="4m", help="of each profile")
+    args = parser.parse_args()
+    rng = random.Random(1)
+    rows = [
+        TraceRow(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for _ in range(args.requests)
+    ]
+    with tempfile.TemporaryDirectory(prefix="hetlb-layouts-") as name:
+        folder = Path(name)
+        trace = folder / "trace.csv"
+        lines = [
+            "arrival_s,input_tokens,output_tokens",
+            *(f",{r.input_tokens},{r.output_tokens}" for r in rows),
+        ]
+        trace.write_text("\n".join(lines) + "\n")
+        measured = {
+            degree: _layout(specs, degree, folder, args.budget, make_plan(rows, None, math.inf, rng))
+            for degree, specs in ((1, TP1), (2, TP2))
+        }
+        found = _search(folder, trace)
+    faster = max(measured, key=lambda degree: measured[degree]["median_tok_s"])
+    named = found["best"]["box"]
+    estimated = {
+        each["tensor_parallel_size"]: each["throughput_tok_s"] for each in found["machines"][0]["ranking"]
+    }
+    errors = {n: estimated[n] / measured[n]["median_tok_s"] - 1 for n in measured}
+    document = {
+        "requests": args.requests,
+        "measured": measured,
+        "estimated_tok_s": estimated,
+        "errors": errors,
+        "faster": faster,
+        "named": named,
+    }
+    OUT.write_text(json.dumps(document, indent=1) + "\n")
+    for degree in measured:
+        print(
+            f"TP {degree}: measured {measured[degree]['median_tok_s']:.0f} tokens/s, "
+            f"simulated {estimated[degree]:.0f} ({errors[degree]:+.1%})"
+        )
+    print(f"search names TP {named}; the load test finds TP {faster} faster")
+    return int(named != faster or abs(errors[named]) > TOLERANCE)
+
+
+def _layout(
+    specs: Sequence[Any], degree: int, folder: Path, budget: str, plan: list[PlannedRequest]
+) -> dict[str, Any]:
+    """Profile the servers of a layout, all at once, then load them through the proxy."""
+    with vllm_servers(specs, real.MODELS, folder / f"logs-{degree}", deadline_s=240) as servers:
+        profiles = [folder / f"tp{degree}-{index}.yaml" for index in range(len(servers))]
+        sweeps = [
+            subprocess.Popen(
+                [*HETLB, "profile", "--url", server.url, "--out", str(out), "--budget", budget,
+                 "--tp", str(degree), "--system", "cpu"]
+            )
+            for server, out in zip(servers, profiles, strict=True)
+        ]  # fmt: skip
+        assert [sweep.wait() for sweep in sweeps] == [0] * len(sweeps), "a profile failed"
+        profiles[0].rename(folder / f"tp{degree}.yaml")
+        fits = yaml.safe_load((folder / f"tp{degree}.yaml").read_text())["fit"]
+        figures = []
+        with _proxy(servers, folder / f"tp{degree}.yaml", folder) as url:
+            for number in range(ROUNDS):
+                result = asyncio.run(real.load(url, plan, f"layout {degree} round {number}"))
+                assert not result.errors, result.examples
+                figures.append(result.summary()["total_token_throughput"])
+    return {"tok_s": figures, "median_tok_s": statistics.median(figures), "fit": fits}
+
+
+@contextlib.contextmanager
+def _proxy(servers: Sequence[Server], profile: Path, folder: Path) -> Iterator[str]:
+    fleet = {
+        "version": 1,
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "models": [
+            {
+                "name": SERVED_MODEL_NAME,
+                "instances": [
+                    {"name": server.name, "url": server.url, "profile": str(profile)} for server in servers
+                ],
+            }
+        ],
+    }
+    config = folder / "fleet.yaml"
+    config.write_text(yaml.safe_dump(fleet))
+    with helper_processes() as helpers:
+        process = helpers.start("hetlb", "serve", "--config", str(config))
+        asyncio.run(process.ready())
+        url, admin = process.urls
+        asyncio.run(real.Proxy(url, admin, folder / "none").idle())
+        yield url
+
+
+def _search(folder: Path, trace: Path) -> dict[str, Any]:
+    """`hetlb search` on the machine of two cores, each with 1 GiB of KV cache beside the weights."""
+    cluster = {
+        "version": 1,
+        "model": {
+            "name": SERVED_MODEL_NAME,
+            "parameters": PARAMETERS,
+            "bytes_per_parameter": 2,
+            "kv_bytes_per_token": KV_BYTES_PER_TOKEN,
+        },
+        "limits": {"max_input_tokens": PROMPT_TOKENS[1], "max_output_tokens": OUTPUT_TOKENS[1]},
+        "machines": [
+            {
+                "name": "box",
+                "gpu": "cpu-core",
+                "gpus": 2,
+                "memory_bytes": KV_SPACE_BYTES + 2 * PARAMETERS,
+                "gpu_memory_utilization": 1.0,
+                "reserved_bytes_per_gpu": 0,
+                "profiles": {1: "tp1.yaml", 2: "tp2.yaml"},
+            }
+        ],
+    }
+    config = folder / "cluster.yaml"
+    config.write_text(yaml.safe_dump(cluster, sort_keys=False))
+    command = [*HETLB, "search", "--config", str(config), "--trace", str(trace), "--json"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

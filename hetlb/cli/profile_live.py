@@ -1,0 +1,184 @@
+"""`hetlb profile --url`: the sweep over a live server, its bar, and what is kept when it is interrupted.
+
+Promise: every sample is on disk before the next is taken; the same command goes on where an interrupted
+one was; the samples are removed only once the profile is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+
+from hetlb.config import load_yaml
+from hetlb.core.types import Capacity
+from hetlb.errors import HetlbError, InputError, ProfileError
+from hetlb.profiler.client import EngineClient, ServerFacts
+from hetlb.profiler.fit import Phase, Point
+from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.profiler.journal import Identity, Journal
+from hetlb.profiler.sweep import REPEATS, BusyError, Progress, Sweep, learn_max_num_seqs, settled
+
+_PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+_DEFAULT_BUDGET = "5m"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`--grid FILE`: rows of batch and length for each phase."""
+
+    prefill: tuple[tuple[_PositiveInt, _PositiveInt], ...]
+    decode: tuple[tuple[_PositiveInt, _PositiveInt], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveResult:
+    """What was measured on which server, and the journal that still holds it."""
+
+    facts: ServerFacts
+    points: tuple[Point, ...]
+    journal: Journal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a live sweep."""
+    live = parser.add_argument_group("a live server")
+    live.add_argument("--url", metavar="URL", help="of an OpenAI-compatible vLLM server that nobody uses")
+    live.add_argument("--budget", default=_DEFAULT_BUDGET, metavar="TIME", help="such as 90s or 5m (default)")
+    live.add_argument("--grid", type=Path, metavar="FILE", help="YAML: rows of [batch, length] per phase")
+    live.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="samples a point (default 3)")
+    live.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the API key")
+    live.add_argument("--force", action="store_true", help="measure a server that others use too")
+    live.add_argument("--fresh", action="store_true", help="forget the samples of an interrupted sweep")
+    live.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="default: learnt where visible")
+
+
+def measure(args: argparse.Namespace) -> LiveResult:
+    """Run or resume the sweep of the arguments. Raises `InputError`, `HetlbError`."""
+    budget_s = parse_duration(args.budget)
+    if args.repeats < 1:
+        raise InputError(f"--repeats: expected at least 1, got {args.repeats}")
+    if not re.match(r"https?://[^/]", args.url):
+        raise InputError(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {args.url!r}")
+    key = None
+    if args.api_key_env is not None:
+        key = os.environ.get(args.api_key_env)
+        if not key:
+            raise InputError(f"--api-key-env: expected a variable that is set, got {args.api_key_env}")
+    grid = DEFAULT_GRID if args.grid is None else read_grid(args.grid)
+    return asyncio.run(_measure(args, budget_s, key, grid))
+
+
+def parse_duration(text: str) -> float:
+    """`90`, `90s`, `5m`, `1.5h` in seconds. Raises `InputError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--budget: expected a time such as 90s or 5m, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def read_grid(path: Path) -> tuple[Size, ...]:
+    """The points of a grid file. Raises `ProfileError`."""
+    table = load_yaml(path, _GridFile, ProfileError)
+    return tuple(
+        Size(phase, batch, length)
+        for phase, rows in ((Phase.PREFILL, table.prefill), (Phase.DECODE, table.decode))
+        for batch, length in rows
+    )
+
+
+async def _measure(
+    args: argparse.Namespace, budget_s: float, key: str | None, grid: tuple[Size, ...]
+) -> LiveResult:
+    started = time.monotonic()
+    rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
+    console = Console(stderr=True)
+    journal_path = args.out.with_name(args.out.name + ".samples")
+    async with EngineClient(args.url, key) as client:
+        facts = await client.facts(args.model)
+        if not facts.counts:
+            console.print(
+                "warning: the server has no metrics: others' work and preemptions go unseen", style="yellow"
+            )
+        elif not args.force and not await settled(client, facts):
+            raise BusyError("the server is busy with the work of others (--force measures all the same)")
+        flags = Capacity(kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.max_num_seqs)
+        capacity = facts.capacity.updated(flags)
+        if capacity.max_num_seqs is None:
+            learnt = await learn_max_num_seqs(client, facts, rng)
+            capacity = capacity.updated(Capacity(max_num_seqs=learnt))
+        facts = replace(facts, capacity=capacity)
+        identity = Identity(
+            facts.model,
+            facts.version,
+            capacity.kv_cache_tokens,
+            capacity.max_model_len,
+            capacity.max_num_seqs,
+        )
+        journal = Journal(journal_path, identity, fresh=args.fresh)
+        if journal.samples:
+            console.print(f"{journal_path}: going on after {len(journal.samples)} samples", highlight=False)
+        sizes = clip(grid, capacity, fill=args.grid is None)
+        with _bars(console) as bars:
+            task = bars.add_task("warming up", total=None, left="")
+
+            def show(progress: Progress) -> None:
+                left = f"about {progress.left_s:.0f} s left"
+                bars.update(
+                    task,
+                    description=str(progress.now),
+                    completed=progress.done,
+                    total=progress.planned,
+                    left=left,
+                )
+
+            sweep = Sweep(
+                client,
+                facts,
+                sizes,
+                journal,
+                budget_s=budget_s - (time.monotonic() - started),
+                repeats=args.repeats,
+                force=args.force,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                rng=rng,
+                on_progress=show,
+            )
+            try:
+                measured = await sweep.run()
+            except (HetlbError, asyncio.CancelledError) as stopped:
+                kept = f"{len(journal.samples)} samples are kept in {journal_path}; the same command goes on"
+                journal.close()
+                if isinstance(stopped, asyncio.CancelledError):
+                    print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
+                    raise
+                raise type(stopped)(f"{stopped}; {kept}") from stopped
+    for note in measured.given_up:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    batched = args.max_num_batched_tokens or measured.max_num_batched_tokens
+    capacity = capacity.updated(Capacity(max_num_batched_tokens=batched))
+    return LiveResult(replace(facts, capacity=capacity), measured.points, journal)
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,300 @@
+"""One vLLM server as a profiler sees it: who it is, what it has done, and when tokens come.
+
+Promise: prompts are token ids of exact length that share no beginning; a stamp is taken when bytes are
+read, before they are parsed; tokens are counted by the server's own running usage, so that events which
+bundle several are read right. What a person can mend (address, key, model) is an `InputError` of one
+line, a server that goes away or breaks its word is a `ServerFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from hetlb.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
+from hetlb.core.types import Capacity, EngineSample
+from hetlb.errors import HetlbError, InputError
+
+#: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
+_TOKEN_IDS = range(1000, 2000)
+_CONNECT_TIMEOUT_S = 5.0
+_PAGE_TIMEOUT_S = 10.0
+#: No byte for so long is a server that hangs: longer than any one prefill of a grid.
+_SILENCE_TIMEOUT_S = 120.0
+
+
+class ServerFailed(HetlbError):
+    """The server went away, hangs, or does not do what it was asked."""
+
+
+class _Usage(msgspec.Struct, gc=False):
+    completion_tokens: int | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself; None for what it does not say. `prefix_cache`: it keeps prefixes."""
+
+    model: str
+    version: str | None
+    capacity: Capacity
+    counts: bool
+    prefix_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """When the tokens of one prompt came: `(seconds, tokens so far)`, rising, on the monotonic clock."""
+
+    stamps: tuple[tuple[float, int], ...]
+
+    @property
+    def first_s(self) -> float:
+        """The first token."""
+        return self.stamps[0][0]
+
+    @property
+    def last_s(self) -> float:
+        """The last token."""
+        return self.stamps[-1][0]
+
+    def step_s(self, start_s: float, end_s: float) -> float | None:
+        """Seconds a token between the first and the last stamp in a span; None for fewer than two."""
+        inside = [stamp for stamp in self.stamps if start_s <= stamp[0] <= end_s]
+        if len(inside) < 2 or inside[-1][1] == inside[0][1]:
+            return None
+        return (inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1])
+
+
+def distinct_prompts(rng: random.Random, batch: int, length: int) -> list[list[int]]:
+    """`batch` random prompts of `length` token ids; the first tokens differ between any two."""
+    heads = rng.sample(_TOKEN_IDS, min(batch, len(_TOKEN_IDS)))
+    prompts = []
+    for number in range(batch):
+        prompt = rng.choices(_TOKEN_IDS, k=length)
+        prompt[0] = heads[number % len(heads)]
+        prompts.append(prompt)
+    return prompts
+
+
+class Answer:
+    """A streamed completion of several prompts; `head_s` is when the server had read the request."""
+
+    def __init__(self, response: aiohttp.ClientResponse, prompts: int, max_tokens: int) -> None:
+        self.head_s = time.monotonic()
+        self._response = response
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+
+    async def read(self) -> list[TokenTimes]:
+        """All tokens, one entry per prompt. Raises `ServerFailed`."""
+        pieces: list[tuple[float, bytes]] = []
+        try:
+            async with self._response:
+                content = self._response.content
+                while piece := await content.readany():
+                    pieces.append((time.monotonic(), piece))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerFailed(f"the server broke off an answer: {_reason(error)}") from error
+        return _token_times(pieces, self._prompts, self._max_tokens)
+
+    def close(self) -> None:
+        """Leave: the server aborts what it has not answered."""
+        self._response.close()
+
+
+class EngineClient:
+    """A connection to one server. `async with`; `model` is chosen by `facts`."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self.model = ""
+
+    async def __aenter__(self) -> EngineClient:
+        # A fresh connection per request: idle ones are closed by the server at times of its own.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, limit=0),
+            headers=self._headers,
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None, "entered before"
+        await self._session.close()
+
+    async def facts(self, model: str | None) -> ServerFacts:
+        """Who it is. Raises `InputError` where it is no server of `model`."""
+        status, body = await self._page("/v1/models")
+        if status in (401, 403):
+            raise InputError(
+                f"--url: expected an API key that {self._url} accepts "
+                f"(in the variable that --api-key-env names), got {status}"
+            )
+        entries = _model_entries(body) if status == 200 else {}
+        if not entries:
+            raise InputError(
+                f"--url: expected an OpenAI-compatible server, got {status} from {self._url}/v1/models"
+            )
+        self.model = next(iter(entries)) if model is None else model
+        if self.model not in entries:
+            raise InputError(f"--model: expected one of {', '.join(entries)}, got {self.model!r}")
+        _, version = await self._page("/version")
+        status, page = await self._page("/metrics")
+        text = page.decode("utf-8", "replace") if status == 200 else ""
+        found = parse(text).capacity
+        return ServerFacts(
+            self.model,
+            _version(version),
+            Capacity(
+                kv_cache_tokens=found.kv_cache_tokens,
+                block_size=found.block_size,
+                max_model_len=entries[self.model],
+            ),
+            counts=parse_counters(text).prompt_tokens is not None,
+            prefix_cache=has_prefix_cache(text),
+        )
+
+    async def sample(self) -> EngineSample:
+        """What runs and waits now."""
+        return parse((await self._page("/metrics"))[1].decode("utf-8", "replace"))
+
+    async def counters(self) -> EngineCounters:
+        """What it has done so far."""
+        return parse_counters((await self._page("/metrics"))[1].decode("utf-8", "replace"))
+
+    async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:
+        """Ask for `max_tokens` tokens of every prompt, in one request; returns once its head has come."""
+        assert self._session is not None, "entered before"
+        body = msgspec.json.encode(
+            {
+                "model": self.model,
+                "prompt": prompts,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+        )
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_SILENCE_TIMEOUT_S
+        )
+        try:
+            response = await self._session.post(
+                f"{self._url}/v1/completions",
+                data=body,
+                headers={"content-type": "application/json"},
+                timeout=timeout,
+            )
+            if response.status != 200:
+                said = (await response.content.read(300)).decode("utf-8", "replace")
+                raise ServerFailed(
+                    f"expected an answer to {len(prompts)} prompts of {len(prompts[0])} tokens, "
+                    f"got {response.status}: {' '.join(said.split())}"
+                )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerFailed(f"the server took no request: {_reason(error)}") from error
+        return Answer(response, len(prompts), max_tokens)
+
+    async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
+        """`send` and `read`."""
+        return await (await self.send(prompts, max_tokens)).read()
+
+    async def _page(self, path: str) -> tuple[int, bytes]:
+        assert self._session is not None, "entered before"
+        try:
+            async with self._session.get(
+                self._url + path, timeout=aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S)
+            ) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise ServerFailed(f"{self._url}{path}: expected a page, got none: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
+
+
+def _model_entries(body: bytes) -> dict[str, int | None]:
+    """Names of `/v1/models` with their `max_model_len`."""
+    try:
+        data = msgspec.json.decode(body)["data"]
+        entries = {str(entry["id"]): entry.get("max_model_len") for entry in data}
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: n if isinstance(n, int) and n > 0 else None for name, n in entries.items()}
+
+
+def _version(body: bytes) -> str | None:
+    try:
+        version = msgspec.json.decode(body)["version"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) else None
+
+
+def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens: int) -> list[TokenTimes]:
+    stamps: list[list[tuple[float, int]]] = [[] for _ in range(prompts)]
+    events = [0] * prompts
+    told, total = True, None
+    rest = b""
+    for at, piece in pieces:
+        lines = (rest + piece).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            payload = line[5:].strip() if line.startswith(b"data:") else b""
+            if not payload or payload == b"[DONE]":
+                continue
+            try:
+                event = _decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ServerFailed(f"expected events of JSON, got {payload[:100]!r}") from error
+            if event.error is not None:
+                raise ServerFailed(f"the server reported an error: {str(event.error)[:200]}")
+            tokens = event.usage.completion_tokens if event.usage is not None else None
+            if not event.choices:
+                total = tokens
+                continue
+            index = event.choices[0].index
+            if not 0 <= index < prompts:
+                raise ServerFailed(f"expected choices 0 to {prompts - 1}, got {index}")
+            events[index] += 1
+            told = told and tokens is not None
+            count = events[index] if tokens is None else tokens
+            if count and (not stamps[index] or count > stamps[index][-1][1]):
+                stamps[index].append((at, count))
+    if not told and total != sum(events):
+        raise ServerFailed(
+            f"the server bundles tokens ({total} tokens in {sum(events)} events) and does not count them as "
+            f"they come (continuous_usage_stats): their times cannot be told"
+        )
+    for row in stamps:
+        if not row or row[-1][1] != max_tokens:
+            got = row[-1][1] if row else 0
+            raise ServerFailed(f"expected {max_tokens} tokens of every prompt (ignore_eos), got {got} of one")
+    return [TokenTimes(tuple(row)) for row in stamps]

@@ -1,0 +1,126 @@
+"""Which points a sweep measures: a grid, clipped to what the server can hold, and what they are for.
+
+Promise: pure. Every point fits the server's context, its KV cache with room to spare (nobody is
+preempted) and its number of sequences; what was clipped or left out is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetlb.core.types import Capacity
+from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase
+
+#: Of the KV cache, what a point may fill.
+_KV_SHARE = 0.9
+#: Tokens an answer may take beyond the cached length that a decode point stands for.
+DECODE_ROOM = 128
+_MIN_BATCHES = 2
+_MOST_LENGTHS = 6
+_SHORTEST = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """A point to measure: `batch` requests of `length` prompt (prefill) or cached (decode) tokens."""
+
+    phase: Phase
+    batch: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests together."""
+        return self.batch * self.length
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.batch} x {self.length}"
+
+
+DEFAULT_GRID = tuple(
+    Size(phase, batch, length)
+    for phase, grid in ((Phase.PREFILL, DEFAULT_PREFILL_GRID), (Phase.DECODE, DEFAULT_DECODE_GRID))
+    for batch, length in grid
+)
+
+
+def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list[Size]:
+    """The grid within a server's limits, sorted.
+
+    With `fill`, a phase that lost points gets lengths between the others, until it has as many again.
+    """
+    sizes = list(grid)
+    clipped: list[Size] = []
+    for phase in Phase:
+        wanted = [size for size in sizes if size.phase is phase]
+        fitting = _fit_all(wanted, capacity)
+        lengths = sorted({size.length for size in fitting})
+        batches = sorted({size.batch for size in fitting})
+        if len(batches) < _MIN_BATCHES:
+            batches = sorted({*batches, 1, 2, 4})
+        while fill and lengths and len(fitting) < len(wanted) and len(lengths) < _MOST_LENGTHS:
+            more = _one_more(lengths)
+            if len(more) == len(lengths):
+                break
+            lengths = more
+            fitting = _fit_all([Size(phase, b, n) for b in batches for n in reversed(lengths)], capacity)
+        clipped += fitting
+    return clipped
+
+
+def _one_more(lengths: Sequence[int]) -> list[int]:
+    """The lengths and one in the widest gap (by ratio), from the shortest that can be told."""
+    ends = [_SHORTEST, *lengths]
+    low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
+    return sorted({*lengths, round((low * high) ** 0.5)})
+
+
+def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
+    kept: dict[Size, None] = {}
+    for size in sizes:
+        batch = min(size.batch, capacity.max_num_seqs or size.batch)
+        length = min(size.length, longest(size.phase, batch, capacity))
+        if length < _SHORTEST:
+            continue
+        fitted = Size(size.phase, batch, length)
+        # Two that were clipped to nearly the same would say the same.
+        near = any(o.batch == batch and 0.8 < o.length / length < 1.25 for o in kept)
+        if not near:
+            kept[fitted] = None
+    return sorted(kept)
+
+
+def longest(phase: Phase, batch: int, capacity: Capacity) -> int:
+    """The most tokens that each of `batch` requests may have at a point."""
+    room = DECODE_ROOM if phase is Phase.DECODE else 1
+    limit = 1 << 20
+    if capacity.max_model_len is not None:
+        limit = capacity.max_model_len - room
+    if capacity.kv_cache_tokens is not None:
+        block = capacity.block_size or 16
+        # Requests take whole blocks.
+        blocks = math.floor(_KV_SHARE * capacity.kv_cache_tokens / block / batch)
+        limit = min(limit, blocks * block - room)
+    return limit
+
+
+def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
+    """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+
+    A pass takes the next so many tokens of the prompts in order; an iteration counts if a prompt ends in
+    it. The power of two that explains all of them; None where none or several do.
+    """
+    observed = list(observed)
+    candidates = [1 << power for power in range(8, 18)]
+    fitting = [
+        budget
+        for budget in candidates
+        if all(
+            len({math.ceil(k * length / budget) for k in range(1, batch + 1)}) == iterations
+            for batch, length, iterations in observed
+        )
+    ]
+    return fitting[0] if len(fitting) == 1 else None

@@ -1,0 +1,379 @@
+"""Measures the points of a grid on a live server, within a time budget.
+
+Promise: a prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
+engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
+decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
+anyone else worked on it or anybody was preempted meanwhile: such a sample is not kept. Every sample is in
+the journal before the next begins. No point is measured again while another waits for its first sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from hetlb.core.engine_metrics import EngineCounters
+from hetlb.errors import HetlbError, InputError
+from hetlb.profiler.client import (
+    EngineClient,
+    ServerFacts,
+    TokenTimes,
+    distinct_prompts,
+)
+from hetlb.profiler.fit import Phase, Point
+from hetlb.profiler.grid import DECODE_ROOM, Size, token_budget
+from hetlb.profiler.journal import Journal, Sample
+
+#: Repeats of a point; the median counts. Points whose samples differ get up to so many times as many.
+REPEATS, _MORE_REPEATS = 3, 3
+#: Samples of a point differ if half of them are further than this share from their median.
+_NOISY = 0.03
+#: Steps of a decode sample: enough to take this long, within these.
+_WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
+#: A sample that others disturbed is taken again so often.
+_TRIES = 3
+_WARM_UP_TOKENS = 512
+#: What the prompt before a prefill must outlast: the reading of the request, by its size.
+_READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
+_PLUG_TOKENS = (64, 2048)
+_POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
+#: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
+_MOST_SEQS = 1000
+
+
+class BusyError(HetlbError):
+    """Others use the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a sweep is: samples taken and planned, and what is measured now."""
+
+    done: int
+    planned: int
+    now: Size
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a sweep found: points (medians of their samples), and what was learnt of the engine."""
+
+    points: tuple[Point, ...]
+    max_num_batched_tokens: int | None
+    given_up: tuple[str, ...]
+
+
+async def settled(client: EngineClient, facts: ServerFacts) -> bool:
+    """Wait until the engine has nothing to do; False where it still has after some seconds."""
+    if not facts.counts:
+        return True
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while True:
+        sample = await client.sample()
+        if not sample.running and not sample.waiting:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+
+
+async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: random.Random) -> int | None:
+    """How many sequences run while others wait although the KV cache has room; None where none ever do."""
+    capacity = facts.capacity
+    if not facts.counts or capacity.kv_cache_tokens is None:
+        return None
+    blocks = capacity.kv_cache_tokens // (capacity.block_size or 16)
+    count = min(_MOST_SEQS, blocks // 2)
+    answer = await client.send(distinct_prompts(rng, count, 4), 64)
+    reading = asyncio.create_task(answer.read())
+    seen: int | None = None
+    try:
+        while not reading.done():
+            sample = await client.sample()
+            running = sample.running or 0
+            if sample.waiting and (sample.kv_usage or 0.0) < 0.9:
+                # vLLM admits prompts over several iterations: two looks alike and a queue mean the limit.
+                if running and running == seen:
+                    return running
+                seen = running
+            await asyncio.sleep(_POLL_S * 2)
+        await reading
+        return None
+    finally:
+        answer.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await settled(client, facts)
+
+
+class Sweep:
+    """One sweep over one server."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        facts: ServerFacts,
+        sizes: Sequence[Size],
+        journal: Journal,
+        *,
+        budget_s: float,
+        repeats: int = REPEATS,
+        force: bool = False,
+        max_num_batched_tokens: int | None = None,
+        rng: random.Random,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self._client = client
+        self._facts = facts
+        self._sizes = list(sizes)
+        self._journal = journal
+        self._budget_s = budget_s
+        self._repeats = repeats
+        self._force = force
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._rng = rng
+        self._on_progress = on_progress
+        self._deadline = 0.0
+        self._token_s = 0.0
+        self._first_step_s = 0.0
+        self._step_s: dict[Size, float] = {}
+        most = max((size.batch for size in sizes if size.phase is Phase.DECODE), default=0)
+        longest = max((size.length for size in sizes if size.phase is Phase.DECODE), default=0)
+        # Decode points share their prompts, each a beginning of the same: where the engine keeps
+        # prefixes, a prompt is read once and not once per point.
+        self._decode_prompts = distinct_prompts(rng, most, longest)
+
+    async def run(self) -> Measured:
+        """Measure. Raises `BusyError`, `InputError` (the budget is too small) or `ServerFailed`."""
+        self._deadline = time.monotonic() + self._budget_s
+        await self._warm_up()
+        given_up: dict[Size, str] = {
+            sample.size: sample.reason for sample in self._journal.samples if sample.reason is not None
+        }
+        taken = {size: 0 for size in self._sizes if size not in given_up}
+        for sample in self._journal.samples:
+            if sample.size in taken:
+                taken[sample.size] += 1
+        self._leave_out(taken, given_up)
+        for repeat in range(1, self._repeats * _MORE_REPEATS + 1):
+            for size in sorted(taken, key=_order):
+                if taken.get(size, repeat) >= repeat or not self._wanted(size, taken):
+                    continue
+                left_s = self._deadline - time.monotonic()
+                if repeat > 1 and self._cost_s(size) > left_s:
+                    continue
+                self._tell(size, taken, left_s)
+                sample = await self._undisturbed(size)
+                self._journal.add([sample])
+                if sample.reason is None:
+                    taken[size] += 1
+                else:
+                    del taken[size]
+                    given_up[size] = sample.reason
+        return self._result(given_up)
+
+    def _tell(self, now: Size, taken: dict[Size, int], left_s: float) -> None:
+        more = {size: self._wanted(size, taken) for size in taken}
+        rest_s = sum(self._cost_s(size) * count for size, count in more.items())
+        done = sum(taken.values())
+        left_s = max(0.0, min(rest_s, left_s))
+        self._on_progress(Progress(done, done + sum(more.values()), now, left_s))
+
+    # --- planning ---
+
+    def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
+        """How many more samples of a point are wanted: those asked for, then one more while they differ."""
+        count = taken.get(size, 0)
+        if count < self._repeats:
+            return self._repeats - count
+        seconds = [s.seconds for s in self._journal.samples if s.size == size and s.seconds is not None]
+        middle = median(seconds)
+        return int(median(abs(each / middle - 1.0) for each in seconds) > _NOISY)
+
+    def _leave_out(self, taken: dict[Size, int], given_up: dict[Size, str]) -> None:
+        """Leave out the dearest points until one sample of each fits most of the budget."""
+        while True:
+            cost = {size: self._cost_s(size) for size, count in taken.items() if not count}
+            if sum(cost.values()) <= 0.85 * self._budget_s:
+                return
+            by_phase = {phase: [size for size in taken if size.phase is phase] for phase in Phase}
+            droppable = [size for size in cost if len(by_phase[size.phase]) > 8]
+            if not droppable:
+                raise InputError(
+                    f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
+                    f"slow as this one, got {self._budget_s:g}s"
+                )
+            dearest = max(droppable, key=lambda size: (cost[size], size))
+            del taken[dearest]
+            given_up[dearest] = f"it would take {cost[dearest]:.0f} s of the budget"
+
+    def _cost_s(self, size: Size) -> float:
+        """About how long one sample takes."""
+        if size.phase is Phase.PREFILL:
+            return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
+        near = [s for each, s in self._step_s.items() if each.batch <= size.batch] or [self._first_step_s]
+        step_s = self._step_s.get(size, max(near))
+        # With prefixes kept, prompts are read at the first sample of a point; what longer ones left counts.
+        read = 0 if self._facts.prefix_cache and size in self._step_s else size.tokens
+        return read * self._token_s + self._steps(size) * step_s + 0.05
+
+    def _plug_tokens(self, size: Size) -> int:
+        seconds = _READ_S + _READ_S_PER_TOKEN * size.tokens
+        least, most = _PLUG_TOKENS
+        limit = self._facts.capacity.max_model_len
+        most = min(most, limit - 1) if limit is not None else most
+        return max(1, min(most, max(least, round(seconds / max(self._token_s, 1e-9)))))
+
+    def _steps(self, size: Size) -> int:
+        step_s = self._step_s.get(size, self._first_step_s)
+        return max(_MIN_STEPS, min(_MAX_STEPS, round(_WINDOW_S / max(step_s, 1e-6))))
+
+    # --- measuring ---
+
+    async def _warm_up(self) -> None:
+        """First requests compile and allocate; they also say how fast the server is, roughly."""
+        limit = self._facts.capacity.max_model_len
+        length = min(_WARM_UP_TOKENS, (limit or _WARM_UP_TOKENS + 9) - 9)
+        for _ in range(2):
+            prompts = distinct_prompts(self._rng, 2, max(1, length))
+            started = time.monotonic()
+            times = await self._client.complete(prompts, 8)
+            first_s = max(one.first_s for one in times)
+            self._token_s = (first_s - started) / (2 * length)
+            self._first_step_s = (max(one.last_s for one in times) - first_s) / 7
+        if not await settled(self._client, self._facts) and not self._force:
+            raise BusyError("the server is busy with the work of others (--force measures all the same)")
+
+    async def _undisturbed(self, size: Size) -> Sample:
+        """One sample that nobody disturbed, or why there is none. Raises `BusyError`."""
+        whole = True
+        for _ in range(_TRIES):
+            whole = True
+            if not await settled(self._client, self._facts) and not self._force:
+                break
+            before = await self._counters()
+            measure = self._prefill if size.phase is Phase.PREFILL else self._decode
+            seconds, expected = await measure(size)
+            await settled(self._client, self._facts)
+            after = await self._counters()
+            iterations = None
+            if before is not None and after is not None:
+                if _more(before.preemptions, after.preemptions):
+                    return _given_up(size, "the engine preempted requests: its KV cache was full")
+                read = _more(before.prompt_tokens, after.prompt_tokens)
+                cached = size.phase is Phase.PREFILL and _more(before.cached_tokens, after.cached_tokens)
+                if (read != expected or cached) and not self._force:
+                    continue
+                if size.phase is Phase.PREFILL and read == expected:
+                    more = _more(before.iterations, after.iterations)
+                    iterations = None if more is None else more - 1  # the prompt ahead has its own
+            if seconds is not None:
+                return Sample(size.phase, size.batch, size.length, seconds, iterations)
+            whole = False
+        if whole:
+            raise BusyError(
+                f"{size}: expected a server that nobody else uses (--force measures all the same)"
+            )
+        return _given_up(size, "its requests never ran all at once")
+
+    async def _counters(self) -> EngineCounters | None:
+        return await self._client.counters() if self._facts.counts else None
+
+    async def _prefill(self, size: Size) -> tuple[float | None, int]:
+        """Seconds to prefill a batch, and the prompt tokens that all of it took."""
+        plug = self._plug_tokens(size)
+        prompts = distinct_prompts(self._rng, size.batch, size.length)
+        ahead = await self._client.send(distinct_prompts(self._rng, 1, plug), 1)
+        read = asyncio.create_task(ahead.read())
+        try:
+            answer = await self._client.send(prompts, 1)
+            times, (plugged,) = await answer.read(), await read
+        finally:
+            read.cancel()
+            await asyncio.gather(read, return_exceptions=True)
+        # Where the plug was too short the engine began when the request had been read.
+        began = max(plugged.last_s, answer.head_s)
+        seconds = max(one.first_s for one in times) - began
+        if size.tokens >= _WARM_UP_TOKENS:
+            self._token_s = max(self._token_s / 2, seconds / size.tokens)
+        return max(seconds, 1e-6), size.tokens + plug
+
+    async def _decode(self, size: Size) -> tuple[float | None, int]:
+        """Seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
+        steps = self._steps(size)
+        length = max(1, size.length - steps // 2)
+        prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
+        tokens = size.batch * length
+        if self._facts.prefix_cache and size.batch > 1:
+            await self._client.complete(prompts, 1)
+            tokens *= 2
+        # Until the last prompt is read those before it decode already.
+        behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
+        asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
+        limit = self._facts.capacity.max_model_len
+        if limit is not None:
+            asked = min(asked, limit - length)
+        times = await self._client.complete(prompts, asked)
+        seconds = _together(times)
+        if seconds is not None:
+            self._step_s[size] = seconds
+        return seconds, tokens
+
+    # --- the result ---
+
+    def _budget_tokens(self) -> int | None:
+        if self._max_num_batched_tokens is not None:
+            return self._max_num_batched_tokens
+        return token_budget(
+            (sample.batch, sample.length, sample.iterations)
+            for sample in self._journal.samples
+            if sample.phase is Phase.PREFILL and sample.iterations
+        )
+
+    def _result(self, given_up: dict[Size, str]) -> Measured:
+        budget = self._budget_tokens()
+        rows: dict[Size, list[Sample]] = {}
+        for sample in self._journal.samples:
+            if sample.seconds is not None and sample.size not in given_up:
+                rows.setdefault(sample.size, []).append(sample)
+        points = []
+        for size, samples in sorted(rows.items()):
+            passes = 1
+            if size.phase is Phase.PREFILL and budget is not None:
+                passes = math.ceil(size.tokens / budget)
+            seconds = median(sample.seconds for sample in samples if sample.seconds is not None)
+            points.append(Point(size.phase, size.batch, size.length, seconds, passes))
+        notes = tuple(f"{size}: left out: {reason}" for size, reason in sorted(given_up.items()))
+        return Measured(tuple(points), budget, notes)
+
+
+def _order(size: Size) -> tuple[bool, int, int]:
+    """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
+    if size.phase is Phase.PREFILL:
+        return (False, size.tokens, size.batch)
+    return (True, -size.length, size.batch)
+
+
+def _more(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+def _together(times: Sequence[TokenTimes]) -> float | None:
+    """Seconds of a step while all streams run: between the last to begin and the first to end."""
+    start_s = max(one.first_s for one in times)
+    end_s = min(one.last_s for one in times)
+    steps = [step for one in times if (step := one.step_s(start_s, end_s)) is not None]
+    if len(steps) < len(times) or end_s <= start_s:
+        return None
+    return median(steps)
+
+
+def _given_up(size: Size, reason: str) -> Sample:
+    """The sample that says so."""
+    return Sample(size.phase, size.batch, size.length, reason=reason)

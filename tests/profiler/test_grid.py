@@ -1,0 +1,76 @@
+"""Grids fit the server they are clipped to; the token budget is read from what iterations were counted."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.types import Capacity
+from hetlb.profiler.fit import Phase
+from hetlb.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
+
+
+def test_a_roomy_server_is_measured_on_the_default_grid() -> None:
+    capacity = Capacity(kv_cache_tokens=2_000_000, block_size=16, max_num_seqs=256, max_model_len=131072)
+    assert set(clip(DEFAULT_GRID, capacity)) == set(DEFAULT_GRID)
+    assert set(clip(DEFAULT_GRID, Capacity())) == set(DEFAULT_GRID)
+
+
+@given(
+    blocks=st.integers(40, 100_000),
+    block=st.sampled_from([1, 16, 128]),
+    seqs=st.integers(1, 300),
+    longest=st.integers(300, 200_000),
+)
+def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest: int) -> None:
+    capacity = Capacity(
+        kv_cache_tokens=blocks * block, block_size=block, max_num_seqs=seqs, max_model_len=longest
+    )
+    sizes = clip(DEFAULT_GRID, capacity)
+    assert len(sizes) == len(set(sizes))
+    for size in sizes:
+        room = DECODE_ROOM if size.phase is Phase.DECODE else 1
+        assert 1 <= size.batch <= seqs
+        assert size.length + room <= longest
+        assert size.batch * math.ceil((size.length + room) / block) <= blocks
+
+
+def test_a_small_server_still_gets_enough_points() -> None:
+    capacity = Capacity(kv_cache_tokens=29056, block_size=128, max_num_seqs=64, max_model_len=2048)
+    for phase in Phase:
+        sizes = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is phase]
+        assert len(sizes) >= 12
+        assert len({size.length for size in sizes}) >= 3
+
+
+def iterations(batch: int, length: int, budget: int) -> int:
+    """Passes of `budget` tokens over the prompts in order, of which those count in which a prompt ends."""
+    counted, left = 0, [length] * batch
+    while left:
+        room, ended = budget, False
+        while left and room:
+            taken = min(left[0], room)
+            room -= taken
+            left[0] -= taken
+            if not left[0]:
+                left.pop(0)
+                ended = True
+        counted += ended
+    return counted
+
+
+@given(budget=st.sampled_from([512, 1024, 2048, 4096, 8192, 16384]))
+def test_the_token_budget_shows_in_the_default_grid(budget: int) -> None:
+    observed = [
+        (size.batch, size.length, iterations(size.batch, size.length, budget))
+        for size in DEFAULT_GRID
+        if size.phase is Phase.PREFILL
+    ]
+    assert token_budget(observed) == budget
+
+
+def test_a_budget_that_cannot_be_told_is_not_guessed() -> None:
+    assert token_budget([(1, 128, 1)]) is None  # any budget from 128
+    assert token_budget([(16, 512, 7)]) is None  # none gives seven
