@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": "a fleet in virtual time, or a replay of a recorded event log",
     "profile": "latency profiles: make one, show one, compare two",
     "search": "the tensor-parallel degree that suits every machine of a cluster",
+    "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
     "explain": "one decision in numbers",
 }
 

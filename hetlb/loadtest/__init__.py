@@ -1,4 +1,8 @@
-"""The load-test harness: open-loop load against any OpenAI-compatible server (`generator`), and tables.
+"""The load-test harness: open-loop load against any OpenAI-compatible server, and what is made of it.
 
-Importing this package imports neither: `hetlb simulate` prints tables without loading an HTTP client.
+What is asked and when: `datasets`, `schedules`, `bodies` (and `prompts`, for the demo's bare lengths).
+Sending and measuring: `generator`, `answers`, `verdict`, `figures`. Repeating: `runs`, `campaign`, `compare`,
+`search`, `admin`. Showing: `report`, `screen`, `results`, `htmlreport` (over `pictures` and `svg`).
+
+Importing this package imports none of them: `hetlb simulate` prints tables without loading an HTTP client.
 """

@@ -64,6 +64,52 @@ def runs_table(
     return table
 
 
+def throughput_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """One line per run of `hetlb bench`: how much was served, and whether to believe it."""
+    limits = any(run["slo_attainment"] is not None for run in runs)
+    failures = any(run["failed"] for run in runs)
+    table = _table(None)
+    name_columns = _add_name_columns(table, runs)
+    for heading in ("requests", "req/s", "output\ntok/s", "total\ntok/s"):
+        table.add_column(heading, justify="right")
+    if failures:
+        table.add_column("failed", justify="right")
+    if limits:
+        table.add_column("met the\nlimits", justify="right")
+    table.add_column("verdict")
+    for run in runs:
+        cells = [
+            *_names(run, name_columns),
+            f"{run['completed'] + run['failed']:,}",
+            f"{run['request_throughput']:,.2f}",
+            f"{run['output_throughput']:,.0f}",
+            f"{run['total_token_throughput']:,.0f}",
+        ]
+        if failures:
+            cells.append(f"{run['failed']:,}")
+        if limits:
+            cells.append("-" if run["slo_attainment"] is None else percent(run["slo_attainment"]))
+        table.add_row(*cells, run["client"]["verdict"])
+    return table
+
+
+def latency_table(
+    runs: Sequence[Mapping[str, Any]], metrics: Sequence[str], percentiles: Sequence[float]
+) -> Table:
+    """One line per run of `hetlb bench`: median and highest of `percentiles` of each of `metrics`."""
+    highest = f"p{max(percentiles):g}"
+    table = _table(None)
+    table.caption = "from the time a request was due"
+    name_columns = _add_name_columns(table, runs)
+    for name in metrics:
+        for heading in ("p50", highest):
+            table.add_column(f"{name.upper()}\n{heading}", justify="right")
+    for run in runs:
+        figures = [run[f"{key}_{name}_ms"] for name in metrics for key in ("median", highest)]
+        table.add_row(*_names(run, name_columns), *map(milliseconds, figures))
+    return table
+
+
 def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Table:
     """One line per instance of one run."""
     table = _table(title)
@@ -80,6 +126,58 @@ def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Tabl
             "-" if each["kv_peak"] is None else percent(each["kv_peak"]),
         )
     return table
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> Table:
+    """One policy against the baseline, at one rate."""
+    table = _table(comparison_title(comparison))
+    table.add_column("figure")
+    for heading in (comparison["baseline"], comparison["policy"], "difference"):
+        table.add_column(heading, justify="right")
+    table.add_column(f"{percent(comparison['confidence'])} interval", justify="right")
+    for name, figure in comparison["figures"].items():
+        change = "" if figure["relative"] is None else f" ({100 * figure['relative']:+.1f} %)"
+        interval = "-" if figure["low"] is None else f"{figure['low']:+,.4g} to {figure['high']:+,.4g}"
+        table.add_row(
+            name,
+            f"{figure['baseline_mean']:,.4g}",
+            f"{figure['mean']:,.4g}",
+            f"{figure['difference']:+,.4g}{change}",
+            interval,
+        )
+    return table
+
+
+def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
+    """The highest rate of every policy that meets the limits."""
+    share = percent(searches[0]["slo_attainment"])
+    table = _table(f"Highest rate at which {share} of the requests meet the limits, requests/s")
+    table.add_column("policy")
+    for heading in ("met at", "missed at", "probes"):
+        table.add_column(heading, justify="right")
+    for each in searches:
+        met, missed = each["max_request_rate"], each["lowest_missed_rate"]
+        table.add_row(
+            each["policy"] or "-",
+            "none" if met is None else f"{met:.4g}",
+            "none" if missed is None else f"{missed:.4g}",
+            str(len(each["probes"])),
+        )
+    return table
+
+
+def comparison_title(comparison: Mapping[str, Any]) -> str:
+    """What a comparison compares."""
+    rounds = comparison["rounds"]
+    return f"{comparison['policy']} against {comparison['baseline']}, rate {rate_text(comparison)}, " + (
+        f"{rounds} paired rounds" if rounds > 1 else "one round"
+    )
+
+
+def rate_text(holder: Mapping[str, Any]) -> str:
+    """The request rate of a run or a comparison as a person reads it."""
+    rate = holder["request_rate"]
+    return rate if isinstance(rate, str) else f"{rate:.4g}"
 
 
 def milliseconds(value: float) -> str:
@@ -108,6 +206,20 @@ def _table(title: str | None) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
+
+
+def _add_name_columns(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells the runs apart."""
+    columns = ["policy"] if any(run["policy"] for run in runs) else []
+    columns += ["rate", "round"] if any(run["round"] > 1 for run in runs) else ["rate"]
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading == "policy" else "right", overflow="fold")
+    return columns
+
+
+def _names(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    cells = {"policy": run["policy"] or "-", "rate": rate_text(run), "round": str(run["round"])}
+    return [cells[column] for column in columns]
 
 
 def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:

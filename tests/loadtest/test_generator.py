@@ -277,6 +277,54 @@ class _Row:
     output_tokens = 1
 
 
+async def test_a_cap_closes_the_loop_of_a_load_that_is_due_at_once() -> None:
+    """Never more in flight; a request is due when its turn comes, so none is late."""
+    in_flight = most = 0
+    all_turns_taken = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        if in_flight == 3:
+            all_turns_taken.set()
+        await all_turns_taken.wait()
+        await call.head()
+        in_flight -= 1
+        for _ in range(3):
+            await call.event("a")
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end()
+
+    async with stub(script) as server:
+        result = await load(plan_of(12), server.url, max_concurrency=3)
+    assert result.errors == {}
+    assert most == 3
+    due = [record.scheduled_s for record in result.records]
+    assert due == sorted(due)
+    assert due[3] >= min(record.end_s or 0.0 for record in result.records) > due[0]
+
+
+async def test_under_a_cap_what_was_due_before_its_turn_is_late() -> None:
+    """The wait for a turn is the server's: it is in the latency, and the run says so."""
+    plan = plan_of(4, gap_s=0.01)
+    second_is_due = plan[1].scheduled_s + 0.05
+
+    async def script(call: Call) -> None:
+        if call.number == 0:
+            await asyncio.sleep(second_is_due)
+        await call.answer()
+
+    async with stub(script) as server:
+        result = await load(plan, server.url, max_concurrency=1)
+    assert [record.scheduled_s for record in result.records] == [planned.scheduled_s for planned in plan]
+    for record in result.records[1:]:
+        assert record.lateness_s is not None
+        assert record.ttft_s is not None
+        assert record.ttft_s >= record.lateness_s > 0.02
+    assert result.summary()["client"]["verdict"] == "SUSPECT"
+
+
 # --- the verdict, on made-up runs ---------------------------------------------------------------------
 
 
@@ -289,6 +337,7 @@ def fared(
     cpu: float = 0.1,
     failed: int = 0,
     short: int = 0,
+    longer_prompts: int = 0,
     stretch: float = 1.0,
 ) -> dict[str, Any]:
     plan = plan_of(100, gap_s=gap_s)
@@ -299,7 +348,7 @@ def fared(
         records.append(
             RequestRecord(
                 scheduled_s=planned.scheduled_s,
-                prompt_tokens=planned.prompt_tokens,
+                prompt_tokens=planned.prompt_tokens + (planned.index < longer_prompts),
                 output_tokens=planned.output_tokens - (planned.index >= 100 - short),
                 first_token_s=planned.scheduled_s + ttft_s,
                 last_token_s=planned.scheduled_s + ttft_s + 0.1,
@@ -326,6 +375,8 @@ def fared(
         ({"failed": 1}, None),
         ({"failed": 2}, "failed"),
         ({"short": 2}, "length"),
+        ({"longer_prompts": 1}, None),
+        ({"longer_prompts": 2}, "prompt"),
         ({"gap_s": 0.0, "late_s": 0.029}, None),  # all at once: beside a duration of 0.3 s
         ({"gap_s": 0.0, "late_s": 0.031}, "late"),
     ],

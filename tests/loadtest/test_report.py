@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.core.records import RequestRecord, summarize
-from hetlb.loadtest.report import instances_table, milliseconds, runs_table
+from hetlb.loadtest.report import (
+    comparison_table,
+    instances_table,
+    latency_table,
+    milliseconds,
+    runs_table,
+    search_table,
+    throughput_table,
+)
 
 
 def run(policy: str, counts: dict[str, int], *, failed: int = 0) -> dict[str, Any]:
@@ -99,6 +107,46 @@ def test_the_instances_of_one_run() -> None:
     text = rendered(instances_table(one))
     assert row(text, "a800") == ["a800", "3", "30", "75 %", "3.0 s", "7", "50 %"]
     assert row(text, "v100") == ["v100", "1", "10", "25 %", "1.0 s", "-", "-"]
+
+
+def bench_run(policy: str | None, number: int = 1, *, failed: int = 0) -> dict[str, Any]:
+    more = {"round": number, "request_rate": 12.5, "slo_attainment": 0.5, "client": {"verdict": "VALID"}}
+    return {**run(policy or "", {"a": 4}, failed=failed), **more, "policy": policy}
+
+
+def test_what_a_bench_served() -> None:
+    text = rendered(throughput_table([bench_run("p2c"), bench_run("hetlb", 2, failed=1)]))
+    assert row(text, "p2c") == ["p2c", "12.5", "1", "4", "1.00", "10", "110", "0", "50 %", "VALID"]
+    assert row(text, "hetlb")[2:4] == ["2", "5"]
+    assert "…" not in text
+    assert "failed" not in rendered(throughput_table([bench_run("p2c")]))
+
+
+def test_latencies_of_a_bench() -> None:
+    metrics = ["ttft", "tpot", "itl", "e2el"]
+    text = rendered(latency_table([bench_run("p2c")], metrics, [90, 99]))
+    assert row(text, "p2c")[2:] == [
+        "500 ms", "500 ms", "222 ms", "386 ms", "0.0 ms", "0.0 ms", "2.50 s", "3.97 s",
+    ]  # fmt: skip
+    assert "…" not in rendered(latency_table([bench_run("least-requests", 2)], metrics, [90, 99]))
+    alone = rendered(latency_table([bench_run(None)], ["ttft"], [90]))
+    assert row(alone, "12.5") == ["12.5", "500 ms", "500 ms"]
+    assert "TTFT" in alone
+
+
+def test_a_comparison_and_a_search() -> None:
+    figure = {"mean": 3.0, "baseline_mean": 2.0, "difference": 1.0, "low": -0.5, "high": 2.5, "relative": 0.5}
+    comparison = {
+        "request_rate": "inf", "policy": "p2c", "baseline": "rr", "rounds": 3, "confidence": 0.95,
+        "figures": {"mean_ttft_ms": figure, "request_goodput": {**figure, "low": None, "relative": None}},
+    }  # fmt: skip
+    text = rendered(comparison_table(comparison))
+    assert "p2c against rr, rate inf, 3 paired rounds" in text
+    assert row(text, "mean_ttft_ms") == ["mean_ttft_ms", "2", "3", "+1 (+50.0 %)", "-0.5 to +2.5"]
+    assert row(text, "request_goodput")[-1] == "-"
+    search = {"slo_attainment": 0.95, "policy": None, "max_request_rate": 4.0, "probes": [{}] * 3}
+    text = rendered(search_table([{**search, "lowest_missed_rate": None}]))
+    assert row(text, "-  ") == ["-", "4", "none", "3"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,325 @@
+"""`hetlb bench`: load against any OpenAI-compatible server, measured by a client that judges itself.
+
+Promise: the load is open-loop and made before the run from the seed; latency counts from the time a request
+was due; every run says whether its client was fit to measure. Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import secrets
+import shlex
+import signal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from hetlb.core.policies import POLICIES
+from hetlb.errors import HetlbError, InputError, TraceError
+from hetlb.loadtest import options
+from hetlb.loadtest.bodies import CHAT, COMPLETIONS
+from hetlb.loadtest.campaign import Campaign, Outcome
+from hetlb.loadtest.datasets import Row, custom_rows, random_rows, sharegpt_rows, trace_rows
+from hetlb.loadtest.figures import details
+from hetlb.loadtest.htmlreport import report
+from hetlb.loadtest.report import (
+    comparison_table,
+    instances_table,
+    latency_table,
+    search_table,
+    throughput_table,
+)
+from hetlb.loadtest.results import (
+    check_writable,
+    csv_text,
+    default_filename,
+    json_text,
+    platform_document,
+    write_text,
+)
+from hetlb.loadtest.runs import LoadSpec, first_model
+from hetlb.loadtest.schedules import Ramp, Rate
+from hetlb.loadtest.screen import Screen
+
+_DATASETS = ("random", "sharegpt", "custom")
+#: Of the datasets that do not say how much of them to ask; `vllm bench serve` has the same.
+_DATASET_PROMPTS = 1000
+_PLAIN_WIDTH = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
+    add = parser.add_argument
+    add("--url", required=True, metavar="URL", help="the server, http://HOST:PORT")
+    add("--model", help="default: the first of /v1/models")
+    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help=f"default {COMPLETIONS}")
+
+    add("--trace", type=Path, metavar="T.csv", help="arrival_s,input_tokens,output_tokens")
+    add("--dataset-name", choices=_DATASETS, help="instead of a trace")
+    add("--dataset-path", type=Path, metavar="FILE", help="of sharegpt (JSON) or custom (text or .jsonl)")
+    add("--random-input-len", type=int, default=1024, metavar="N", help="tokens (default 1024)")
+    add("--random-output-len", type=int, default=128, metavar="N", help="tokens (default 128)")
+    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths spread by +-R (0 to 1)")
+    add("--sharegpt-output-len", type=int, metavar="N", help="default: as long as the recorded answers")
+    add("--custom-output-len", type=int, default=256, metavar="N", help="tokens (default 256)")
+    add("--prompt-format", choices=("ids", "text"), help="default: ids of a trace or random lengths")
+    add("--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of a trace's hash_ids")
+    add("--num-prompts", type=int, metavar="N", help="default: every row (random, sharegpt: 1000)")
+
+    add("--request-rate", default="inf", metavar="R", help="requests/s, inf or trace; several: 2,4,8")
+    add("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson, inf constant")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="a rate that grows during the run")
+    add("--ramp-up-start-rps", type=float, metavar="R", help="requests/s at the start")
+    add("--ramp-up-end-rps", type=float, metavar="R", help="requests/s at the end")
+    add("--max-concurrency", type=int, metavar="N", help="requests in flight; with rate inf a closed loop")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests before every run, not measured")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of exact length")
+    add("--seed", type=int, default=0, help="draws lengths and arrivals (default 0)")
+    add("--prompt-salt", metavar="TEXT", help="draws prompts; default: new ones that no cache has seen")
+
+    add("--admin", metavar="URL", help="the admin listener of the proxy at --url")
+    add("--compare", metavar="A,B,C", help="the same load under each policy; the first is the baseline")
+    add("--rounds", type=int, default=1, metavar="N", help="of a comparison; from 2 on with intervals")
+    add("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
+    add("--slo-attainment", type=float, default=0.95, metavar="S", help="share of requests (default 0.95)")
+
+    add("--goodput", nargs="+", default=(), metavar="NAME:MS", help="limits of ttft, tpot, e2el")
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="A,B", help="shown in the table")
+    add("--metric-percentiles", default="90,99", metavar="P,Q", help="percentiles of the latencies")
+
+    add("--metadata", nargs="+", default=(), metavar="KEY=VALUE", help="kept in the result")
+    add("--save-result", action="store_true", help="the JSON document in a file")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="default: the working directory")
+    add("--result-filename", metavar="NAME", help="default: RATEqps-MODEL-DATE.json")
+    add("--save-detailed", action="store_true", help="times and lengths of every request in the document")
+    add("--csv", type=Path, metavar="FILE", help="a line per run")
+    add("--html", type=Path, metavar="FILE", help="a report with pictures, in one file")
+    add("--json", action="store_true", help="one JSON document on stdout")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    bench = _Bench(args)
+    try:
+        with (
+            Screen(quiet=args.disable_tqdm) as screen,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            outcome = runner.run(bench.run(screen))
+    except asyncio.CancelledError:
+        return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
+    document = bench.document(outcome)
+    bench.write(document, outcome)
+    if args.json:
+        print(json_text(document))
+    else:
+        bench.show(document)
+    for each in outcome.measured:
+        if not each.run["completed"]:
+            kind, example = next(iter(each.result.examples.items()))
+            raise HetlbError(f"{bench.url}: every request failed, the first with {kind}: {example}")
+    return 0
+
+
+class _Bench:
+    """One command: its flags, checked before anything is sent."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._started = datetime.now(UTC)
+        self.url = options.read_url("--url", args.url)
+        self._rates: list[Rate | Ramp] = list(options.read_rates(args.request_rate))
+        ramp = options.read_ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+        if ramp is not None:
+            if self._rates != [math.inf]:
+                raise InputError(f"--request-rate: expected none beside a ramp, got {args.request_rate!r}")
+            self._rates = [ramp]
+        self._slo_s = options.read_goodput(args.goodput)
+        self._metrics = options.read_metrics(args.percentile_metrics)
+        self._percentiles = options.read_percentiles(args.metric_percentiles)
+        self._metadata = options.read_metadata(args.metadata)
+        self._admin_url = None if args.admin is None else options.read_url("--admin", args.admin)
+        self._policies = options.read_names("--compare", args.compare, POLICIES) if args.compare else []
+        if self._policies and self._admin_url is None:
+            raise InputError("--admin: expected the proxy's admin address to compare policies, got none")
+        if args.rounds > 1 and not self._policies:
+            raise InputError(f"--rounds: expected --compare to repeat, got {args.rounds}")
+        options.at_least("--rounds", args.rounds, 1)
+        if not 0 < args.slo_attainment <= 1:
+            raise InputError(f"--slo-attainment: expected a share above 0 up to 1, got {args.slo_attainment}")
+        if args.sweep and self._slo_s and not all(_is_finite(rate) for rate in self._rates):
+            raise InputError(f"--request-rate: expected rates to search from, got {args.request_rate!r}")
+        if args.sweep and not self._slo_s and len(self._rates) < 2:
+            raise InputError("--sweep: expected several rates in --request-rate, or limits in --goodput")
+        if not args.burstiness > 0:
+            raise InputError(f"--burstiness: expected a number above 0, got {args.burstiness}")
+        if not 0 <= args.random_range_ratio <= 1:
+            raise InputError(f"--random-range-ratio: expected 0 to 1, got {args.random_range_ratio}")
+        for name in (
+            "num_prompts", "random_input_len", "random_output_len", "sharegpt_output_len",
+            "custom_output_len", "hash_block_size", "max_concurrency",
+        ):  # fmt: skip
+            options.at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+        options.at_least("--num-warmups", args.num_warmups, 0)
+        if args.endpoint == CHAT and args.prompt_format == "ids":
+            raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
+        for flag, path in (("--csv", args.csv), ("--html", args.html)):
+            if path is not None:
+                check_writable(flag, path)
+        if args.save_result and not args.result_dir.is_dir():
+            raise InputError(f"--result-dir: expected a folder that exists, got {args.result_dir}")
+        if args.save_result and args.result_filename:
+            check_writable("--result-filename", args.result_dir / args.result_filename)
+        self._salt = secrets.token_hex(4) if args.prompt_salt is None else args.prompt_salt
+        self._rows = self._read_rows()
+        self._model = args.model
+
+    def _read_rows(self) -> list[Row]:
+        """What is asked. Raises `InputError`."""
+        args, rng = self._args, random.Random(self._args.seed)
+        if (args.trace is None) == (args.dataset_name is None):
+            raise InputError("expected either --trace or --dataset-name")
+        if args.trace is not None:
+            rows = trace_rows(args.trace)
+            if "trace" in self._rates:
+                for number, row in enumerate(rows, start=1):
+                    if row.arrival_s is None:
+                        raise TraceError(
+                            f"{args.trace}: arrival_s: expected a time in every row to replay, "
+                            f"row {number} has none"
+                        )
+            return rows
+        if "trace" in self._rates:
+            raise InputError("--request-rate: expected --trace to replay, got --dataset-name")
+        if args.dataset_name == "random":
+            count = args.num_prompts or _DATASET_PROMPTS
+            return random_rows(
+                count, args.random_input_len, args.random_output_len, args.random_range_ratio, rng
+            )
+        if args.dataset_path is None:
+            raise InputError(f"--dataset-path: expected a file for {args.dataset_name}")
+        if args.dataset_name == "sharegpt":
+            return sharegpt_rows(args.dataset_path, args.sharegpt_output_len, rng)[
+                : args.num_prompts or _DATASET_PROMPTS
+            ]
+        return custom_rows(args.dataset_path, args.custom_output_len)
+
+    async def run(self, screen: Screen) -> Outcome:
+        """Every run."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        args = self._args
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if self._model is None:
+            self._model = await first_model(self.url, headers)
+        spec = LoadSpec(
+            url=self.url,
+            model=self._model,
+            rows=self._rows,
+            num_prompts=args.num_prompts or len(self._rows),
+            seed=args.seed,
+            salt=self._salt,
+            path=args.endpoint,
+            text=args.prompt_format == "text"
+            or (args.prompt_format is None and args.dataset_name in ("sharegpt", "custom")),
+            hash_block_tokens=args.hash_block_size,
+            ignore_eos=args.ignore_eos,
+            burstiness=args.burstiness,
+            max_concurrency=args.max_concurrency,
+            num_warmups=args.num_warmups,
+            slo_s=self._slo_s or None,
+            percentiles=self._percentiles,
+            headers=headers,
+        )
+        searching = args.sweep and bool(self._slo_s)
+        return await Campaign(
+            spec,
+            self._rates,
+            screen,
+            admin_url=self._admin_url,
+            policies=self._policies,
+            rounds=args.rounds,
+            attainment=args.slo_attainment if searching else None,
+        ).run()
+
+    def document(self, outcome: Outcome) -> dict[str, Any]:
+        """What `--json` prints and `--save-result` keeps."""
+        detailed = self._args.save_detailed
+        return {
+            "runs": [{**each.run, **(details(each.result) if detailed else {})} for each in outcome.measured],
+            "comparison": outcome.comparison,
+            "search": outcome.search,
+            "metadata": {
+                "date": self._started.isoformat(timespec="seconds"),
+                "command": command_line(self._args),
+                "url": self.url,
+                "model_id": self._model,
+                "endpoint": self._args.endpoint,
+                "dataset": self._args.dataset_name or str(self._args.trace),
+                "prompt_salt": self._salt,
+                "goodput_slo_ms": {name: 1e3 * limit for name, limit in self._slo_s.items()},
+                **platform_document(),
+                **self._metadata,
+            },
+        }
+
+    def write(self, document: dict[str, Any], outcome: Outcome) -> None:
+        """The files that were asked for."""
+        args = self._args
+        if args.csv is not None:
+            write_text("--csv", args.csv, csv_text(document["runs"]))
+        if args.html is not None:
+            write_text("--html", args.html, report(document, outcome.measured))
+        if args.save_result:
+            name = args.result_filename or default_filename(
+                str(self._model), args.request_rate, self._started
+            )
+            write_text("--result-filename", args.result_dir / name, json_text(document) + "\n")
+
+    def show(self, document: dict[str, Any]) -> None:
+        """The tables."""
+        console = Console(highlight=False, markup=False)
+        if not console.is_terminal:
+            console.width = _PLAIN_WIDTH
+        runs = document["runs"]
+        console.print(throughput_table(runs))
+        console.print(latency_table(runs, self._metrics, self._percentiles))
+        if len(runs) == 1 and runs[0]["instances"]:
+            console.print(instances_table(runs[0]))
+        for comparison in document["comparison"]:
+            console.print(comparison_table(comparison))
+        if document["search"]:
+            console.print(search_table(document["search"]))
+
+
+def _is_finite(rate: Rate | Ramp) -> bool:
+    return isinstance(rate, float) and math.isfinite(rate)
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command, with the flags that were left out at their defaults."""
+    words = ["hetlb", "bench"]
+    for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')}"
+        if key == "command" or value is None or value is False or value == ():
+            continue
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    if not args.ignore_eos:
+        words.append("--no-ignore-eos")
+    return shlex.join(words)

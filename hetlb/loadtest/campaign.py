@@ -1,0 +1,141 @@
+"""The runs of one command: every rate, every policy, every round; then the search for the highest rate.
+
+Promise: all policies of a round meet the same plan, on a fleet that is idle and up; the policy that was in
+force before is in force again afterwards, whatever ended the runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from hetlb.loadtest.admin import FleetAdmin, fleet_admin
+from hetlb.loadtest.compare import comparisons, turns
+from hetlb.loadtest.generator import Progress
+from hetlb.loadtest.runs import LoadSpec, Measured, measure
+from hetlb.loadtest.schedules import Ramp, Rate
+from hetlb.loadtest.screen import Screen
+from hetlb.loadtest.search import RateSearch
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign gives; `comparison` and `search` as they stand in the document."""
+
+    measured: list[Measured] = field(default_factory=list)
+    comparison: list[dict[str, Any]] = field(default_factory=list)
+    search: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Campaign:
+    """The runs of `spec` at `rates`. `admin_url` is needed for `policies`.
+
+    `policies` (none: whatever is in force) are compared over `rounds`; `attainment` asks for the highest rate
+    at which this share of the requests meets the limits of `spec`, starting from `rates`.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        rates: Sequence[Rate | Ramp],
+        screen: Screen,
+        *,
+        admin_url: str | None = None,
+        policies: Sequence[str] = (),
+        rounds: int = 1,
+        attainment: float | None = None,
+    ) -> None:
+        self._spec = spec
+        self._rates = rates
+        self._screen = screen
+        self._admin_url = admin_url
+        self._policies = policies
+        self._rounds = rounds
+        self._attainment = attainment
+        self._admin: FleetAdmin | None = None
+        self._instances: list[str] | None = None
+        self._outcome = Outcome()
+
+    async def run(self) -> Outcome:
+        """Every run, in order."""
+        async with contextlib.AsyncExitStack() as stack:
+            policies: Sequence[str | None] = self._policies or (None,)
+            if self._admin_url is not None:
+                self._admin = await stack.enter_async_context(fleet_admin(self._admin_url))
+                self._instances = await self._admin.instances()
+                policies = self._policies or (await self._admin.policy(),)
+            for rate in self._rates:
+                for number in range(1, self._rounds + 1):
+                    for policy in turns(policies, number):
+                        await self._measure(policy, rate, number)
+            if len(self._policies) > 1:
+                runs = [each.run for each in self._outcome.measured]
+                self._outcome.comparison = comparisons(runs, self._policies)
+            if self._attainment is not None:
+                for policy in policies:
+                    self._outcome.search.append(await self._search(policy, self._attainment))
+        return self._outcome
+
+    async def _measure(self, policy: str | None, rate: Rate | Ramp, number: int = 1) -> Measured:
+        if self._admin is not None and policy is not None and policy in self._policies:
+            await self._admin.set_policy(policy)
+            await self._admin.idle()
+        progress = Progress()
+        label = describe(policy, rate, number if self._rounds > 1 else None)
+        async with self._screen.bar(label, progress, self._spec.num_prompts):
+            measured = await measure(
+                self._spec,
+                rate,
+                policy=policy,
+                instances=self._instances,
+                round_number=number,
+                progress=progress,
+            )
+        self._outcome.measured.append(measured)
+        run = measured.run
+        speeds = f"{run['request_throughput']:,.2f} req/s, {run['output_throughput']:,.0f} output tokens/s"
+        self._screen.say(f"{label}: {speeds}")
+        for reason in run["client"]["reasons"]:
+            self._screen.warn(f"{label}: SUSPECT: {reason}")
+        return measured
+
+    async def _search(self, policy: str | None, attainment: float) -> dict[str, Any]:
+        """The highest rate of one policy; the rates measured before are where it starts."""
+        search = RateSearch()
+        shares: dict[float, list[float]] = {}
+        for measured in self._outcome.measured:
+            if measured.run["policy"] == policy:
+                shares.setdefault(measured.run["request_rate"], []).append(measured.run["slo_attainment"])
+        for rate, found in shares.items():
+            search.add(rate, fmean(found) >= attainment)
+        while (next_rps := search.next_rate_rps()) is not None:
+            measured = await self._measure(policy, next_rps)
+            shares[next_rps] = [measured.run["slo_attainment"]]
+            search.add(next_rps, shares[next_rps][0] >= attainment)
+        return {
+            "policy": policy,
+            "slo_attainment": attainment,
+            "max_request_rate": search.highest_met_rps,
+            "lowest_missed_rate": search.lowest_missed_rps,
+            "probes": [
+                {"request_rate": rate, "slo_attainment": fmean(found)}
+                for rate, found in sorted(shares.items())
+            ],
+        }
+
+
+def describe(policy: str | None, rate: Rate | Ramp, number: int | None) -> str:
+    """A run in a few words."""
+    if isinstance(rate, Ramp):
+        load = f"{rate.start_rps:g} to {rate.end_rps:g} req/s"
+    elif rate == "trace":
+        load = "as recorded"
+    else:
+        load = "all at once" if math.isinf(rate) else f"{rate:.4g} req/s"
+    words = [] if policy is None else [policy]
+    words += [load] if number is None else [load, f"round {number}"]
+    return ", ".join(words)

@@ -1,0 +1,131 @@
+"""Values of the flags of `hetlb bench`, as text and read.
+
+Promise: what is wrong raises `InputError` with one line: flag, value and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+from urllib.parse import urlsplit
+
+from hetlb.errors import InputError
+from hetlb.loadtest.figures import GOODPUT_METRICS, METRICS
+from hetlb.loadtest.schedules import Ramp, Rate
+
+
+def read_rates(text: str) -> list[Rate]:
+    """`--request-rate`: requests/s above 0, `inf`, `trace`, or several separated by commas."""
+    rates: list[Rate] = []
+    for part in text.split(","):
+        rate: Rate = "trace" if part.strip() == "trace" else _number(part)
+        if rate != "trace" and not rate > 0:
+            raise InputError(
+                f"--request-rate: expected requests/s above 0, inf or trace, or several separated by commas, "
+                f"got {text!r}"
+            )
+        rates.append(rate)
+    return list(dict.fromkeys(rates))
+
+
+def read_goodput(limits: Sequence[str]) -> dict[str, float]:
+    """`--goodput ttft:500 tpot:50`: limits in milliseconds, given back in seconds."""
+    found: dict[str, float] = {}
+    for limit in limits:
+        name, _, value = limit.partition(":")
+        milliseconds = _number(value)
+        if name not in GOODPUT_METRICS or not 0 < milliseconds < math.inf:
+            raise InputError(
+                f"--goodput: expected NAME:MILLISECONDS with a name out of {', '.join(GOODPUT_METRICS)}, "
+                f"got {limit!r}"
+            )
+        if name in found:
+            raise InputError(f"--goodput: expected one limit for {name}, got two")
+        found[name] = milliseconds / 1e3
+    return found
+
+
+def read_metrics(text: str) -> list[str]:
+    """`--percentile-metrics`: names of latencies separated by commas."""
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in METRICS:
+            raise InputError(
+                f"--percentile-metrics: expected names out of {', '.join(METRICS)}, got {name!r}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def read_percentiles(text: str) -> list[float]:
+    """`--metric-percentiles`: numbers from 0 to 100 separated by commas."""
+    values = [_number(part) for part in text.split(",")]
+    if not all(0 <= value <= 100 for value in values):
+        raise InputError(
+            f"--metric-percentiles: expected numbers from 0 to 100 separated by commas, got {text!r}"
+        )
+    return sorted(set(values))
+
+
+def read_metadata(pairs: Sequence[str]) -> dict[str, str]:
+    """`--metadata KEY=VALUE`."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise InputError(f"--metadata: expected KEY=VALUE, got {pair!r}")
+        found[key] = value
+    return found
+
+
+def read_names(flag: str, text: str, known: Mapping[str, object]) -> list[str]:
+    """Different names out of `known`, separated by commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise InputError(f"{flag}: expected names out of {', '.join(known)}, got {name!r}")
+    if len(set(names)) != len(names):
+        raise InputError(f"{flag}: expected every name once, got {text!r}")
+    return names
+
+
+def read_url(flag: str, text: str) -> str:
+    """The address of a server, without the slash at its end."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InputError(f"{flag}: expected http://HOST:PORT, got {text!r}")
+    return text.rstrip("/")
+
+
+def read_ramp(
+    strategy: Literal["linear", "exponential"] | None, start_rps: float | None, end_rps: float | None
+) -> Ramp | None:
+    """The three flags of a ramp: all or none."""
+    if strategy is None:
+        if start_rps is not None or end_rps is not None:
+            raise InputError("--ramp-up-strategy: expected linear or exponential beside the rates, got none")
+        return None
+    for flag, value in (("--ramp-up-start-rps", start_rps), ("--ramp-up-end-rps", end_rps)):
+        if value is None or not 0 < value < math.inf:
+            raise InputError(f"{flag}: expected requests/s above 0, got {value}")
+    assert start_rps is not None
+    assert end_rps is not None
+    return Ramp(strategy, start_rps, end_rps)
+
+
+def at_least(flag: str, value: int | None, least: int) -> None:
+    """Check a whole number that may be missing."""
+    if value is not None and value < least:
+        raise InputError(f"{flag}: expected at least {least}, got {value}")
+
+
+def _number(text: str) -> float:
+    """A number, NaN where it is none: no comparison with it is true."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,77 @@
+"""Results in files: the JSON document of a bench, and a CSV with a line per run.
+
+Promise: the document holds what is needed to make the same load again (command, versions, seed, salt); a
+file is complete or not there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import hetlb
+from hetlb.errors import InputError
+
+
+def platform_document() -> dict[str, Any]:
+    """Where this is measured, and with what."""
+    return {
+        "hetlb": hetlb.__version__,
+        "python": platform.python_version(),
+        "aiohttp": version("aiohttp"),
+        "uvloop": version("uvloop"),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def default_filename(model: str, rates: str, when: datetime) -> str:
+    """`RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
+    name = f"{rates}qps-{model.rsplit('/', 1)[-1]}-{when:%Y%m%d-%H%M%S}.json"
+    return re.sub(r"[^\w.,+-]", "_", name)
+
+
+def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A line per run with every figure that is a single value."""
+    columns = dict.fromkeys(
+        key for run in runs for key, value in run.items() if not isinstance(value, dict | list)
+    )
+    columns["verdict"] = None
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for run in runs:
+        writer.writerow({**run, "verdict": run["client"]["verdict"]})
+    return text.getvalue()
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """The document on one line."""
+    return json.dumps(document, allow_nan=False)
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write a whole file or none. Raises `InputError` naming the flag."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"{flag}: expected a file that can be written, got {path}: {error.strerror}"
+        ) from error
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Notice before the load, not after it, that there is no folder to write to. Raises `InputError`."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"{flag}: expected a file in a folder that exists, got {path}")

@@ -1,0 +1,163 @@
+"""One measured run after another, all of the same load: what `hetlb bench` repeats.
+
+Promise: arrivals and lengths come from the seed alone, so two runs of one seed and rate send the same plan
+(`plan_sha256` says so); prompts come from the salt and the run's own label, so that no run finds the
+prompts of another in a prefix cache (texts from a file excepted: they are what they are).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from hetlb.errors import HetlbError
+from hetlb.loadtest.admin import why
+from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts
+from hetlb.loadtest.datasets import Row
+from hetlb.loadtest.figures import run_figures
+from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.loadtest.schedules import Load, Ramp, Rate, make_load
+
+_MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What the runs of a bench have in common. `slo_s` and `percentiles` are those of `run_figures`."""
+
+    url: str
+    model: str
+    rows: Sequence[Row]
+    num_prompts: int
+    seed: int = 0
+    salt: str = ""
+    path: str = COMPLETIONS
+    text: bool = False
+    hash_block_tokens: int = 512
+    ignore_eos: bool = True
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    slo_s: Mapping[str, float] | None = None
+    percentiles: Sequence[float] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def as_text(self) -> bool:
+        """Whether prompts are sent as text: their lengths in tokens are estimates then."""
+        return self.text or self.path == CHAT
+
+    def bodies(self, load: Load, label: str) -> RequestBodies:
+        """The requests of one run; `label` is its own."""
+        salt = f"{self.salt}/{self.seed}/{label}"
+        made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
+        prompt = given_texts(load.rows, made) if self.as_text else made
+        return RequestBodies(self.model, prompt, path=self.path, ignore_eos=self.ignore_eos)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: its document (a member of `runs`), and the records behind it."""
+
+    run: dict[str, Any]
+    result: LoadResult
+
+
+async def measure(
+    spec: LoadSpec,
+    rate: Rate | Ramp,
+    *,
+    policy: str | None = None,
+    instances: Sequence[str] | None = None,
+    round_number: int = 1,
+    progress: Progress | None = None,
+) -> Measured:
+    """Warm up, send the load once and wait for every answer.
+
+    The load of each round is drawn from a seed of its own, the same for every policy.
+    """
+    seed = spec.seed + round_number - 1
+    label = f"{policy}/{rate}/{round_number}"
+    if spec.num_warmups:
+        await _warm_up(spec, f"{label}/warm-up")
+    load = make_load(spec.rows, spec.num_prompts, rate, random.Random(seed), spec.burstiness)
+    result = await run_load(
+        load.plan,
+        spec.bodies(load, label),
+        spec.url,
+        progress=progress,
+        headers=dict(spec.headers),
+        max_concurrency=spec.max_concurrency,
+    )
+    result.exact_output = spec.ignore_eos
+    result.exact_prompt = not spec.as_text
+    run = {
+        "policy": policy,
+        "seed": seed,
+        "round": round_number,
+        **run_figures(result, slo_s=spec.slo_s, percentiles=spec.percentiles, instances=instances),
+        "request_rate": _rate_document(rate),
+        "burstiness": "inf" if math.isinf(spec.burstiness) else spec.burstiness,
+        "max_concurrency": spec.max_concurrency,
+        "num_prompts": spec.num_prompts,
+        "plan_sha256": plan_sha256(load),
+        "error_examples": result.examples,
+    }
+    if isinstance(rate, Ramp):
+        run["ramp_up_strategy"] = rate.strategy
+        run["ramp_up_start_rps"] = rate.start_rps
+        run["ramp_up_end_rps"] = rate.end_rps
+    return Measured(run, result)
+
+
+async def _warm_up(spec: LoadSpec, label: str) -> None:
+    """So many requests at once, not measured: the first ones of a kind compile something in an engine."""
+    load = make_load(spec.rows, spec.num_warmups, math.inf, random.Random(spec.seed))
+    result = await run_load(
+        load.plan,
+        spec.bodies(load, label),
+        spec.url,
+        headers=dict(spec.headers),
+        max_concurrency=spec.max_concurrency,
+    )
+    for kind, example in result.examples.items():
+        raise HetlbError(
+            f"{spec.url}: {result.errors[kind]} of {spec.num_warmups} warm-ups failed: {kind}: {example}"
+        )
+
+
+async def first_model(url: str, headers: Mapping[str, str]) -> str:
+    """The first of `/v1/models`. Raises `HetlbError` where nobody answers with one."""
+    try:
+        async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
+            async with session.get(f"{url}/v1/models") as reply:
+                if reply.status != 200:
+                    raise HetlbError(f"{url}/v1/models: expected a list of models, got status {reply.status}")
+                document = await reply.json(content_type=None)
+        name = document["data"][0]["id"]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise HetlbError(f"{url}: no answer: {why(error)}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise HetlbError(f"{url}/v1/models: expected a list of models; give one with --model") from error
+    return str(name)
+
+
+def plan_sha256(load: Load) -> str:
+    """A name for what is sent when, and how long it is."""
+    digest = hashlib.sha256()
+    for planned in load.plan:
+        digest.update(b"%r %d %d\n" % (planned.scheduled_s, planned.prompt_tokens, planned.output_tokens))
+    return digest.hexdigest()
+
+
+def _rate_document(rate: Rate | Ramp) -> float | str:
+    """As `vllm bench serve` writes it: a number, or a word where JSON has none."""
+    if isinstance(rate, Ramp):
+        return "ramp"
+    return "inf" if rate == math.inf else rate

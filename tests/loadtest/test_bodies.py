@@ -1,0 +1,116 @@
+"""Prompts have their length to the token and share exactly what their rows say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.emulator.requests import VOCABULARY
+from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, given_texts
+from hetlb.loadtest.datasets import Row, estimate_tokens
+
+BLOCK = 8
+
+
+def plan_of(rows: Sequence[Row]) -> list[PlannedRequest]:
+    return [PlannedRequest(i, 0.0, row.input_tokens, row.output_tokens) for i, row in enumerate(rows)]
+
+
+def prompts(rows: Sequence[Row], salt: str = "s", *, text: bool = False) -> list[Any]:
+    made = MadePrompts(rows, salt, text=text, hash_block_tokens=BLOCK)
+    return [json.loads(made(planned)) for planned in plan_of(rows)]
+
+
+def shared(one: Sequence[Any], two: Sequence[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+
+
+ROWS = st.lists(
+    st.builds(
+        Row,
+        st.none(),
+        st.integers(1, 60),
+        st.integers(1, 9),
+        st.none(),
+        st.sampled_from(["", "a", "b"]),
+        st.lists(st.sampled_from("123"), max_size=4).map(tuple),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(ROWS)
+def test_prompts_are_exact(rows: list[Row]) -> None:
+    for row, ids, text in zip(rows, prompts(rows), prompts(rows, text=True), strict=True):
+        assert len(ids) == row.input_tokens
+        assert all(0 <= token < VOCABULARY for token in ids)
+        assert estimate_tokens(text) == row.input_tokens
+    assert prompts(rows) == prompts(rows)
+
+
+@given(ROWS)
+def test_another_salt_shares_nothing(rows: list[Row]) -> None:
+    for one, two in zip(prompts(rows, "s"), prompts(rows, "t"), strict=True):
+        assert shared(one, two) < 4
+
+
+def test_unrelated_prompts_begin_differently() -> None:
+    rows = [Row(None, 100, 1)] * 2000
+    assert len({tuple(prompt[:4]) for prompt in prompts(rows)}) == 2000
+
+
+def test_turns_of_a_session_begin_alike() -> None:
+    rows = [
+        Row(None, length, 1, session=name) for length, name in ((30, "a"), (50, "a"), (50, "b"), (50, ""))
+    ]
+    first, second, other, alone = prompts(rows)
+    assert second[:30] == first
+    assert max(shared(second, other), shared(second, alone), shared(other, alone)) < 4
+
+
+def test_blocks_are_the_same_wherever_they_occur() -> None:
+    ids = [("1", "2", "3"), ("1", "2", "4"), ("2", "1"), ("1",)]
+    rows = [Row(None, length, 1, hash_ids=names) for length, names in zip((24, 20, 12, 30), ids, strict=True)]
+    one, two, three, four = prompts(rows)
+    assert two[: 2 * BLOCK] == one[: 2 * BLOCK]
+    assert shared(one, two) < 2 * BLOCK + 4
+    assert three == [*one[BLOCK : 2 * BLOCK], *one[: 12 - BLOCK]]
+    assert four[:BLOCK] == one[:BLOCK]
+    assert shared(one, four) < BLOCK + 4  # what its blocks do not cover is its own
+
+
+def body(path: str, row: Row, *, ignore_eos: bool = True) -> dict[str, Any]:
+    (planned,) = plan_of([row])
+    prompt = given_texts([row], MadePrompts([row], "s", text=path == CHAT))
+    made = RequestBodies("m", prompt, path=path, ignore_eos=ignore_eos).body(planned)
+    document: dict[str, Any] = json.loads(made)
+    return document
+
+
+def test_a_completion() -> None:
+    made = body("/v1/completions", Row(None, 5, 0))
+    assert len(made.pop("prompt")) == 5
+    assert made == {
+        "model": "m",
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "max_tokens": 1,  # a trace may say 0, a server cannot
+    }
+    assert "ignore_eos" not in body("/v1/completions", Row(None, 5, 3), ignore_eos=False)
+
+
+def test_a_chat_with_the_text_of_a_row() -> None:
+    made = body(CHAT, Row(None, 5, 3, text='Say "ä"\n'))
+    assert made["messages"] == [{"role": "user", "content": 'Say "ä"\n'}]
+    assert made["max_completion_tokens"] == 3
+    (message,) = body(CHAT, Row(None, 5, 3))["messages"]
+    assert estimate_tokens(message["content"]) == 5
