@@ -147,7 +147,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def convert(raw: dict[str, Any], kind: type[_T]) -> _T:
+def convert(raw: Any, kind: type[_T]) -> _T:
     """Plain data as a `kind`. Raises `ConfigError` naming key, value and what was expected."""
     try:
         return msgspec.convert(raw, kind)
@@ -155,11 +155,10 @@ def convert(raw: dict[str, Any], kind: type[_T]) -> _T:
         raise ConfigError(explain_validation_error(caught, raw, kind)) from caught
 
 
-def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
-    """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
+def _parse_yaml(path: Path, error: type[InputError]) -> Any:
     text = _read_text(path, error)
     try:
-        raw = yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as caught:
         mark = caught.problem_mark or caught.context_mark
         where = f" line {mark.line + 1}:" if mark else ""
@@ -167,6 +166,11 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
     except (yaml.YAMLError, ValueError, RecursionError) as caught:
         line = str(caught).splitlines()[0] if str(caught) else type(caught).__name__
         raise error(f"{path}: expected valid YAML: {line}") from caught
+
+
+def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
+    """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
+    raw = _parse_yaml(path, error)
     if not isinstance(raw, dict):
         raise error(f"{path}: the file: expected a mapping of keys, got {_short(raw)}")
     try:
@@ -372,19 +376,34 @@ def load_profile(path: Path) -> Profile:
 # --- fleet files -------------------------------------------------------------------------------------
 
 
+class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A PEM certificate (with its chain) and its private key, as paths."""
+
+    cert: str
+    key: str
+
+
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the proxy accepts requests."""
+    """Where the proxy accepts requests; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
+    tls: TlsTable | None = None
 
 
 class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The admin listener. It stays on loopback: there is no token yet."""
+    """The admin listener. Elsewhere than on loopback it needs a token; with `tls` it speaks TLS alone.
+
+    `registration_networks` are the networks (CIDR) in which instances may be registered.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8081
+    tls: TlsTable | None = None
+    token_file: str | None = None
+    token_env: str | None = None
     registration: bool = False
+    registration_networks: tuple[str, ...] = ()
 
 
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -420,7 +439,12 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and timeouts of the data plane. Sizes in bytes."""
+    """Limits, timeouts and keys of the data plane. Sizes in bytes.
+
+    `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
+    the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_connections`
+    of clients None is half of the process's file descriptors: the other half is for engines.
+    """
 
     extra_paths: tuple[str, ...] = ()
     connect_timeout_s: Positive = 1.0
@@ -435,23 +459,36 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_multipart_bytes: PositiveInt = 64 << 20
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
+    api_keys_file: str | None = None
+    passthrough_authorization: bool = False
+    heartbeat_s: NonNegative = 0.0
+    max_connections: PositiveInt | None = None
 
 
 class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One server. `name` defaults to the address in `url`."""
+    """One server. `name` defaults to the address in `url`.
+
+    `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
+    signed its certificate, the system's where it is missing.
+    """
 
     name: str | None = None
     url: str | None = None
     profile: str | None = None
     weight: Positive = 1.0
+    api_key_file: str | None = None
+    api_key_env: str | None = None
+    ca_file: str | None = None
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model."""
+    """One pool: the instances that serve one model; its key is for those without one of their own."""
 
     name: str
     instances: tuple[InstanceTable, ...]
     tokenizer: str | None = None
+    api_key_file: str | None = None
+    api_key_env: str | None = None
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -467,10 +504,32 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     proxy: ProxyTable = ProxyTable()
 
 
+class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a secret stands: a file or an environment variable. `key` names it in errors."""
+
+    key: str
+    file: Path | None = None
+    env: str | None = None
+
+
+class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the key and the authorities of one instance stand. `key` names the instance in errors."""
+
+    key: str
+    api_key: SecretSource | None = None
+    ca_file: Path | None = None
+
+
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet file resolved: every instance with its profile read, in file order."""
+    """A fleet file resolved: every instance with its profile read, in file order.
+
+    Secrets and certificates are named, not read: only who serves the fleet needs them. `engines` has an
+    entry for every instance, `model_keys` one for every model with a key. `written` is the file as it
+    stood there, before any flag.
+    """
 
     path: Path | None
+    written: FleetFile
     listen: Listen
     admin: Admin
     policy: PolicyTable
@@ -480,6 +539,18 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceSpec, ...]
     profiles: dict[str, Profile]
     tokenizers: dict[str, Path]
+    engines: dict[str, EngineSource]
+    model_keys: dict[str, SecretSource]
+
+    @property
+    def where(self) -> str:
+        """How an error about this fleet begins."""
+        return f"{self.path}: " if self.path else ""
+
+    @property
+    def base(self) -> Path:
+        """What paths in the file are relative to."""
+        return self.path.parent if self.path else Path()
 
     @property
     def policy_params(self) -> PolicyParams:
@@ -501,26 +572,49 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
         if self.policy.trace is None:
             return None
-        base = self.path.parent if self.path else Path()
-        rows = read_trace(base / self.policy.trace)
+        rows = read_trace(self.base / self.policy.trace)
         return LengthDistribution(row.output_tokens for row in rows)
+
+
+#: What may stand between `//` and the path: it is sent as the Host header.
+_NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
 
 def check_url(url: str, where: str) -> str:
     """An engine's base URL without a trailing slash. Raises `ConfigError` naming `where`."""
-    expected = f"{where}: expected a URL like http://host:8000, got {url!r}"
+    shown = re.sub(r"//[^/]*@", "//***@", url)  # a password may stand there
+    expected = f"{where}: expected a URL like http://host:8000, got {shown!r}"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as caught:
         raise ConfigError(expected) from caught
-    if parts.scheme not in ("http",) or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(expected)
-    if parts.username is not None or parts.path not in ("", "/") or port == 0:
+    if _NETLOC.fullmatch(parts.netloc) is None or parts.path not in ("", "/") or port == 0:
         raise ConfigError(expected)
     if re.search(r"[\x00-\x20\x7f]", url):
         raise ConfigError(expected)
     return url.rstrip("/")
+
+
+def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
+    """Where the secret of `{key}_file` or `{key}_env` stands, None without either. Raises `ConfigError`."""
+    if file is not None and env is not None:
+        name = key.rpartition(".")[2]
+        raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
+    if file is None and env is None:
+        return None
+    return SecretSource(key=key, file=None if file is None else base / file, env=env)
+
+
+def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
+    api_key = secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base)
+    if instance.ca_file is None:
+        return EngineSource(key=key, api_key=api_key)
+    if not url.startswith("https://"):
+        raise ConfigError(f"{key}.ca_file: expected one only where the url begins with https://, got {url!r}")
+    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file)
 
 
 def check_policy(table: PolicyTable, where: str) -> None:
@@ -537,14 +631,17 @@ def check_policy(table: PolicyTable, where: str) -> None:
 def resolve_instance(
     instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
 ) -> tuple[InstanceSpec, Profile | None]:
-    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`."""
-    url = "" if instance.url is None else check_url(instance.url, f"{key}.url")
+    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
+
+    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing.
+    """
+    url = "" if instance.url is None else check_url(instance.url, f"{key}url")
     name = instance.name or urlsplit(url).netloc
     if not name:
-        raise ConfigError(f"{key}.name: expected a name, but neither name nor url is given")
+        raise ConfigError(f"{key}name: expected a name, but neither name nor url is given")
     if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
         raise ConfigError(
-            f"{key}.name: expected letters, digits and . _ : - (128 at most), got {_short(name)}"
+            f"{key}name: expected letters, digits and . _ : - (128 at most), got {_short(name)}"
         )
     profile: Profile | None = None
     if instance.profile is not None:
@@ -552,7 +649,7 @@ def resolve_instance(
         if path not in cache:
             if not path.is_file():
                 raise ConfigError(
-                    f"{key}.profile: expected the path of a latency profile, "
+                    f"{key}profile: expected the path of a latency profile, "
                     f"got {instance.profile!r}: no such file"
                 )
             cache[path] = load_profile(path)
@@ -573,6 +670,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
     check_policy(file.policy, where)
+    secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
     if not file.models:
         raise ConfigError(f"{where}models: expected at least one model, got none")
     seen_models: set[str] = set()
@@ -580,6 +678,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     profiles: dict[str, Profile] = {}
     cache: dict[Path, Profile] = {}
     tokenizers: dict[str, Path] = {}
+    engines: dict[str, EngineSource] = {}
+    model_keys: dict[str, SecretSource] = {}
     for m, model in enumerate(file.models):
         key = f"{where}models[{m}]"
         if model.name in seen_models:
@@ -589,9 +689,11 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             tokenizers[model.name] = base / model.tokenizer
+        if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
+            model_keys[model.name] = model_key
         for i, instance in enumerate(model.instances):
             ikey = f"{key}.instances[{i}]"
-            spec, profile = resolve_instance(instance, model.name, ikey, base, cache)
+            spec, profile = resolve_instance(instance, model.name, f"{ikey}.", base, cache)
             if any(other.name == spec.name for other in specs):
                 raise ConfigError(
                     f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
@@ -599,8 +701,10 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             if profile is not None:
                 profiles[spec.name] = profile
             specs.append(spec)
+            engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
     return Fleet(
         path=path,
+        written=file,
         listen=file.listen,
         admin=file.admin,
         policy=file.policy,
@@ -610,6 +714,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         instances=tuple(specs),
         profiles=profiles,
         tokenizers=tokenizers,
+        engines=engines,
+        model_keys=model_keys,
     )
 
 
@@ -632,6 +738,7 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
     defaults = FleetFile(version=1, models=())
     return Fleet(
         path=None,
+        written=defaults,
         listen=defaults.listen,
         admin=defaults.admin,
         policy=defaults.policy,
@@ -641,7 +748,53 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
         instances=tuple(instances),
         profiles={},
         tokenizers={},
+        engines={spec.name: EngineSource(key=f"--instance {spec.url}") for spec in instances},
+        model_keys={},
     )
+
+
+# --- keys of clients ---------------------------------------------------------------------------------
+
+
+class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One key of a client: `name` for the log, the SHA-256 of the key in hex, the models it is for."""
+
+    name: str
+    sha256: Any
+    models: tuple[str, ...] | None = None
+
+
+def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
+    """Read the keys of clients. Raises `ConfigError`, which never shows what stands in place of a hash."""
+    raw = _parse_yaml(path, ConfigError)
+    if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
+        raise ConfigError(f"{path}: the file: expected a list of {{name, sha256, models}}, at least one")
+    try:
+        keys = convert(raw, tuple[ApiKeyTable, ...])
+    except ConfigError as caught:
+        raise ConfigError(f"{path}: {caught}") from caught
+    seen: set[str] = set()
+    for index, key in enumerate(keys):
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
+            raise ConfigError(
+                f"{path}: [{index}].name: expected letters, digits and . _ - (64 at most), "
+                f"got {_short(key.name)}"
+            )
+        if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
+            raise ConfigError(
+                f"{path}: [{index}].sha256: expected the 64 hex digits (in quotes) that "
+                "`printf %s KEY | sha256sum` prints"
+            )
+        if key.sha256.lower() in seen:
+            raise ConfigError(
+                f"{path}: [{index}].sha256: expected every key once, got that of {key.name} again"
+            )
+        if key.models is not None and not key.models:
+            raise ConfigError(
+                f"{path}: [{index}].models: expected at least one model, or no such key for all"
+            )
+        seen.add(key.sha256.lower())
+    return keys
 
 
 # --- cluster files -------------------------------------------------------------------------------------

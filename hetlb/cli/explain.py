@@ -13,12 +13,15 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
+from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.policies import COMBINE_FORMS, POLICIES
 from hetlb.core.predictor import OnlinePredictor
@@ -29,10 +32,17 @@ from hetlb.errors import ConfigError, InputError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb explain`."""
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--config", type=Path, metavar="FLEET.yaml", help="explain a request on this fleet")
-    source.add_argument("--url", metavar="ADMIN", help="a running proxy's admin address: its last decisions")
-    parser.add_argument("--last", type=int, default=10, metavar="N", help="with --url: how many (default 10)")
+    source.add_argument(
+        "--url",
+        metavar="ADMIN",
+        help=f"a running proxy's admin address: its last decisions (default {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--last", type=int, metavar="N", help="of a running proxy: how many, up to 1000 (default 10)"
+    )
+    add_token_argument(parser)
     parser.add_argument("--policy", choices=tuple(POLICIES), help="default: the file's")
     parser.add_argument("--model", help="default: the first of the file")
     parser.add_argument(
@@ -62,8 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
-    if args.url is not None:
-        return _explain_running(args.url, args.last, args.json)
+    if args.config is None:
+        if args.url is None and args.last is None:
+            raise InputError("expected --config FLEET.yaml, or --url ADMIN and --last N for a running proxy")
+        return _explain_running(args.url or DEFAULT_URL, 10 if args.last is None else args.last, args)
+    if args.last is not None:
+        raise InputError("--last: expected it with --url, a fleet file has no last decisions")
     candidates, chosen = explain_fleet(
         load_fleet(args.config),
         policy=args.policy,
@@ -159,8 +173,8 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
     return values
 
 
-def _table(candidates: list[dict[str, Any]], chosen: str | None, title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(candidates: list[dict[str, Any]], chosen: str | None) -> Table:
+    table = Table()
     for column in ("instance", "batch", "processing s", "KV used", "workload s", "score", ""):
         table.add_column(column, justify="left" if column in ("instance", "") else "right")
     for c in candidates:
@@ -171,27 +185,92 @@ def _table(candidates: list[dict[str, Any]], chosen: str | None, title: str | No
     return table
 
 
-def _explain_running(url: str, last: int, as_json: bool) -> int:
-    target = f"{url.rstrip('/')}/v1/decisions?last={last}"
-    if not target.startswith(("http://", "https://")) or last < 1:
-        raise InputError(f"--url: expected http://HOST:PORT and --last at least 1, got {url!r} and {last}")
-    try:
-        with urllib.request.urlopen(target, timeout=10) as reply:
-            document = json.load(reply)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise InputError(
-            f"--url: expected the admin address of a running proxy, got {url!r}: {error}"
-        ) from error
-    if as_json:
+def _explain_running(url: str, last: int, args: argparse.Namespace) -> int:
+    if not 1 <= last <= 1000:
+        raise InputError(f"--last: expected a number from 1 to 1000, got {last}")
+    document = _ask(admin_url(url), last, args.token_env)
+    if args.json:
         print(json.dumps(document))
         return 0
     console = Console()
     for decision in document["decisions"]:
-        title = (
-            f"request {decision['request_id']}: {decision['prompt_tokens']} prompt tokens, "
-            f"{decision['predicted_output']:.4g} predicted output tokens, policy {decision['policy']}"
-        )
-        console.print(_table(decision["candidates"], decision["chosen"], title))
+        console.print(_decision(decision, document["clock_s"]))
     if not document["decisions"]:
         console.print("no decisions yet")
     return 0
+
+
+def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
+    request = urllib.request.Request(f"{url}/v1/decisions?last={last}")
+    for name, value in authorization(token_variable).items():
+        request.add_unredirected_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            document = json.load(reply)
+        if not isinstance(document, dict) or not {"decisions", "clock_s"} <= document.keys():
+            raise ValueError("its answer holds no decisions")
+    except urllib.error.HTTPError as error:
+        raise InputError(f"--url: {url}: {refusal(error.code, error.reason)}") from error
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "reason", None) or error
+        why = getattr(cause, "strerror", None) or cause
+        raise InputError(
+            f"--url: expected the admin address of a running proxy, got {url!r}: {why}"
+        ) from error
+    return document
+
+
+def _decision(decision: dict[str, Any], clock_s: float) -> Group:
+    """One decision: what was asked, everybody's terms, and in words why each was chosen or not."""
+    sequences, tokens = decision["sequences"], decision["output_tokens"]
+    came = f"{tokens / sequences:.0f} came" if decision["ended"] else f"{tokens / sequences:.0f} so far"
+    title = (
+        f"request {decision['request_id']}, {clock_s - decision['dispatched_at_s']:.1f} s ago: "
+        f"{decision['prompt_tokens']} prompt tokens"
+        f"{f' in each of {sequences} sequences' if sequences > 1 else ''}, "
+        f"{decision['predicted_output']:.0f} output tokens predicted, {came}; policy {decision['policy']}"
+    )
+    candidates = decision["candidates"]
+    chosen = next(each for each in candidates if each["instance"] == decision["chosen"])
+    terms = [each["terms"] or {} for each in candidates]
+    columns = [
+        *(
+            (name.replace("_", " "), [each.get(name) for each in terms])
+            for name in dict.fromkeys(chain(*terms))
+        ),
+        ("KV used", [each["kv_utilization"] for each in candidates]),
+        ("books s", [each["workload"] for each in candidates]),
+    ]
+    shown = [(title, cells) for title, cells in columns if any(cell is not None for cell in cells)]
+    table = Table(box=None, pad_edge=False)
+    for column in ("instance", "score", *(title for title, _ in shown), "why"):
+        left = column in ("instance", "why")
+        table.add_column(column, justify="left" if left else "right", no_wrap=not left)
+    # A sentence has no room in a cell: it stands below.
+    sentences = []
+    for index, each in enumerate(candidates):
+        why, _, rest = _why(each, chosen, candidates).partition(": ")
+        if rest:
+            sentences.append(f"{each['instance']} {why}: {rest}")
+        figures = (_figure(cells[index]) for _, cells in shown)
+        style = "bold" if each is chosen else ""
+        table.add_row(each["instance"], _figure(each["score"]), *figures, why, style=style)
+    return Group(Text(title), table, *map(Text, sentences), Text())
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _why(candidate: dict[str, Any], chosen: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
+    """Why a candidate was chosen, or was not."""
+    if candidate is chosen:
+        able = sum(each["eligible"] and each["score"] is not None for each in candidates)
+        return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"
+    if not candidate["eligible"] or candidate["score"] is None or chosen["score"] is None:
+        return candidate["reason"] or "not able"
+    more = candidate["score"] - chosen["score"]
+    if more == 0:
+        return "the same, but later in the file"
+    share = f" ({100 * more / chosen['score']:+.0f} %)" if chosen["score"] > 0 else ""
+    return f"higher by {more:.3g}{share}"

@@ -23,7 +23,8 @@ COMMANDS = {
     "profile": "latency profiles: make one, show one, compare two",
     "search": "the tensor-parallel degree that suits every machine of a cluster",
     "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
-    "explain": "one decision in numbers",
+    "explain": "one decision in numbers, or the last ones of a running proxy",
+    "top": "the live fleet in a terminal",
 }
 
 

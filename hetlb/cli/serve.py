@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    _allow_many_connections()
     uvloop.run(_serve(fleet, args.event_log))
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Use as many file descriptors as this process may: the usual soft limit of 1024 is for select(2)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(fleet: Fleet, event_log: Path | None) -> None:

@@ -1,7 +1,7 @@
-"""`hetlb simulate`: a fleet in virtual time under one or several policies; or the replay of an event log.
+"""`hetlb simulate`: a fleet in virtual time under policies, rates and seeds; or the replay of an event log.
 
-Promise: the scheduler is the one the proxy runs; the same arguments give the same bytes. A replay exits
-with 0 only if every decision is the recorded one.
+Promise: the scheduler is the one the proxy runs; the same arguments give the same bytes, on however many
+processes. A replay exits with 0 only if every decision is the recorded one.
 """
 
 from __future__ import annotations
@@ -9,29 +9,35 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
-import sys
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from hetlb.cli.simulate_plot import write_plot
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.eventlog import Replay, SchedulerSetup
 from hetlb.core.latency import IterationRule
 from hetlb.core.policies import POLICIES
-from hetlb.core.predictor import PREDICTORS, LengthDistribution, make_predictor
+from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, ProfileError, TraceError
-from hetlb.loadtest.report import runs_table
+from hetlb.loadtest.options import read_rates
+from hetlb.loadtest.report import percent, runs_table
+from hetlb.sim.contents import HASH_BLOCK_TOKENS, TraceContents
 from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec, FleetSimulation
-from hetlb.sim.reference import References
-from hetlb.traces import read_trace
+from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
+from hetlb.traces import TraceRow, read_trace
+
+#: Fewer requests than this, over all runs, are done before another process has started.
+_REQUESTS_WORTH_A_PROCESS = 4000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet; needs profiles")
     parser.add_argument("--trace", type=Path, metavar="T.csv", help="arrival_s,input_tokens,output_tokens")
     parser.add_argument(
-        "--request-rate", default="inf", metavar="R", help="requests/s, inf (all at once) or trace"
+        "--request-rate",
+        default="inf",
+        metavar="R",
+        help="requests/s, inf (all at once) or trace; several: 8,16,inf",
     )
     parser.add_argument("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="default: every row of the trace")
@@ -47,8 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictor", choices=PREDICTORS, default="empirical")
     parser.add_argument("--iteration", choices=tuple(IterationRule), default=IterationRule.TOKEN)
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait (default: any)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="engines keep prefixes; needs hash_ids, or session_id and turn",
+    )
+    parser.add_argument(
+        "--hash-block-size",
+        type=int,
+        default=HASH_BLOCK_TOKENS,
+        metavar="N",
+        help="tokens of one of a trace's hash_ids",
+    )
+    parser.add_argument("--seed", default="0", metavar="S", help="draws arrivals and choices; several: 0,1,2")
+    parser.add_argument("--seeds", type=int, metavar="N", help="that many seeds, from --seed on")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as cores)")
     parser.add_argument("--model", help="which model of the file (default: its first)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="P.png", help="throughput, latencies, KV use and queues as a picture"
+    )
     parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay what a proxy recorded")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
@@ -62,112 +88,252 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.trace is None:
         raise InputError("expected --config and --trace, or --event-log")
     fleet = load_fleet(args.config)
-    policies = args.policy.split(",") if args.policy else [fleet.policy.name]
-    for policy in policies:
-        if policy not in POLICIES:
-            raise InputError(f"--policy: expected names out of {', '.join(POLICIES)}, got {policy!r}")
-    runs = simulate(
+    policies = read_policies(args.policy) if args.policy else [fleet.policy.name]
+    rates: dict[float | str, str] = {
+        read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
+    }
+    seeds = read_seeds(args.seed, args.seeds)
+    check_numbers(args)
+    cells = [Cell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
+    if args.plot is not None:
+        cells = watch(cells)
+    rows = read_trace(args.trace)
+    if TRACE in rates and any(row.arrival_s is None for row in rows[: args.num_prompts]):
+        raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
+    study = make_study(
         fleet,
-        plan=plan_of(args),
-        policies=policies,
+        Load(rows, args.num_prompts, args.burstiness, read_contents(args, rows)),
         predictor=args.predictor,
-        lengths=LengthDistribution(row.output_tokens for row in read_trace(args.trace)),
         rule=IterationRule(args.iteration),
-        seed=args.seed,
         model=args.model,
-        request_rate=args.request_rate,
         queue_limit=args.queue_limit,
     )
+    ran = sweep(study, cells, args.jobs)
+    runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
+    medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]
+    if args.plot is not None:
+        write_plot(args.plot, medians or runs, ran)
     if args.json:
-        print(json.dumps({"runs": runs}, allow_nan=False))
+        print(json.dumps({"runs": runs} | ({"medians": medians} if medians else {}), allow_nan=False))
     else:
-        console = Console()
-        console.print(runs_table(runs, reference_tok_s=runs[0]["bound"]["total_token_throughput"]))
+        print_tables(medians or runs, list(rates.values()), len(seeds))
     return 0
 
 
-def plan_of(args: argparse.Namespace) -> list[PlannedRequest]:
-    """The requests and when they are due. Raises `InputError`."""
-    rate: float | str = args.request_rate
-    if rate != "trace":
-        try:
-            rate = float(rate)
-        except ValueError:
-            rate = math.nan
-        if not rate > 0:
-            raise InputError(
-                f"--request-rate: expected requests/s above 0, inf or trace, got {args.request_rate!r}"
-            )
+# --- flags ----------------------------------------------------------------------------------------------
+
+
+def read_policies(text: str) -> list[str]:
+    """`--policy`. Raises `InputError`."""
+    policies = text.split(",")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise InputError(f"--policy: expected names out of {', '.join(POLICIES)}, got {policy!r}")
+    return policies
+
+
+def read_seeds(text: str, count: int | None) -> list[int]:
+    """`--seed` and `--seeds`. Raises `InputError`."""
+    try:
+        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise InputError(
+            f"--seed: expected a whole number, or several separated by commas, got {text!r}"
+        ) from None
+    if count is None:
+        return seeds
+    if count < 1:
+        raise InputError(f"--seeds: expected at least 1, got {count}")
+    if len(seeds) > 1:
+        raise InputError(f"--seeds: expected one --seed to count from, got {text!r}")
+    return list(range(seeds[0], seeds[0] + count))
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise `InputError` for a number that makes no sense."""
     if args.num_prompts is not None and args.num_prompts < 1:
         raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
     if not args.burstiness > 0:
         raise InputError(f"--burstiness: expected a number above 0, got {args.burstiness}")
     if args.queue_limit is not None and args.queue_limit < 0:
         raise InputError(f"--queue-limit: expected a number from 0, got {args.queue_limit}")
-    rows = read_trace(args.trace)
+    if args.jobs is not None and args.jobs < 1:
+        raise InputError(f"--jobs: expected at least 1, got {args.jobs}")
+    if args.hash_block_size < 1:
+        raise InputError(f"--hash-block-size: expected at least 1, got {args.hash_block_size}")
+
+
+def read_contents(args: argparse.Namespace, rows: Sequence[TraceRow]) -> TraceContents | None:
+    """`--prefix-cache`: what the rows have in common. Raises `InputError`."""
+    if not args.prefix_cache:
+        return None
     try:
-        return make_plan(rows, args.num_prompts, rate, random.Random(args.seed), args.burstiness)
+        return TraceContents(rows, args.hash_block_size)
     except ValueError as error:
-        raise TraceError(
-            f"{args.trace}: arrival_s: expected a time in every row to replay: {error}"
-        ) from error
+        raise TraceError(f"{args.trace}: --prefix-cache: {error}") from error
 
 
-def simulate(
+def watch(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, those watched that a picture shows in detail.
+
+    They are the first seed's at the highest rate: latencies of requests that came all at once say little
+    beyond the throughput, so `inf` is watched only where there is no other.
+    """
+    rates = list(dict.fromkeys(cell.rate for cell in cells))
+    finite = [rate for rate in rates if isinstance(rate, float) and math.isfinite(rate)]
+    rate = max(finite) if finite else rates[0]
+    return [
+        Cell(cell.policy, cell.rate, cell.seed, watched=True)
+        if cell.rate == rate and cell.seed == cells[0].seed
+        else cell
+        for cell in cells
+    ]
+
+
+# --- runs -----------------------------------------------------------------------------------------------
+
+
+def make_study(
     fleet: Fleet,
+    load: Load,
     *,
-    plan: list[PlannedRequest],
-    policies: list[str],
-    predictor: str,
-    lengths: LengthDistribution,
-    rule: IterationRule,
-    seed: int,
-    model: str | None,
-    request_rate: str,
-    queue_limit: int | None,
-) -> list[dict[str, Any]]:
-    """One summary per policy. Raises `InputError` where the fleet lacks what a simulation needs."""
+    predictor: str = "empirical",
+    rule: IterationRule = IterationRule.TOKEN,
+    model: str | None = None,
+    queue_limit: int | None = None,
+) -> Study:
+    """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     name = models[0] if model is None else model
     if name not in models:
         raise ConfigError(f"--model: expected one of {', '.join(models)}, got {name!r}")
     setup = SchedulerSetup(
         specs=tuple(spec for spec in fleet.instances if spec.model == name),
-        policy=policies[0],
+        policy=fleet.policy.name,
         params=fleet.policy_params,
         limits=QueueLimits(max_requests=queue_limit, max_bytes=None, timeout_s=None),
         predictor=predictor,
-        seed=seed,
-        lengths=lengths,
+        seed=0,
+        lengths=LengthDistribution(row.output_tokens for row in load.rows),
         initial_health=Health.UP,
     )
     engines = {spec.name: engine_spec(fleet, spec.name) for spec in setup.specs}
-    references = References(setup, engines, plan, model=name, rule=rule)
-    bound = references.bound()
-    split = None
-    if request_rate == "inf" or (request_rate != "trace" and math.isinf(float(request_rate))):
-        oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-        split = references.split(
-            make_predictor(predictor, rng=random.Random(seed), lengths=lengths, oracle=oracle)
+    # Further columns of a trace may be large, and processes get a copy of all this.
+    rows = [TraceRow(row.arrival_s, row.input_tokens, row.output_tokens) for row in load.rows]
+    return Study(setup, engines, name, rule, replace(load, rows=rows))
+
+
+def sweep(study: Study, cells: Sequence[Cell], jobs: int | None = None) -> list[Ran]:
+    """Run the cells, with a bar on stderr if that is a terminal."""
+    if jobs is None:
+        worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
+        jobs = min(_cores(), worth)
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        bar = progress.add_task(f"simulating {len(cells)} run" + "s" * (len(cells) > 1), total=None)
+        return run_sweep(
+            study,
+            cells,
+            jobs=jobs,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    runs = []
-    quiet = not sys.stderr.isatty()
-    for policy in track(policies, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
-        simulation = FleetSimulation(replace(setup, policy=policy), engines, plan, model=name, rule=rule)
-        result = simulation.run()
-        runs.append(
-            {
-                "policy": policy,
-                "seed": seed,
-                **result.summary(),
-                "request_rate": request_rate,
-                "predictor": predictor,
-                "iteration": rule.value,
-                "bound": bound,
-                "split": split,
-            }
-        )
-    return runs
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
+    """One run as it stands in the JSON."""
+    return {
+        "policy": ran.cell.policy,
+        "seed": ran.cell.seed,
+        **ran.summary,
+        "request_rate": request_rate,
+        "predictor": study.setup.predictor,
+        "iteration": study.rule.value,
+        "bound": ran.bound,
+        "split": ran.split,
+    }
+
+
+def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Runs that differ in their seed alone."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each in runs:
+        groups.setdefault((each["policy"], each["request_rate"]), []).append(each)
+    return groups
+
+
+def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs of several seeds as one: the median of every figure by itself, `seeds` in place of `seed`."""
+    first = runs[0]
+    found: dict[str, Any] = {"policy": first["policy"], "seeds": [each["seed"] for each in runs]}
+    for key, value in first.items():
+        if key in ("policy", "seed"):
+            continue
+        values = [each[key] for each in runs]
+        if key == "instances":
+            found[key] = [
+                {"name": parts[0]["name"], **_medians(parts)} for parts in zip(*values, strict=True)
+            ]
+        elif isinstance(value, dict):
+            found[key] = _medians(values)
+        else:
+            found[key] = median(values) if isinstance(value, int | float) else value
+    return found
+
+
+def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        key: median(table[key] for table in tables)
+        for key in tables[0]
+        if not isinstance(tables[0][key], str)
+    }
+
+
+def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds: int) -> None:
+    """One table for every rate."""
+    console = Console()
+    for rate in rates:
+        words = [] if len(rates) == 1 else [_rate_in_words(rate)]
+        words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
+        here = [each for each in runs if each["request_rate"] == rate]
+        reference = here[0]["bound"]["total_token_throughput"]
+        table = runs_table(here, reference_tok_s=reference, title=", ".join(words) or None)
+        if rate != rates[-1]:
+            table.caption = None  # the same under each
+        console.print(table)
+        if hits := [f"{each['policy']} {percent(_prefix_hits(each))}" for each in here if _has_hits(each)]:
+            console.print(f"prompt tokens found in prefix caches: {', '.join(hits)}", soft_wrap=True)
+
+
+def _has_hits(run: Mapping[str, Any]) -> bool:
+    return any("prefix_hit_tokens" in each for each in run["instances"])
+
+
+def _prefix_hits(run: Mapping[str, Any]) -> float:
+    """The share of the prompt tokens that no engine had to compute."""
+    hit, computed = (
+        sum(each[key] for each in run["instances"]) for key in ("prefix_hit_tokens", "prefilled_tokens")
+    )
+    return hit / (hit + computed) if hit else 0.0
+
+
+def _rate_in_words(rate: str) -> str:
+    if rate == TRACE:
+        return "arrivals of the trace"
+    return "all at once" if math.isinf(float(rate)) else f"{rate} requests/s"
 
 
 def engine_spec(fleet: Fleet, name: str) -> EngineSpec:

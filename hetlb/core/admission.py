@@ -1,6 +1,6 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
-Promise: first in, first out within a lane; never more than `max_requests` requests or `max_bytes` bytes;
+Promise: in the order of arrival within a lane; never more than `max_requests` requests or `max_bytes` bytes;
 what goes in comes out exactly once.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from hetlb.core.types import Request, RequestId
@@ -28,13 +29,18 @@ class QueueLimits:
     no_instance_timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Queued:
-    """One waiting request, when it arrived, and its size (see `core.demand`)."""
+    """One waiting request, when it arrived, the output predicted then, and its size (see `core.demand`).
+
+    `overtaken` counts those behind it that left the queue while it was the head of its lane.
+    """
 
     request: Request
     arrived_at: float
+    predicted_output: float = 0.0
     size: int = 0
+    overtaken: int = 0
 
 
 #: What shares one line: requests for one name, or for one instance of it.
@@ -69,10 +75,10 @@ class Queue:
         """The lanes in which somebody waits."""
         return list(self._lanes)
 
-    def head(self, lane: Lane) -> Queued | None:
-        """Who waits longest in a lane."""
+    def first(self, lane: Lane, count: int) -> list[Queued]:
+        """The `count` who wait longest in a lane, the longest first."""
         entries = self._lanes.get(lane)
-        return next(iter(entries.values())) if entries else None
+        return list(islice(entries.values(), count)) if entries else []
 
     def waiting(self, model: str) -> int:
         """The sizes of all that wait for a model, added up."""
@@ -85,11 +91,12 @@ class Queue:
             return False
         return limits.max_bytes is None or self.bytes + request.body_bytes <= limits.max_bytes
 
-    def push(self, request: Request, arrived_at: float, size: int = 0) -> None:
+    def push(self, request: Request, arrived_at: float, predicted_output: float = 0.0, size: int = 0) -> None:
         """Append a request; the caller has asked `has_room`."""
         assert request.id not in self._lane_of, f"request {request.id} is queued already"
         lane = (request.model, request.pinned)
-        self._lanes.setdefault(lane, OrderedDict())[request.id] = Queued(request, arrived_at, size)
+        entry = Queued(request, arrived_at, predicted_output, size)
+        self._lanes.setdefault(lane, OrderedDict())[request.id] = entry
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         self._lane_of[request.id] = lane
         self.bytes += request.body_bytes

@@ -8,6 +8,11 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
+
+from hetlb.core.instance import Instance
+from hetlb.core.latency import LatencyModel, ideal_batch, processing_s
 from hetlb.core.types import Request
 
 #: What one prompt token weighs against one output token.
@@ -58,13 +63,101 @@ class _Slots:
         return sum(steady) / (len(steady) * self._width_s)
 
 
-class Demand:
-    """What keeps arriving for one model."""
+#: The mean request follows the newest so many.
+MIX_REQUESTS = 1000.0
+#: An instance's speed is computed again when the mean request has changed by more than this share.
+_MIX_CHANGE = 0.02
 
-    __slots__ = ("_horizons",)
+
+class Mix:
+    """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
+
+    `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
+    left on average of an answer met at a random moment: E[O^2] / 2 E[O].
+    """
+
+    __slots__ = ("_count", "_fleet", "_measured", "_residual_weight", "_speeds", "long", "output", "prompt",
+                 "residual")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.prompt = self.output = self.long = self.residual = 0.0
+        self._count = 0
+        self._residual_weight = 0.0
+        self._measured = (0.0, 0.0)
+        self._speeds: dict[str, tuple[LatencyModel, tuple[float, float, float, float]]] = {}
+        self._fleet: tuple[list[LatencyModel], float, list[int]] = ([], 0.0, [])
+
+    @property
+    def empty(self) -> bool:
+        """Whether no request has come yet."""
+        return self._count == 0
+
+    def add(self, prompt: float, output: float, long: float, residual: float) -> None:
+        """One more request, as predicted."""
+        self._count += 1
+        gain = max(1.0 / self._count, 1.0 / MIX_REQUESTS)
+        self.prompt += gain * (prompt - self.prompt)
+        self.output += gain * (output - self.output)
+        self.long += gain * (long - self.long)
+        # Long answers are met more often: what is left counts as often as the answer is long.
+        self._residual_weight += gain * (output * residual - self._residual_weight)
+        self.residual = self._residual_weight / self.output if self.output > 0.0 else 0.0
+        old_prompt, old_output = self._measured
+        if (
+            abs(self.prompt - old_prompt) > _MIX_CHANGE * old_prompt
+            or abs(self.output - old_output) > _MIX_CHANGE * old_output
+        ):
+            self._measured = (self.prompt, self.output)
+            self._speeds.clear()
+            self._fleet = ([], 0.0, [])
+
+    def speed(self, instance: Instance) -> float:
+        """Sizes per second that an instance does of the mean request, its batch full."""
+        return self.costs(instance)[0]
+
+    def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
+        """The speed of all of them together, and their indices, who has a full batch done soonest first."""
+        models = [instance.latency for instance in instances]
+        known, total, order = self._fleet
+        if len(known) != len(models) or not all(map(is_, known, models)):
+            costs = [self.costs(instance) for instance in instances]
+            total = sum(cost[0] for cost in costs)
+            order = sorted(range(len(costs)), key=lambda i: costs[i][3])
+            self._fleet = (models, total, order)
+        return total, order
+
+    def costs(self, instance: Instance) -> tuple[float, float, float, float]:
+        """Speed as above, what a prompt and an output token cost of its time, how long a full batch takes.
+
+        The latter three in seconds.
+        """
+        known = self._speeds.get(instance.name)
+        if known is not None and known[0] is instance.latency:
+            return known[1]
+        prompt, output = self._measured
+
+        def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
+            i, o = of_prompt * prompt, of_output * output
+            batch = ideal_batch(instance.kv_cache_tokens, i, o, instance.max_num_seqs)
+            return processing_s(instance.latency, batch, i, o), batch
+
+        share_s, batch = stay_s(1.0, 1.0)
+        speed = max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9)
+        of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
+        of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
+        costs = (speed, max(0.0, of_prompt_s), max(0.0, of_output_s), share_s * batch)
+        self._speeds[instance.name] = (instance.latency, costs)
+        return costs
+
+
+class Demand:
+    """What is asked for, of one model: the mean request, and how much keeps arriving."""
+
+    __slots__ = ("_horizons", "mix")
 
     def __init__(self) -> None:
         self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
+        self.mix = Mix()
 
     def arrived(self, size: float, now: float) -> None:
         """A request of this size came in."""

@@ -10,6 +10,7 @@ import math
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.core.speed import SpeedTracker
 from hetlb.core.types import (
     AdminState,
     Capacity,
@@ -25,14 +26,18 @@ from hetlb.core.types import (
 DEFAULT_KV_CACHE_TOKENS = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS = 256
+#: The tokens that an engine works on in one iteration where it has not told: vLLM's default.
+DEFAULT_TOKEN_BUDGET = 2048
 #: A scrape older than this says nothing about now.
 SIGNAL_STALE_S = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.
 KV_ROOM = 0.8
-#: Learnt speed factors stay within 64 times of the default, either way.
-_SPEED_BOUND = 64.0
-#: Weight of one finished answer in the learnt speed.
-_SPEED_GAIN = 0.1
+#: Shorter answers say nothing about speed.
+_LEAST_STEPS = 4.0
+#: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
+_WHOLE = 0.99
+#: Of a stream's time, what must have passed in decoding for it to tell how fast.
+_DECODING = 0.2
 
 
 class PeakEwma:
@@ -72,9 +77,10 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_speed_log",
+        "_waiting_seen",
         "admin",
         "capacity",
+        "figures",
         "health",
         "in_flight",
         "incarnation",
@@ -84,7 +90,9 @@ class Instance:
         "longest_request_tokens",
         "max_num_seqs",
         "name",
+        "nominal",
         "peak_ewma",
+        "pending_prompt_tokens",
         "profiled",
         "prompt_tokens",
         "removed",
@@ -93,6 +101,7 @@ class Instance:
         "sequences",
         "served",
         "spec",
+        "speed",
         "work_ns",
     )
 
@@ -104,7 +113,12 @@ class Instance:
         self.admin = AdminState.READY
         self.removed = False
         self.profiled = spec.latency is not None
-        self.latency: LatencyModel = spec.latency or DEFAULT_LATENCY
+        #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
+        self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
+        self.latency: LatencyModel = self.nominal
+        #: What a decision reads of it: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
+        self.figures: tuple[float, float, float, float, float, float, float, int, int, int]
+        self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
@@ -119,9 +133,10 @@ class Instance:
         self.work_ns = 0
         self.kv_tokens = 0
         self.prompt_tokens = 0
+        self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
-        self._speed_log: float | None = None
+        self._waiting_seen = 0
 
     # --- limits ---
 
@@ -155,6 +170,14 @@ class Instance:
         self.longest_request_tokens = min(known) if known else None
         if capacity.max_num_seqs is not None:
             self.max_num_seqs = capacity.max_num_seqs
+        self._refigure()
+
+    def _refigure(self) -> None:
+        k = self.latency
+        budget = self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        self.figures = (
+            k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8, budget, self.max_num_seqs, self.kv_cache_tokens,
+        )  # fmt: skip
 
     def fits(self, request: Request) -> bool:
         """Whether prompt and the output the client may ask for fit this instance at all."""
@@ -194,26 +217,55 @@ class Instance:
         """Book a lease."""
         assert lease.work_ns >= 0, f"{lease!r} books negative work"
         assert lease.kv_tokens >= 0, f"{lease!r} books negative KV tokens"
+        self._elapsed(lease.dispatched_at)
         self.leases[lease.id] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.prompt_tokens += lease.prompt_tokens
+        self.pending_prompt_tokens += lease.prompt_tokens
         self.in_flight += 1
-        self.sequences += lease.request.sequences
+        sequences = lease.request.sequences
+        self.sequences += sequences
+        # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
+        if self.sequences <= self.max_num_seqs:
+            lease.mark = self.speed.mark()
 
-    def release(self, lease: Lease) -> None:
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
+        if lease.first_token_at is not None:
+            return
+        self._elapsed(now)
+        self.speed.read(lease.request.sequences, lease.prompt_tokens)
+        lease.first_token_at = now
+        lease.first_mark = self.speed.mark()
+        self.pending_prompt_tokens -= lease.prompt_tokens
+
+    def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
         assert not lease.ended, f"{lease!r} was released before"
         booked = self.leases.pop(lease.id, None)
         assert booked is lease, f"{lease!r} is not booked on {self.name}"
+        self._elapsed(now)
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.prompt_tokens -= lease.prompt_tokens
+        if lease.first_token_at is None:
+            self.pending_prompt_tokens -= lease.prompt_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
         ledger = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.in_flight, self.sequences)
         assert min(ledger) >= 0, f"the ledger of {self.name} fell below zero: {ledger}"
+        assert self.pending_prompt_tokens >= 0, f"{self.name} reads a negative number of prompt tokens"
+
+    def _elapsed(self, now: float) -> None:
+        """Tell the speed tracker what ran until now; every answer is on average half-grown."""
+        running, places = self.sequences, self.max_num_seqs
+        tokens = (self.kv_tokens + self.prompt_tokens) / 2
+        if running > places:
+            tokens *= places / running
+            running = places
+        self.speed.elapsed(running, tokens, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """For explanations only: a state without leases behind it, unrounded."""
@@ -236,35 +288,43 @@ class Instance:
     # --- evidence ---
 
     def learn_sample(self, sample: EngineSample, now: float) -> None:
-        """Take over what a scrape says. Who makes others wait while its KV cache has room runs all it can."""
+        """Take over what a scrape says.
+
+        Who makes others wait while its KV cache has room runs all it can. One scrape may have caught a
+        request between arriving and running: two in a row that say the same are believed.
+        """
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)
-        room = sample.kv_usage is not None and sample.kv_usage < KV_ROOM
-        if self.capacity.max_num_seqs is None and sample.running and sample.waiting and room:
-            self.max_num_seqs = sample.running
-
-    def learn_speed(self, lease: Lease, now: float) -> None:
-        """Correct the speed of an instance without a profile by one finished answer.
-
-        The observed gap between its tokens over the default model's step at the batch it ran in, as an
-        average of logarithms: a factor on all of the default's constants.
-        """
-        tokens = lease.output_tokens / lease.request.sequences
-        if self.profiled or lease.first_token_at is None or tokens < 4:
-            return
-        gap_s = (now - lease.first_token_at) / (tokens - 1)
-        if gap_s <= 0:
-            return
-        batch = self.sequences + lease.request.sequences
         if self.capacity.max_num_seqs is not None:
-            batch = min(batch, self.capacity.max_num_seqs)
-        step_s = DEFAULT_LATENCY.decode_step_s(batch, lease.request.prompt_tokens + tokens / 2)
-        observed = math.log(gap_s / step_s)
-        bound = math.log(_SPEED_BOUND)
-        observed = min(bound, max(-bound, observed))
-        if self._speed_log is None:
-            self._speed_log = observed
-        else:
-            self._speed_log += _SPEED_GAIN * (observed - self._speed_log)
-        self.latency = DEFAULT_LATENCY.scaled(math.exp(self._speed_log))
+            return
+        running = sample.running or 0
+        room = sample.kv_usage is not None and sample.kv_usage < KV_ROOM
+        full = running if sample.waiting and room else 0
+        if full and full == self._waiting_seen:
+            self.max_num_seqs = full
+            self._refigure()
+        self._waiting_seen = full
+        if running > self.max_num_seqs:
+            self.max_num_seqs = running
+            self._refigure()
+
+    def learn_speed(self, lease: Lease, now: float) -> bool:
+        """Correct the speed by one answer that ended well. True if that changed the latency model."""
+        steps = lease.output_tokens / lease.request.sequences - 1.0
+        first_at, mark = lease.first_token_at, lease.first_mark
+        if first_at is None or mark is None or steps < _LEAST_STEPS:
+            return False
+        took_s, began_at = now - lease.dispatched_at, first_at
+        if first_at - lease.dispatched_at >= _WHOLE * took_s:
+            if lease.mark is None:
+                return False
+            mark, began_at = lease.mark, lease.dispatched_at
+        elif now - first_at < _DECODING * took_s:
+            return False
+        if not self.speed.answered(self.nominal, mark, now - began_at, steps, now):
+            return False
+        factor = self.speed.factor
+        self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
+        self._refigure()
+        return True

@@ -35,7 +35,7 @@ class LengthDistribution:
     Raises `ValueError` on an empty sample.
     """
 
-    __slots__ = ("_lengths", "_prefix", "mean", "std")
+    __slots__ = ("_lengths", "_prefix", "mean", "residual", "std")
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self._lengths = sorted(max(1, length) for length in lengths)
@@ -44,6 +44,8 @@ class LengthDistribution:
         self._prefix = [0, *accumulate(self._lengths)]
         n = len(self._lengths)
         self.mean = self._prefix[-1] / n
+        #: E[O^2] / 2 E[O]: what is left of an answer met at a random moment, tokens.
+        self.residual = sum(length * length for length in self._lengths) / (2.0 * self._prefix[-1])
         self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
 
     @property
@@ -74,6 +76,9 @@ class Predictor(Protocol):
     def long(self, request: Request) -> float:
         """A length that `LONG_SHARE` of such answers stay within."""
 
+    def residual(self, request: Request) -> float:
+        """Mean tokens that are left of such an answer, met at a random moment: E[O^2] / 2 E[O]."""
+
     def observe(self, request: Request, output_tokens: float) -> None:
         """A request ended well with this many output tokens per sequence."""
 
@@ -97,6 +102,9 @@ class NormalPredictor:
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
 
+    def residual(self, request: Request) -> float:
+        return self._lengths.residual
+
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -112,6 +120,9 @@ class MeanPredictor:
 
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.long)
+
+    def residual(self, request: Request) -> float:
+        return self._lengths.residual
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -129,6 +140,9 @@ class EmpiricalPredictor:
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.long)
 
+    def residual(self, request: Request) -> float:
+        return self._lengths.residual
+
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -144,6 +158,10 @@ class OraclePredictor:
 
     def long(self, request: Request) -> float:
         return self.predict(request)
+
+    def residual(self, request: Request) -> float:
+        """Half of this one: which ones are met is for who adds them up."""
+        return self.predict(request) / 2.0
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -164,7 +182,7 @@ def _bucket(tokens: int) -> int:
 class _Histogram:
     """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together."""
 
-    __slots__ = ("_counts", "_cum_counts", "_cum_totals", "_fresh", "_totals", "_unit", "seen")
+    __slots__ = ("_counts", "_cum_counts", "_cum_totals", "_fresh", "_residual", "_totals", "_unit", "seen")
 
     #: Weight halves after about this many observations, so that a change of traffic is followed.
     HALF_LIFE = 2000
@@ -177,6 +195,7 @@ class _Histogram:
         self._cum_totals: list[float] = []
         self._unit = 1.0
         self._fresh = False
+        self._residual = 0.0
         self.seen = 0
 
     def add(self, tokens: int) -> None:
@@ -217,8 +236,19 @@ class _Histogram:
         index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
         return self._totals[index] / self._counts[index] if self._counts[index] else 0.0
 
+    def residual(self) -> float:
+        """E[O^2] / 2 E[O]."""
+        self._refresh()
+        return self._residual
+
     def _refresh(self) -> None:
         if not self._fresh:
+            squares = sum(
+                total * total / count
+                for count, total in zip(self._counts, self._totals, strict=True)
+                if count
+            )
+            self._residual = squares / (2.0 * sum(self._totals)) if squares else 0.0
             self._cum_counts = list(accumulate(self._counts))
             self._cum_totals = list(accumulate(self._totals))
             self._fresh = True
@@ -248,6 +278,13 @@ class OnlinePredictor:
         seen = 0.0 if histogram is None else histogram.quantile(LONG_SHARE)
         prior = 4.0 * PRIOR_OUTPUT_TOKENS if histogram is None or histogram.seen < 50 else 0.0
         return _cap(request, max(seen, prior))
+
+    def residual(self, request: Request) -> float:
+        """Of what was seen, an even spread (two thirds of the prediction) while little was."""
+        histogram = self._by_model.get(request.model)
+        if histogram is None or histogram.seen < 50:
+            return self.predict(request) * 2.0 / 3.0
+        return histogram.residual()
 
     def observe(self, request: Request, output_tokens: float) -> None:
         histogram = self._by_model.get(request.model)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from hetlb.core.admission import Queue, Queued, QueueLimits
+from hetlb.core.admission import Lane, Queue, QueueLimits
 from hetlb.core.demand import Demand, size_of
 from hetlb.core.health import HealthTracker
 from hetlb.core.instance import Instance
-from hetlb.core.policies import Policy, PolicyParams, Question, make_policy, paper_terms
+from hetlb.core.policies import make_policy
+from hetlb.core.policy import Choice, Policy, PolicyParams, Question, best, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import (
     AdminState,
@@ -56,13 +58,63 @@ _INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Out
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
 
 
-def _best(candidates: Sequence[Candidate]) -> int | None:
-    """The index of the eligible candidate with the lowest score, the first of several; None without one."""
-    best: int | None = None
-    for i, candidate in enumerate(candidates):
-        if candidate.eligible and (best is None or candidate.score < candidates[best].score):
-            best = i
-    return best
+def _with_excluded(
+    candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
+) -> list[Candidate]:
+    """The scored candidates and, in their places, those that were filtered out."""
+    scored = iter(candidates)
+    return [
+        Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])
+        if instance.name in excluded
+        else next(scored)
+        for instance in instances
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a policy chose for a request, before anything is booked."""
+
+    question: Question
+    choice: Choice
+    able: list[Instance]
+    excluded: dict[str, str]
+    instance: Instance
+
+
+class _Ready:
+    """Of one model: who can take any request but a very long one, and why the others can't.
+
+    Computed when something changes and not for every request.
+    """
+
+    __slots__ = ("able", "excluded", "longest_tokens")
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        self.excluded: dict[str, str] = {}
+        routable: list[Instance] = []
+        for instance in instances:
+            if reason := _why_not(instance):
+                self.excluded[instance.name] = reason
+            else:
+                routable.append(instance)
+        self.able = [instance for instance in routable if instance.health.state is Health.UP] or routable
+        if len(self.able) < len(routable):
+            for instance in routable:
+                if instance.health.state is not Health.UP:
+                    self.excluded[instance.name] = f"suspect: {instance.health.reason}"
+        limits = [instance.longest_request_tokens for instance in self.able]
+        #: Whose prompt and output stay within this fits everywhere.
+        self.longest_tokens = min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def _why_not(instance: Instance) -> str:
+    """Why an instance can take no request now, "" if it can."""
+    if instance.admin is not AdminState.READY:
+        return _ADMIN_REASON[instance.admin]
+    if instance.health.state is Health.EJECTED:
+        return f"ejected: {instance.health.reason}"
+    return ""
 
 
 class _Attempts:
@@ -99,6 +151,7 @@ class Scheduler:
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
         self._by_model: dict[str, list[Instance]] = {}
+        self._ready: dict[str, _Ready] = {}
         self._attempts: dict[RequestId, _Attempts] = {}
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
@@ -132,6 +185,10 @@ class Scheduler:
         """Leases that have not ended, also those of removed instances."""
         return len(self._leased)
 
+    def holder(self, lease: Lease) -> Instance:
+        """The incarnation that a live lease is booked on. To be read, not written."""
+        return self._leased[lease.id]
+
     @property
     def models(self) -> list[str]:
         """Every name that some instance answers to."""
@@ -148,7 +205,12 @@ class Scheduler:
             return [self._too_long(request, instances)]
         predicted = self._predict(request)
         if self._policy.reads_demand:
-            self._demand(request.model).arrived(size_of(request, predicted), now)
+            demand = self._demand(request.model)
+            demand.arrived(size_of(request, predicted), now)
+            predictor = self._predictor
+            demand.mix.add(
+                request.prompt_tokens, predicted, predictor.long(request), predictor.residual(request)
+            )
         placed = self._place(request, instances, now, predicted)
         if placed is not None:
             return [placed]
@@ -156,8 +218,8 @@ class Scheduler:
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came."""
-        lease.first_token_at = now
         instance = self._leased[lease.id]
+        instance.first_token(lease, now)
         instance.peak_ewma.observe(now - lease.dispatched_at, now, self._params.decay_s)
         if instance.health.on_success(now):
             return self._health_changed(instance, now)
@@ -175,7 +237,7 @@ class Scheduler:
         """
         instance = self._leased.pop(lease.id)
         self._retrying.discard(lease.id)
-        instance.release(lease)
+        instance.release(lease, now)
         commands: list[Command] = []
         if outcome is Outcome.OK:
             if lease.request.generates:
@@ -216,6 +278,7 @@ class Scheduler:
             return []
         if isinstance(change, CapacityLearned):
             instance.learn_capacity(change.capacity)
+            self._reindex(now)
             return self._flush(now)
         if isinstance(change, Probed):
             if not instance.health.on_probe(change.result, now):
@@ -238,7 +301,10 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
+        longest = instance.longest_request_tokens
         instance.learn_sample(sample, now)
+        if instance.longest_request_tokens != longest:
+            self._reindex(now)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:
@@ -307,14 +373,14 @@ class Scheduler:
         """
         instances = self._by_model.get(request.model, [])
         waiting = self._queue.waiting(request.model)
-        candidates, _ = self._score(request, predicted, instances, now, waiting)
+        candidates = self._score(request, predicted, instances, now, waiting)
         for instance, candidate in zip(instances, candidates, strict=True):
             terms = paper_terms(instance, request, predicted, self._params)
             if candidate.ideal_batch is None:
                 candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
                 candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
-        best = _best(candidates)
-        return candidates, None if best is None else candidates[best].instance
+        chosen = best(candidates)
+        return candidates, None if chosen is None else candidates[chosen].instance
 
     # --- inside ---
 
@@ -333,6 +399,7 @@ class Scheduler:
             for name in names:
                 by_model.setdefault(name, []).append(instance)
         self._by_model = by_model
+        self._ready = {model: _Ready(instances) for model, instances in by_model.items()}
         waiting = {entry.request.model for entry in self._queue} if len(self._queue) else set()
         self._down_since = {
             model: self._down_since.get(model, now)
@@ -353,26 +420,23 @@ class Scheduler:
             for other in instances
         )
 
-    def _why_not(self, instance: Instance, request: Request, tried: Sequence[str]) -> str:
-        """Why an instance cannot take a request now, "" if it can."""
-        if request.pinned is not None and instance.name != request.pinned:
-            return "the request belongs to another instance"
-        if instance.admin is not AdminState.READY:
-            return _ADMIN_REASON[instance.admin]
-        if instance.health.state is Health.EJECTED:
-            return f"ejected: {instance.health.reason}"
-        if instance.name in tried:
-            return "tried before"
-        return ""
-
     def _able(self, request: Request, instances: Sequence[Instance]) -> tuple[list[Instance], dict[str, str]]:
         """Filter: the instances that may be chosen now, and why each other one may not."""
         attempts = self._attempts.get(request.id)
+        if attempts is None and request.pinned is None:
+            ready = self._ready[request.model]
+            tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+            if tokens <= ready.longest_tokens:
+                return ready.able, ready.excluded
         tried: Sequence[str] = attempts.tried if attempts is not None else ()
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         for instance in instances:
-            if reason := self._why_not(instance, request, tried):
+            if request.pinned is not None and instance.name != request.pinned:
+                reason = "the request belongs to another instance"
+            else:
+                reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
+            if reason:
                 excluded[instance.name] = reason
             else:
                 able.append(instance)
@@ -392,30 +456,22 @@ class Scheduler:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
         return chosen, excluded
 
+    def _question(self, request: Request, predicted: float, waiting: int, now: float) -> Question:
+        long = self._predictor.long(request) if request.generates else 0.0
+        demand = self._demand(request.model)
+        if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
+            demand = Demand()
+            demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
+        return Question(request, predicted, long, waiting, demand, now)
+
     def _score(
-        self,
-        request: Request,
-        predicted: float,
-        instances: Sequence[Instance],
-        now: float,
-        waiting: int,
-    ) -> tuple[list[Candidate], list[Instance]]:
-        """Filter and score: a candidate per instance in file order, and the instances that may be chosen."""
+        self, request: Request, predicted: float, instances: Sequence[Instance], now: float, waiting: int
+    ) -> list[Candidate]:
+        """Filter and score: a candidate per instance in file order."""
         able, excluded = self._able(request, instances)
-        candidates: list[Candidate] = []
-        if able:
-            long = self._predictor.long(request) if request.generates else 0.0
-            question = Question(request, predicted, long, waiting, self._demand(request.model), now)
-            candidates = self._policy.score(question, able)
-        if excluded:
-            scored = iter(candidates)
-            candidates = [
-                Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])
-                if instance.name in excluded
-                else next(scored)
-                for instance in instances
-            ]
-        return candidates, able
+        question = self._question(request, predicted, waiting, now)
+        candidates = self._policy.score(question, able) if able else []
+        return _with_excluded(candidates, instances, excluded)
 
     def _demand(self, model: str) -> Demand:
         demand = self._demands.get(model)
@@ -431,20 +487,38 @@ class Scheduler:
         predicted: float,
         own_size: int = 0,
     ) -> Dispatch | None:
-        waiting = self._queue.waiting(request.model) - own_size
-        candidates, able = self._score(request, predicted, instances, now, waiting)
-        best = _best(candidates)
-        if best is None:
+        found = self._choose(request, instances, now, predicted, own_size)
+        return None if found is None else self._book(found, instances, now)
+
+    def _choose(
+        self,
+        request: Request,
+        instances: Sequence[Instance],
+        now: float,
+        predicted: float,
+        own_size: int = 0,
+    ) -> _Found | None:
+        """Who would get a request now, None if nobody. Books nothing."""
+        able, excluded = self._able(request, instances)
+        if not able:
             return None
-        instance, candidate = instances[best], candidates[best]
-        work_s = self._policy.work_s(candidate, instance, request, predicted)
+        waiting = self._queue.waiting(request.model) - own_size
+        question = self._question(request, predicted, waiting, now)
+        choice = self._policy.choose(question, able)
+        if choice.index is None:
+            return None
+        return _Found(question, choice, able, excluded, able[choice.index])
+
+    def _book(self, found: _Found, instances: Sequence[Instance], now: float) -> Dispatch:
+        request, predicted = found.question.request, found.question.predicted_output
+        instance, choice = found.instance, found.choice
         tokens = request.sequences * (request.prompt_tokens + round(predicted))
         lease = Lease(
             self._next_lease,
             request,
             instance.name,
             instance.incarnation,
-            work_ns=round(work_s * 1e9),
+            work_ns=round(choice.work_s * 1e9),
             # One request never books more than its instance has: it would wait inside the engine.
             kv_tokens=min(tokens, instance.kv_cache_tokens),
             prompt_tokens=min(request.sequences * request.prompt_tokens, instance.kv_cache_tokens),
@@ -454,8 +528,12 @@ class Scheduler:
         self._next_lease += 1
         instance.acquire(lease)
         self._leased[lease.id] = instance
-        self._policy.committed(instance, able)
-        return Dispatch(request.id, lease, self._policy.name, tuple(candidates))
+        self._policy.committed(instance, found.able)
+        considered, excluded = choice.candidates, found.excluded
+        if excluded:
+            scored = considered
+            considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
+        return Dispatch(request.id, lease, self._policy.name, considered)
 
     def _enqueue(self, request: Request, now: float, predicted: float) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
@@ -471,37 +549,50 @@ class Scheduler:
             ]
         if not len(self._queue):
             self._last_tick = now
-        self._queue.push(request, now, round(size_of(request, predicted)))
+        self._queue.push(request, now, predicted, round(size_of(request, predicted)))
         return []
 
     def _predict(self, request: Request) -> float:
         return self._predictor.predict(request) if request.generates else 0.0
 
     def _flush(self, now: float) -> list[Command]:
-        """Place what waits, oldest first."""
+        """Place what waits."""
         if not len(self._queue):
             return []
         commands: list[Command] = []
         for lane in self._queue.lanes:
-            while (entry := self._queue.head(lane)) is not None:
-                command = self._place_queued(entry, now)
-                if command is None:
-                    break
+            while (command := self._place_next(lane, now)) is not None:
                 commands.append(command)
         return commands
 
-    def _place_queued(self, entry: Queued, now: float) -> Command | None:
-        request = entry.request
-        instances = self._by_model.get(request.model)
-        if instances is None:
+    def _place_next(self, lane: Lane, now: float) -> Command | None:
+        """Place one request of a lane: the head, or one close behind that suits the free instance better.
+
+        The head is overtaken a bounded number of times.
+        """
+        entries = self._queue.first(lane, self._policy.lookahead)
+        instances = self._by_model.get(lane[0])
+        if not entries or instances is None:
             return None
+        head = entries[0]
+        request = head.request
         if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
             self._forget(request.id)
             return self._too_long(request, instances)
-        placed = self._place(request, instances, now, self._predict(request), entry.size)
-        if placed is not None:
-            self._queue.remove(request.id)
-        return placed
+        found = self._choose(request, instances, now, self._predict(request), head.size)
+        if head.overtaken < self._policy.lookahead and len(entries) > 1:
+            chosen = None if found is None else found.instance
+            demand = self._demand(request.model)
+            for entry in self._policy.overtaking(chosen, entries, demand, instances):
+                other = self._choose(entry.request, instances, now, entry.predicted_output, entry.size)
+                if other is not None and (found is None or other.instance is found.instance):
+                    found = other
+                    head.overtaken += 1
+                    break
+        if found is None:
+            return None
+        self._queue.remove(found.question.request.id)
+        return self._book(found, instances, now)
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         request = lease.request

@@ -7,11 +7,13 @@ scheduler: the driver counts tokens into it, the scheduler reads them when it de
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
 from hetlb.core.latency import LatencyModel
+from hetlb.core.speed import Mark
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -127,11 +129,13 @@ class Lease:
     __slots__ = (
         "dispatched_at",
         "ended",
+        "first_mark",
         "first_token_at",
         "id",
         "incarnation",
         "instance",
         "kv_tokens",
+        "mark",
         "output_tokens",
         "predicted_output",
         "prompt_tokens",
@@ -162,6 +166,9 @@ class Lease:
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.first_token_at: float | None = None
+        #: What the instance had done when the lease began and when its first token came (see `core.speed`).
+        self.mark: Mark | None = None
+        self.first_mark: Mark | None = None
         self.output_tokens = 0
         self.ended = False
 
@@ -267,7 +274,7 @@ class Candidate:
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None.
+    policy does not use stay None. `terms` are a policy's own, by name, in seconds.
     """
 
     instance: str
@@ -278,6 +285,7 @@ class Candidate:
     processing_s: float | None = None
     kv_utilization: float | None = None
     workload: float | None = None
+    terms: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -287,6 +295,7 @@ class Candidate:
             "processing_s": self.processing_s,
             "kv_utilization": self.kv_utilization,
             "workload": self.workload,
+            "terms": self.terms,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,
@@ -300,7 +309,13 @@ class Dispatch:
     request_id: RequestId
     lease: Lease
     reason: str
-    candidates: tuple[Candidate, ...] = field(default=(), compare=False, repr=False)
+    #: Makes the candidates from what was known at the time: most decisions are never looked at.
+    considered: Callable[[], Sequence[Candidate]] = field(default=tuple, compare=False, repr=False)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every instance of the model as the policy saw it, in file order."""
+        return tuple(self.considered())
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,13 @@ class FleetAdmin:
 
 @contextlib.asynccontextmanager
 async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
-    """The admin listener at `url`; the policy found there is in force again when the block ends."""
-    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+    """The admin listener at `url`; the policy found there is in force again when the block ends.
+
+    Where that asks for a token, it is taken from the variable `HETLB_ADMIN_TOKEN`.
+    """
+    token = os.environ.get("HETLB_ADMIN_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session:
         admin = FleetAdmin(session, url)
         before = await admin.policy()
         try:

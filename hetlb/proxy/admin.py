@@ -1,13 +1,17 @@
 """The admin listener: what the fleet is doing, and the switches. aiohttp, apart from the hot path.
 
 Promise: it reads the scheduler's state on the event loop, so that every answer is one consistent moment;
-wrong input is a 4xx with one sentence; the listener stays on loopback.
+wrong input is a 4xx with one sentence. With a token, everything but `/healthz`, `/readyz` and the dashboard's
+files needs it; without one, a page in a browser on this machine cannot use the listener.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -16,23 +20,28 @@ from aiohttp import web
 from hetlb.core.instance import Instance
 from hetlb.core.policies import POLICIES
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
+from hetlb.core.types import AdminState, AdminStateSet, InstanceChange
 from hetlb.errors import InputError
-from hetlb.proxy.metrics import CONTENT_TYPE, MetricsSource, make_registry, render
+from hetlb.proxy.dashboard.decisions import decision_document
+from hetlb.proxy.dashboard.routes import Dashboard, Source
+from hetlb.proxy.metrics import CONTENT_TYPE, MetricsPage
 
 _MAX_BODY_BYTES = 64 << 10
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Control(MetricsSource, Protocol):
+class Control(Source, Protocol):
     """What the admin listener may see and do."""
 
     @property
-    def decisions(self) -> Sequence[Dispatch]: ...
-    @property
     def registration(self) -> bool: ...
+    @property
+    def admin_token(self) -> bytes | None: ...
+    @property
+    def readiness(self) -> str: ...
     def change(self, change: InstanceChange) -> None: ...
     def set_policy(self, name: str) -> None: ...
-    def register(self, table: Mapping[str, Any]) -> None: ...
+    async def register(self, table: Mapping[str, Any]) -> None: ...
     def unregister(self, name: str) -> None: ...
     def reload(self) -> str: ...
 
@@ -75,22 +84,6 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
     }
 
 
-def decision_document(dispatch: Dispatch) -> dict[str, Any]:
-    """One entry of `GET /v1/decisions`."""
-    lease = dispatch.lease
-    return {
-        "request_id": dispatch.request_id,
-        "policy": dispatch.reason,
-        "model": lease.request.model,
-        "prompt_tokens": lease.request.prompt_tokens,
-        "sequences": lease.request.sequences,
-        "predicted_output": lease.predicted_output,
-        "dispatched_at_s": lease.dispatched_at,
-        "candidates": [candidate.document() for candidate in dispatch.candidates],
-        "chosen": lease.instance,
-    }
-
-
 def _reply(document: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), status=status, content_type="application/json")
 
@@ -99,43 +92,84 @@ def _refuse(status: int, message: str) -> web.Response:
     return _reply({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(await request.read())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise web.HTTPBadRequest(text="expected a JSON object") from error
     if not isinstance(raw, dict):
         raise web.HTTPBadRequest(text="expected a JSON object")
+    for key in raw:
+        if only is not None and key != only:
+            raise web.HTTPBadRequest(text=f"{key[:80]!r}: unknown key, expected {only}")
     return raw
 
 
+def _has_token(request: web.Request, token: bytes) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
+    return right and scheme.lower() == "bearer"
+
+
+def _from_a_page(request: web.Request) -> bool:
+    """Whether a web page sent this: from another origin, or under a name that somebody made lead here."""
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != request.host:
+        return True
+    name = request.url.raw_host or ""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name != "localhost"
+    return False
+
+
 @web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except InputError as error:
         return _refuse(400, str(error))
     except web.HTTPException as error:
-        return _refuse(error.status, error.text or error.reason)
+        reply = _refuse(error.status, error.text or error.reason)
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            reply.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        return reply
 
 
 def make_app(control: Control) -> web.Application:
     """The admin application over `control`."""
-    registry = make_registry(control)
+    page = MetricsPage(control)
+    dashboard = Dashboard(control, lambda: fleet_document(control.scheduler, control.now()))
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        ready = any(instance.routable for instance in control.scheduler.instances)
-        return web.Response(
-            text="ready\n" if ready else "no instance is routable\n", status=200 if ready else 503
-        )
+        readiness = control.readiness
+        return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # By what the request was routed to, not by how its path is spelt.
+        if request.match_info.handler in (healthz, readyz, *dashboard.public):
+            return await handler(request)
+        token = control.admin_token
+        if token is not None and not _has_token(request, token):
+            reply = _refuse(401, "this needs the admin token: Authorization: Bearer TOKEN")
+            reply.headers["WWW-Authenticate"] = "Bearer"
+            return reply
+        if token is None and _from_a_page(request):
+            return _refuse(403, "without a token this listener is asked by its address, and not by web pages")
+        return await handler(request)
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=render(registry), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=await page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fleet(_: web.Request) -> web.Response:
         return _reply(fleet_document(control.scheduler, control.now()))
@@ -145,12 +179,17 @@ def make_app(control: Control) -> web.Application:
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
         recent = list(control.decisions)[-int(text) :]
-        return _reply({"decisions": [decision_document(each) for each in recent]})
+        documents = []
+        for each in recent:
+            # One at a time: the candidates of many decisions on a large fleet are long to make.
+            documents.append(msgspec.Raw(msgspec.json.encode(decision_document(each))))
+            await asyncio.sleep(0)
+        return _reply({"decisions": documents, "clock_s": control.now()})
 
     async def set_policy(request: web.Request) -> web.Response:
-        name = (await _body(request)).get("name")
+        name = (await _body(request, "name")).get("name")
         if not isinstance(name, str) or name not in POLICIES:
-            return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {str(name)[:80]!r}")
+            return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {_short(name)}")
         control.set_policy(name)
         return _reply({"policy": name})
 
@@ -161,16 +200,16 @@ def make_app(control: Control) -> web.Application:
         name = request.match_info["name"]
         if find(name) is None:
             return _refuse(404, f"there is no instance {name[:80]!r}")
-        state = (await _body(request)).get("state")
+        state = (await _body(request, "state")).get("state")
         if state not in tuple(AdminState):
-            return _refuse(400, f"state: expected ready, drain or maint, got {str(state)[:80]!r}")
+            return _refuse(400, f"state: expected ready, drain or maint, got {_short(state)}")
         control.change(AdminStateSet(name, AdminState(state)))
         return _reply({"name": name, "state": state})
 
     async def register(request: web.Request) -> web.Response:
         if not control.registration:
             return _refuse(403, "admin.registration is false")
-        control.register(await _body(request))
+        await control.register(await _body(request))
         return _reply(fleet_document(control.scheduler, control.now()), 201)
 
     async def unregister(request: web.Request) -> web.Response:
@@ -185,7 +224,7 @@ def make_app(control: Control) -> web.Application:
     async def reload(_: web.Request) -> web.Response:
         return _reply({"reloaded": control.reload()})
 
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, guard])
     app.add_routes(
         [
             web.get("/healthz", healthz),
@@ -198,6 +237,8 @@ def make_app(control: Control) -> web.Application:
             web.post("/v1/fleet/instances", register),
             web.delete("/v1/fleet/instances/{name}", unregister),
             web.put("/v1/fleet/instances/{name}/state", set_state),
+            *dashboard.routes,
         ]
     )
+    app.on_shutdown.append(dashboard.close)
     return app

@@ -61,6 +61,7 @@ class _Body(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -70,16 +71,18 @@ class Call:
     """The facts of one request body.
 
     `prompt_tokens` is the total where it was counted (token ids), else None and `text_bytes` is what to
-    estimate from; `prompts` is how many sequences are prefilled, `n` how often each is decoded.
+    estimate from; `prompts` is how many sequences are prefilled, `n` how often each is decoded;
+    `continues` names the kept answer that this one goes on from.
     """
 
     __slots__ = (
-        "asks_options", "hold_usage", "longest_tokens", "max_tokens", "model", "n", "prompt_tokens",
-        "prompts", "stream", "text", "text_bytes",
+        "asks_options", "continues", "hold_usage", "longest_tokens", "max_tokens", "model", "n",
+        "prompt_tokens", "prompts", "stream", "text", "text_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.model: str | None = None
+        self.continues: str | None = None
         self.stream = False
         self.asks_options = False
         self.hold_usage = False
@@ -122,6 +125,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
     elif kind is Kind.RESPONSES:
         _read_prompt(call, decoded.input)
         call.prompts = 1
+        call.continues = decoded.previous_response_id
     else:
         call.text = bytes(decoded.messages)
         call.text_bytes = _text_bytes(call.text) + len(bytes(decoded.tools))
@@ -200,29 +204,63 @@ def _text_bytes(raw: bytes) -> int:
     return len(raw) - sum(map(len, media)) + _MEDIA_BYTES * len(media)
 
 
-_BOUNDARY = re.compile(rb'boundary="?([!-~][ -~]{0,68}[!-~]|[!-~])"?\s*(?:;|$)')
-_MODEL_FIELD = re.compile(rb'^content-disposition:\s*form-data\s*;\s*name="model"\s*$', re.I | re.M)
+#: One boundary of RFC 2046 without blanks: what every client makes.
+_BOUNDARY = re.compile(rb"""boundary=("?)([0-9A-Za-z'()+_,./:=?-]{1,70})\1\s*(?:;|$)""", re.I)
+_PART_NAME = re.compile(
+    rb"""content-disposition:[ \t]*form-data;[ \t]*name="([^"\\\r\n]*)"
+    ([ \t]*;[ \t]*filename="[^"\\\r\n]*")?([ \t]*;[ \t]*filename\*=[^"\\;\s]*)?""",
+    re.I | re.X,
+)
+_UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
+_MAX_PART_HEAD = 4096
 
 
 def read_multipart(content_type: bytes, body: bytes) -> Call:
-    """Read the form fields that matter of a multipart body (audio). Raises `GateError` (400)."""
+    """Read the form fields that matter of a multipart body (audio). Raises `GateError` (400).
+
+    What parsers of forms read in different ways is refused: the engine must see the same model as we do.
+    """
     match = _BOUNDARY.search(content_type)
-    if match is None:
-        raise _invalid("The multipart body has no boundary.")
+    if match is None or content_type.lower().count(b"boundary") != 1:
+        raise _invalid("The multipart body has no boundary, or several.")
+    if re.search(rb"charset", content_type, re.I) and not _UTF8.search(content_type):
+        raise _invalid("The multipart body is expected to be in UTF-8.")
     call = Call()
     call.text_bytes = _MEDIA_BYTES
-    delimiter = b"--" + match[1]
-    position = body.find(delimiter)
-    while position >= 0:
-        start = position + len(delimiter)
-        position = body.find(delimiter, start)
-        head_end = body.find(b"\r\n\r\n", start, start + 4096)
-        if head_end < 0:
-            continue
-        head = body[start:head_end].replace(b"\r\n", b"\n").strip()
-        value = body[head_end + 4 : position if position >= 0 else len(body)]
-        if _MODEL_FIELD.search(head) and len(value) <= 514:
-            call.model = value.rstrip(b"\r\n").decode("utf-8", "replace")
-        elif b'name="stream"' in head and len(value) <= 16:
-            call.stream = value.strip().lower() in (b"true", b"1")
+    delimiter = b"\r\n--" + match[2]
+    if not body.startswith(delimiter[2:]):
+        raise _invalid("The multipart body does not begin with its boundary.")
+    position = len(delimiter) - 2
+    while body[position : position + 2] != b"--":
+        head_end = body.find(b"\r\n\r\n", position, position + _MAX_PART_HEAD)
+        next_part = body.find(delimiter, head_end + 4) if head_end >= 0 else -1
+        # A part that begins with a boundary has no value for some, and that for a value for others.
+        doubtful = body.startswith(delimiter[2:], head_end + 4)
+        if next_part < 0 or body[position : position + 2] != b"\r\n" or doubtful:
+            raise _invalid("A part of the multipart body is malformed or has no end.")
+        _read_field(call, body[position + 2 : head_end], body, head_end + 4, next_part)
+        position = next_part + len(delimiter)
     return call
+
+
+def _read_field(call: Call, head: bytes, body: bytes, start: int, end: int) -> None:
+    """Take from one part what matters; its value is `body[start:end]`."""
+    name, is_file = b"", False
+    for line in head.split(b"\r\n"):
+        if not line.lower().startswith(b"content-disposition"):
+            if line[:1] in (b" ", b"\t", b"") or b"\n" in line or b"\r" in line:
+                raise _invalid("A part of the multipart body has a malformed header.")
+            continue
+        match = _PART_NAME.fullmatch(line)
+        if match is None or name:
+            raise _invalid('A part of the multipart body needs one Content-Disposition: form-data; name="…".')
+        name, is_file = match[1], bool(match[2] or match[3])
+    if not name:
+        raise _invalid("A part of the multipart body has no name.")
+    value = body[start : min(end, start + MAX_MODEL_BYTES + 1)]
+    if name == b"model":
+        if call.model is not None or is_file or len(value) > MAX_MODEL_BYTES:
+            raise _invalid(f"model: expected one name of at most {MAX_MODEL_BYTES} bytes.")
+        call.model = value.decode("utf-8", "replace")
+    elif name == b"stream":
+        call.stream = value.strip().lower() in (b"true", b"1")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from time import perf_counter
 
 from hetlb.config import ProxyTable
 from hetlb.core.instance import Instance
@@ -20,15 +22,21 @@ from hetlb.core.types import (
     Command,
     Dispatch,
     EngineSample,
+    Health,
     HealthChanged,
     InstanceChange,
     Lease,
     Outcome,
     Reject,
+    RejectReason,
     RequestId,
 )
+from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.expected import expected_s
+from hetlb.proxy.histograms import Gaps
 from hetlb.proxy.metrics import Totals
+from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.sizes import PromptSizes
 from hetlb.proxy.upstream import EnginePool
 
@@ -37,6 +45,8 @@ logger = logging.getLogger("hetlb.proxy")
 #: Deadlines of requests are looked at this often.
 SWEEP_S = 0.5
 DECISIONS_KEPT = 1000
+#: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
+CANDIDATES_KEPT = 50_000
 RESPONSES_KEPT = 10_000
 
 
@@ -50,6 +60,7 @@ class Driver:
         sizes: PromptSizes,
         loop: asyncio.AbstractEventLoop,
         on_finished: Callable[[Exchange, Phase], None] | None = None,
+        access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.table = table
@@ -58,14 +69,19 @@ class Driver:
         self.now = loop.time
         self.totals = Totals()
         self.decisions: deque[Dispatch] = deque(maxlen=DECISIONS_KEPT)
+        self._decisions_kept = CANDIDATES_KEPT // max(1, len(scheduler.instances))
         self.exchanges: dict[RequestId, Exchange] = {}
-        #: Where an answer that can be asked for again was made: response id -> instance.
-        self.made_at: OrderedDict[str, str] = OrderedDict()
+        #: Where, and for whom, an answer that can be asked for again was made: by response id.
+        self.made_at: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
+        self._access = {} if access is None else access
         self._on_finished = on_finished
+        self._drain_rate = DrainRate(random.Random())
         self._pools: dict[int, EnginePool] = {}
         self._next_id = 1
         self._ticker: asyncio.TimerHandle | None = None
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep_due = perf_counter() + SWEEP_S
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- requests ---
@@ -79,7 +95,10 @@ class Driver:
     def submit(self, exchange: Exchange) -> None:
         """A whole request came in."""
         self.exchanges[exchange.request.id] = exchange
-        self.carry_out(self.scheduler.on_arrival(exchange.request, exchange.arrived_at))
+        started = perf_counter()
+        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
+        self.totals.arrival.observe(perf_counter() - started)
+        self.carry_out(commands)
 
     def first_token(self, lease: Lease, now: float) -> None:
         """The answer of a lease began."""
@@ -87,27 +106,42 @@ class Driver:
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         """A lease ended; with `retry` the scheduler says what becomes of its request."""
-        totals, key = self.totals, (lease.instance, outcome)
-        totals.instance_requests[key] = totals.instance_requests.get(key, 0) + 1
+        totals = self.totals
+        totals.lease_ended(lease.instance, outcome)
         if retry:
             totals.retries += 1
-        self.carry_out(self.scheduler.on_lease_ended(lease, outcome, self.now(), retry=retry))
+        started = perf_counter()
+        commands = self.scheduler.on_lease_ended(lease, outcome, self.now(), retry=retry)
+        totals.end.observe(perf_counter() - started)
+        self.carry_out(commands)
+
+    def give_up(self, exchange: Exchange) -> float:
+        """Nobody waits for this request much longer: take it out of the queue. When to try again, seconds."""
+        self.carry_out(self.scheduler.on_cancelled(exchange.request.id, self.now()))
+        return self._drain_rate.retry_after_s(len(self.scheduler.queue), self.now())
+
+    def retry_after_s(self, reject: Reject) -> float | None:
+        """When the client of a rejected request should come again, None where that would be of no use."""
+        if reject.retry_after_s is None:
+            return None
+        if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):
+            return self._drain_rate.retry_after_s(len(self.scheduler.queue), self.now())
+        return self._drain_rate.spread(reject.retry_after_s)
 
     def finished(self, exchange: Exchange, phase: Phase) -> None:
         """An exchange has its terminal outcome; it ended in `phase`."""
         outcome = exchange.outcome
         assert outcome is not None
         del self.exchanges[exchange.request.id]
-        totals, key = self.totals, (outcome, phase.value)
-        totals.requests[key] = totals.requests.get(key, 0) + 1
         lease = exchange.lease
+        # A name that was never served is a client's: it must not become a label.
+        served = lease is not None or exchange.request.model in self.scheduler.models
+        self.totals.finished(exchange, phase, served)
         if self._on_finished is not None:
             self._on_finished(exchange, phase)
         if lease is not None:
-            name = lease.instance
-            totals.instance_tokens[name] = totals.instance_tokens.get(name, 0) + lease.output_tokens
-            prompt = exchange.prompt_tokens_used or exchange.request.prompt_tokens
-            totals.prompt_tokens[name] = totals.prompt_tokens.get(name, 0) + prompt
+            assert exchange.ended_at is not None
+            self._drain_rate.ended(exchange.ended_at)
             self.lease_ended(lease, outcome, retry=False)
         elif phase is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.carry_out(self.scheduler.on_cancelled(exchange.request.id, self.now()))
@@ -116,13 +150,17 @@ class Driver:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def gaps(self, model: str) -> Gaps:
+        """Where the times between the tokens of a model's streams are counted."""
+        return self.totals.model(model).gaps
+
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
         """An engine said how long a prompt was."""
         self.sizes.learn(model, text_bytes, tokens)
 
-    def remember_response(self, response_id: str, instance: str) -> None:
-        """An answer that can be asked for again was made at `instance`."""
-        self.made_at[response_id] = instance
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        """An answer that can be asked for again was made at `instance`, for `tenant`."""
+        self.made_at[response_id] = instance, tenant
         if len(self.made_at) > RESPONSES_KEPT:
             del self.made_at[next(iter(self.made_at))]
 
@@ -132,6 +170,7 @@ class Driver:
         """Something about an instance changed."""
         self.carry_out(self.scheduler.on_instance(change, self.now()))
         self._drop_unused_pools()
+        self._decisions_kept = CANDIDATES_KEPT // max(1, len(self.scheduler.instances))
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
@@ -140,6 +179,17 @@ class Driver:
     def set_policy(self, name: str) -> None:
         """Switch the policy."""
         self.carry_out(self.scheduler.set_policy(name, self.now()))
+
+    def configure(self, table: ProxyTable) -> None:
+        """New limits, times and keys, for what begins from now on."""
+        self.table = table
+        for instance in self.scheduler.instances:
+            if (pool := self._pools.get(instance.incarnation)) is not None:
+                pool.configure(
+                    self._access.get(instance.name, PLAIN_ACCESS),
+                    connect_timeout_s=table.connect_timeout_s,
+                    idle_s=table.upstream_idle_s,
+                )
 
     def pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
@@ -157,6 +207,7 @@ class Driver:
             pool = self._pools[instance.incarnation] = EnginePool(
                 instance.spec.url,
                 self.loop,
+                self._access.get(instance.name, PLAIN_ACCESS),
                 connect_timeout_s=table.connect_timeout_s,
                 idle_s=table.upstream_idle_s,
             )
@@ -182,6 +233,8 @@ class Driver:
             elif isinstance(command, Reject):
                 self.exchanges[command.request_id].rejected(command)
             elif isinstance(command, HealthChanged):
+                if command.health is Health.EJECTED:
+                    self.totals.instance(command.instance).ejections += 1
                 level = logging.INFO if command.health.value == "up" else logging.WARNING
                 logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
             else:
@@ -193,10 +246,14 @@ class Driver:
     def _dispatch(self, command: Dispatch) -> None:
         self.totals.decisions += 1
         self.decisions.append(command)
+        if len(self.decisions) > self._decisions_kept:
+            self.decisions.popleft()
         lease = command.lease
+        instance = self.scheduler.holder(lease)
         if lease.incarnation not in self._pools:
-            self._pool_of(next(i for i in self.scheduler.instances if i.incarnation == lease.incarnation))
-        self.exchanges[command.request_id].dispatched(lease, lease.dispatched_at)
+            self._pool_of(instance)
+        expected = expected_s(instance, lease)
+        self.exchanges[command.request_id].dispatched(lease, lease.dispatched_at, expected)
 
     # --- time ---
 
@@ -206,10 +263,13 @@ class Driver:
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        clock = perf_counter()
+        self.totals.lag.observe(max(0.0, clock - self._sweep_due))
+        self._sweep_due = clock + SWEEP_S
         now, table = self.now(), self.table
         for exchange in list(self.exchanges.values()):
             if exchange.phase is not Phase.DONE:
-                exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s)
+                exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
         for pool in self._pools.values():
             pool.sweep(now)
         self._drop_unused_pools()

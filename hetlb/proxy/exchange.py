@@ -2,18 +2,23 @@
 
 Promise: a small state machine. `phase` says what is waited for; `_finish` is the only way out and is taken
 exactly once; the lease is given back there or when it is lost. The client's response head is held until
-the first byte of the engine's body, so that until then a failure is an honest status, or another try.
+the first byte of the engine's body, so that until then a failure is an honest status, or another try. Only
+where heartbeats are asked for it goes out before; what fails then is an error event, and no stream that
+looks complete.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
 
-from hetlb.core.types import Lease, Outcome, Reject, Request
+from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
 from hetlb.proxy.body import Call, Kind
+from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import HOP_BY_HOP, RequestHead, ResponseHead, nominated
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, usage_in_tail
@@ -37,9 +42,12 @@ class DriverSide(Protocol):
     def pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
+    def give_up(self, exchange: Exchange) -> float: ...
+    def retry_after_s(self, reject: Reject) -> float | None: ...
     def finished(self, exchange: Exchange, phase: Phase) -> None: ...
+    def gaps(self, model: str) -> Gaps: ...
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
-    def remember_response(self, response_id: str, instance: str) -> None: ...
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
 
 
 class ClientSide(Protocol):
@@ -57,9 +65,20 @@ class ClientSide(Protocol):
 _NOT_FORWARDED = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"authorization", b"accept-encoding", b"x-request-id",
     b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-proto",
-    b"x-forwarded-prefix", b"x-real-ip", b"x-api-key", b"cookie",
+    b"x-forwarded-prefix", b"x-real-ip", b"x-api-key", b"api-key", b"cookie",
 }  # fmt: skip
+_NOT_FORWARDED_BUT_KEYS = _NOT_FORWARDED - {b"authorization", b"x-api-key", b"api-key"}
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-hetlb-instance", b"x-request-id", b"set-cookie"}
+
+
+#: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
+_PATIENCE = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
+_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+#: A client is answered so much before it gives up that it can read the answer.
+_MARGIN_S = 1.0
+#: Kinds of which a stream is server-sent events, and may hold comments.
+_SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
+_HEARTBEAT = b": waiting\n\n"
 
 
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
@@ -69,10 +88,11 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        "_answer_head", "_body", "_call", "_chunked_out", "_client", "_committed", "_driver", "_engine",
-        "_head", "_tail", "_watcher", "active", "arrived_at", "dispatched_at", "ended_at", "first_byte_at",
+        "_answer_head", "_beat_at", "_body", "_call", "_chunked_out", "_client", "_committed",
+        "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_gaps", "_head", "_tail", "_text_at",
+        "_watcher", "active", "arrived_at", "dispatched_at", "ended_at", "expected_s", "first_byte_at",
         "kind", "label", "lease", "method", "outcome", "path", "phase", "prompt_tokens_used", "request",
-        "retries", "since", "status",
+        "retries", "since", "status", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +106,7 @@ class Exchange:
         body: bytes,
         label: str,
         now: float,
+        tenant: str | None = None,
     ) -> None:
         self._driver = driver
         self._client = client
@@ -95,6 +116,8 @@ class Exchange:
         self.kind = kind
         self.request = request
         self.label = label
+        #: Whose key the client showed, None where none is needed.
+        self.tenant = tenant
         self.method = head.method
         self.path = head.path
         self.phase = Phase.QUEUE
@@ -103,6 +126,8 @@ class Exchange:
         self.since = now
         self.active = False
         self.dispatched_at: float | None = None
+        #: Seconds from dispatch to the end, as the latency model saw it then.
+        self.expected_s = 0.0
         self.first_byte_at: float | None = None
         self.ended_at: float | None = None
         self.lease: Lease | None = None
@@ -113,35 +138,51 @@ class Exchange:
         self._engine: EngineConnection | None = None
         self._answer_head: ResponseHead | None = None
         self._committed = False
+        #: The head went out with a heartbeat, and nothing of an engine's answer since.
+        self._early = False
+        self._beat_at = now
+        #: When it is of no use to wait any longer; read from the head only if it does have to wait.
+        self._deadline_at: float | None = None
+        #: An engine dropped it and may have run it.
+        self._dropped = False
         self._chunked_out = False
         self._watcher: SseWatcher | None = None
         self._tail = b""
+        #: Where the times between the tokens of this stream are counted, and when its last text came.
+        self._gaps: Gaps | None = None
+        self._text_at = now
 
     # --- from the scheduler ---
 
-    def dispatched(self, lease: Lease, now: float) -> None:
+    def dispatched(self, lease: Lease, now: float, expected_s: float = 0.0) -> None:
         """The scheduler chose an instance: go there."""
         assert self.phase is Phase.QUEUE, f"dispatched in phase {self.phase}"
         self.lease = lease
+        self.expected_s = expected_s
         self.dispatched_at = now
         self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)
 
     def rejected(self, reject: Reject) -> None:
         """The scheduler turned the request down."""
-        self._answer(replies.REJECTIONS[reject.reason], reject.detail, reject.retry_after_s)
+        answer = replies.REJECTIONS[reject.reason]
+        self._answer(answer, reject.detail, self._driver.retry_after_s(reject))
 
     # --- from the engine's connection ---
 
-    def engine_request(self, host: bytes) -> list[bytes]:
-        """The request as it goes to the engine: its own Host, no hop-by-hop headers, the body as it came."""
+    def engine_request(self, own_headers: bytes, passthrough: bool) -> list[bytes]:
+        """The request as it goes to the engine: no hop-by-hop headers, the body as it came.
+
+        `own_headers` are the lines with the engine's Host and key; `passthrough` lets the client's key
+        through.
+        """
         head = self._head
         target = head.path.encode("ascii") + (b"?" + head.query if head.query else b"")
-        lines = [b"%b %b HTTP/1.1" % (head.method, target), b"host: " + host]
-        dropped = _NOT_FORWARDED
+        lines = [b"%b %b HTTP/1.1" % (head.method, target), own_headers]
+        dropped = _NOT_FORWARDED_BUT_KEYS if passthrough else _NOT_FORWARDED
         for name, _ in head.headers:
             if name == b"connection":
-                dropped = _NOT_FORWARDED | nominated(head.headers)
+                dropped = dropped | nominated(head.headers)
                 break
         lines += [name + b": " + value for name, value in head.headers if name not in dropped]
         lines.append(b"accept-encoding: identity")
@@ -184,13 +225,17 @@ class Exchange:
                 self._first_byte(payload)
             payload = watcher.feed(payload)
             assert self.lease is not None
-            self.lease.output_tokens = watcher.events
+            if watcher.events != self.lease.output_tokens:
+                self._text_came(self.lease.output_tokens)
+                self.lease.output_tokens = watcher.events
             if not payload:
                 return
         else:
             if self.first_byte_at is None:
                 self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
+            if self._early:
+                return  # no part of a stream: it is told of when it is whole
         if not self._committed:
             payload = self._commit() + self._frame(payload)
         elif self._chunked_out:
@@ -216,6 +261,9 @@ class Exchange:
             if self.first_byte_at is None:
                 self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
+        if self._early:
+            self._answered_late(watcher)
+            return
         out = b"" if self._committed else self._commit()
         out += self._frame(payload)
         if self._chunked_out:
@@ -232,15 +280,22 @@ class Exchange:
     def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None:
         """The engine (or this machine) failed at `outcome`; `bad`: it did answer, but not HTTP."""
         self._engine = None
-        if self._committed:
+        if self._committed and not self._early:
             rest = self._watcher.flush() if self._watcher is not None else b""
             self._break(Outcome.BROKEN_STREAM, detail, rest)
         elif outcome is Outcome.LOCAL_FAULT:
             self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0)
         elif bad or self._answer_head is not None:
-            self._answer(replies.BAD_UPSTREAM, f"The instance gave no valid answer: {detail}.")
+            self._answer(
+                replies.BAD_UPSTREAM, f"The instance gave no valid answer: {detail.removesuffix('.')}."
+            )
         else:
             self._try_again(outcome)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is, or was, a stream."""
+        return self._watcher is not None
 
     # --- from the client's connection ---
 
@@ -262,8 +317,15 @@ class Exchange:
 
     # --- from the clock ---
 
-    def sweep(self, now: float, first_byte_s: float, idle_s: float) -> None:
-        """Called about twice a second: end what has waited for too long."""
+    def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
+        """Called about twice a second: end what has waited for too long, comfort who waits for a stream."""
+        if self.phase is Phase.QUEUE and self._too_late(now):
+            retry_after_s = self._driver.give_up(self)
+            detail = "No instance became free in the time that the client waits."
+            self._answer(replies.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
+            return
+        if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
+            self._beat(now)
         if self.active:
             self.active = False
             self.since = now
@@ -278,7 +340,7 @@ class Exchange:
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
-        if self._committed:
+        if self._committed and not self._early:
             self._break(Outcome.SHUTDOWN, "the proxy is shutting down", b"")
         else:
             self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0)
@@ -290,6 +352,11 @@ class Exchange:
         """Whether the client can tell where the answer ended without the connection closing."""
         head = self._answer_head
         return self._chunked_out or (head is not None and head.content_length is not None)
+
+    @property
+    def _may_have_run(self) -> bool:
+        """Whether an engine was sent the request and may have worked on it."""
+        return self._dropped or self.phase in (Phase.WAIT, Phase.STREAM)
 
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
@@ -303,8 +370,63 @@ class Exchange:
         if self.status < 400:
             self._driver.first_token(self.lease, now)
             if self.kind is Kind.RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
-                self._driver.remember_response(made[1].decode("ascii"), self.lease.instance)
+                self._driver.remember_response(made[1].decode("ascii"), self.lease.instance, self.tenant)
+        if self._watcher is not None:
+            self._early = False
+            if self.request.sequences == 1:
+                self._gaps = self._driver.gaps(self.request.model)
         self._enter(Phase.STREAM, now)
+
+    def _text_came(self, before: int) -> None:
+        """More of a stream's text came, after `before` events of it. Called for about every token."""
+        now, gaps = self._driver.now(), self._gaps
+        # The first event of a chat only says who speaks.
+        if gaps is not None and before > (self.kind is Kind.CHAT):
+            ms = int((now - self._text_at) * 1e3 + 0.5)
+            if ms < FINE_MS:
+                gaps.fine[ms] += 1
+            else:
+                gaps.long(now - self._text_at)
+        self._text_at = now
+
+    def _too_late(self, now: float) -> bool:
+        """Whether the client is about to give up waiting."""
+        if self._early:
+            return False  # heartbeats keep it from that
+        if self._deadline_at is None:
+            self._deadline_at = self.arrived_at + max(0.0, _patience_s(self._head) - _MARGIN_S)
+        return now >= self._deadline_at
+
+    def _beat(self, now: float) -> None:
+        """Tell the client of a stream that it is not forgotten; the first time this commits the answer."""
+        self._beat_at = now
+        if not self._early:
+            if not (self._call.stream and self.kind in _SSE_KINDS and self._client.http11):
+                return
+            lines = [
+                b"HTTP/1.1 200 OK",
+                b"content-type: text/event-stream; charset=utf-8",
+                b"cache-control: no-cache",
+                b"x-request-id: " + self.label.encode("ascii"),
+                b"transfer-encoding: chunked",
+            ]
+            if not self._head.keep_alive:
+                lines.append(b"connection: close")
+            self.status = 200
+            self._committed = self._early = self._chunked_out = True
+            self._client.write(b"\r\n".join(lines) + b"\r\n\r\n")
+        self._client.write(self._frame(_HEARTBEAT))
+
+    def _answered_late(self, watcher: SseWatcher | None) -> None:
+        """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
+        if watcher is None and self.status >= 400:
+            event = replies.upstream_error_event(self.status, self._tail)
+        else:
+            event = replies.error_event(replies.BAD_UPSTREAM, "The instance did not answer with a stream.")
+        self.status = 200
+        self._client.write(self._frame(event))
+        # A whole answer of another kind may be what the request asked for: no failure of the instance.
+        self._finish(Outcome.UPSTREAM_ERROR if watcher is None else Outcome.BROKEN_STREAM, broken=True)
 
     def _commit(self) -> bytes:
         """The client's response head. From here on the answer is what it is."""
@@ -370,12 +492,20 @@ class Exchange:
         lease, self.lease = self.lease, None
         assert lease is not None
         self.retries += 1
+        self._dropped = self._dropped or outcome is Outcome.NO_RESPONSE
         self._enter(Phase.QUEUE, self._driver.now())
         self._driver.lease_ended(lease, outcome, retry=True)
 
     def _answer(self, answer: Answer, message: str, retry_after_s: float | None = None) -> None:
         """Answer in our own words; nothing has reached the client yet."""
-        assert not self._committed, "expected an answer before the response began"
+        assert not self._committed or self._early, "expected an answer before the response began"
+        if self._early:
+            self.status = 200
+            self._client.write(self._frame(replies.error_event(answer, message)))
+            self._finish(answer.outcome, broken=True)
+            return
+        if answer.should_retry and self._may_have_run:
+            answer = replace(answer, should_retry=False)
         self.status = answer.status
         self._client.write(
             replies.response(
@@ -397,7 +527,7 @@ class Exchange:
             self._client.write(self._commit())
         if rest:
             self._client.write(self._frame(rest))
-        if self._watcher is not None:
+        if self._watcher is not None or self._early:
             event = replies.error_event(replies.BROKEN_STREAM, f"The answer broke off: {detail}.")
             self._client.write(self._frame(event))
         self._finish(outcome, broken=True)
@@ -417,3 +547,13 @@ class Exchange:
             self._client.break_off()
         else:
             self._client.end(keep=keep)
+
+
+def _patience_s(head: RequestHead) -> float:
+    """How long the client says that it waits for an answer; infinity if it does not say."""
+    patience_s = math.inf
+    for name, value in head.headers:
+        unit_s = _PATIENCE.get(name)
+        if unit_s is not None and _NUMBER.fullmatch(value) is not None and float(value) > 0.0:
+            patience_s = min(patience_s, float(value) * unit_s)
+    return patience_s

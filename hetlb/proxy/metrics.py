@@ -1,38 +1,164 @@
-"""The proxy's own `/metrics` page: gauges read from the scheduler when asked, counters kept by the driver.
+"""The proxy's own `/metrics` page: what the driver counted, and gauges read from the scheduler when asked.
 
-Promise: a scrape costs the hot path nothing (everything is collected at the time of the scrape), and
-labels take only values that configuration or code defines, never what a client sends.
-docs/metrics.md describes every name; a test holds the two together.
+Promise: labels take only values that configuration, code or the engines define, never what a client makes up;
+a series ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`, to the
+proxy that it asked. The page of a large fleet is written in slices of about a millisecond, so that a scrape
+delays no token. docs/metrics.md describes every name; a test holds the two together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Protocol, TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 import hetlb
+from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
+from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+#: vLLM's own bounds, so that its figures and ours can be laid over each other.
+TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0,
+)  # fmt: skip
+ITL_S = (
+    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0,
+)  # fmt: skip
+E2E_S = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0,
+)  # fmt: skip
+QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+#: Of predictions: predicted over actual.
+RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
+LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+#: What the event loop's clock tells apart.
+CLOCK_S = 0.001
+#: Names of models that get series of their own; engines may list many adapters. The rest is `other`.
+MODELS_MAX = 64
+OTHER_MODELS = "other"
+#: A slice of the page takes about this long; then the event loop goes round once.
+SLICE_S = 0.001
+
+
+class ModelTotals:
+    """What is counted by the name that clients asked for."""
+
+    __slots__ = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(TTFT_S)
+        self.gaps = Gaps(ITL_S)
+        self.e2e = Histogram(E2E_S)
+        self.queue = Histogram(QUEUE_S)
+        self.output_ratio = Histogram(RATIOS)
+        self.time_ratio = Histogram(RATIOS)
+
+
+class InstanceTotals:
+    """What is counted by instance."""
+
+    __slots__ = ("ejections", "expected_s", "output_tokens", "prompt_tokens", "requests", "served_s")
+
+    def __init__(self) -> None:
+        self.requests: dict[Outcome, int] = {}
+        self.output_tokens = 0
+        self.prompt_tokens = 0
+        self.ejections = 0
+        #: Of answers that completed, from dispatch to the end: as foreseen and as it was.
+        self.expected_s = 0.0
+        self.served_s = 0.0
+
 
 class Totals:
-    """Counters that only grow, bumped by the driver as requests end."""
+    """Counters that only grow, bumped by the driver as things happen."""
 
-    __slots__ = ("decisions", "instance_requests", "instance_tokens", "prompt_tokens", "requests", "retries")
+    __slots__ = (
+        "arrival",
+        "decisions",
+        "end",
+        "instances",
+        "lag",
+        "models",
+        "reloads",
+        "requests",
+        "retries",
+    )
 
     def __init__(self) -> None:
         self.requests: dict[tuple[Outcome, str], int] = {}
-        self.instance_requests: dict[tuple[str, Outcome], int] = {}
-        self.instance_tokens: dict[str, int] = {}
-        self.prompt_tokens: dict[str, int] = {}
         self.decisions = 0
         self.retries = 0
+        self.reloads = {"done": 0, "refused": 0}
+        self.models: dict[str, ModelTotals] = {}
+        self.instances: dict[str, InstanceTotals] = {}
+        #: Seconds of the scheduler's calls: for a request that arrived, for one that ended.
+        self.arrival = Histogram(DECISION_S)
+        self.end = Histogram(DECISION_S)
+        self.lag = Histogram(LAG_S)
+
+    def model(self, name: str) -> ModelTotals:
+        """The counters of a name that the fleet serves."""
+        totals = self.models.get(name)
+        if totals is None:
+            if len(self.models) >= MODELS_MAX:
+                name = OTHER_MODELS
+            totals = self.models.setdefault(name, ModelTotals())
+        return totals
+
+    def instance(self, name: str) -> InstanceTotals:
+        """The counters of an instance."""
+        totals = self.instances.get(name)
+        if totals is None:
+            totals = self.instances[name] = InstanceTotals()
+        return totals
+
+    def lease_ended(self, name: str, outcome: Outcome) -> None:
+        """A lease on an instance ended."""
+        requests = self.instance(name).requests
+        requests[outcome] = requests.get(outcome, 0) + 1
+
+    def finished(self, exchange: Exchange, phase: Phase, served: bool) -> None:
+        """A request has its outcome; `served` says whether the fleet knows the name it asked for."""
+        outcome, ended_at = exchange.outcome, exchange.ended_at
+        assert outcome is not None
+        assert ended_at is not None
+        key = (outcome, phase.value)
+        self.requests[key] = self.requests.get(key, 0) + 1
+        if not served:
+            return
+        request, lease, arrived_at = exchange.request, exchange.lease, exchange.arrived_at
+        model = self.model(request.model)
+        dispatched_at = exchange.dispatched_at
+        model.queue.observe((ended_at if dispatched_at is None else dispatched_at) - arrived_at)
+        if lease is None:
+            return
+        instance = self.instance(lease.instance)
+        instance.output_tokens += lease.output_tokens
+        instance.prompt_tokens += (exchange.prompt_tokens_used or request.prompt_tokens) * request.sequences
+        if exchange.streamed and exchange.first_byte_at is not None:
+            model.ttft.observe(exchange.first_byte_at - arrived_at)
+        if outcome is not Outcome.OK:
+            return
+        model.e2e.observe(ended_at - arrived_at)
+        if request.generates and lease.output_tokens:
+            served_s = ended_at - lease.dispatched_at
+            model.output_ratio.observe(lease.predicted_output * request.sequences / lease.output_tokens)
+            instance.expected_s += exchange.expected_s
+            instance.served_s += served_s
+            model.time_ratio.observe(exchange.expected_s / max(served_s, CLOCK_S))
 
 
 class MetricsSource(Protocol):
@@ -44,109 +170,273 @@ class MetricsSource(Protocol):
     def totals(self) -> Totals: ...
     @property
     def invalid_samples(self) -> Mapping[str, int]: ...
+    @property
+    def lost_lines(self) -> int: ...
     def now(self) -> float: ...
 
 
-class FleetCollector(Collector):
-    """Turns the state of the scheduler and the driver's totals into metric families."""
+# --- the page ---
+
+Number: TypeAlias = float | int
+#: One family: its lines and, of the first piece, its HELP and TYPE.
+Piece: TypeAlias = str
+
+
+class MetricsPage:
+    """Writes the page; keeps the text of the labels from one scrape to the next."""
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
+        self._labels: dict[str, str] = {}
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing is known beforehand: registering must not read the fleet."""
-        return iter(())
+    async def render(self) -> bytes:
+        """The page in the Prometheus text format, in slices of about `SLICE_S`."""
+        pieces: list[Piece] = []
+        started = time.perf_counter()
+        for piece in self.pieces():
+            pieces.append(piece)
+            if time.perf_counter() - started > SLICE_S:
+                await asyncio.sleep(0)
+                started = time.perf_counter()
+        return "".join(pieces).encode()
 
-    def collect(self) -> Iterator[Metric]:
-        """All families, in a fixed order."""
+    def pieces(self) -> Iterator[Piece]:
+        """All families, in a fixed order. Between two pieces the fleet may change."""
         source = self._source
         scheduler, totals, now = source.scheduler, source.totals, source.now()
-        yield InfoMetricFamily(
-            "hetlb_build",
-            "Version and policy in force.",
-            value={
-                "version": hetlb.__version__,
-                "policy": scheduler.policy_name,
-            },
+        instances = scheduler.instances
+        self._forget({instance.name for instance in instances})
+        yield _family("hetlb_build_info", "gauge", "Version and policy in force.", [
+            f'{{version="{_escape(hetlb.__version__)}",policy="{scheduler.policy_name}"}} 1'
+        ])  # fmt: skip
+        yield _family(
+            "hetlb_requests_total", "counter", "Requests that ended, by outcome and the phase they ended in.",
+            [
+                f'{{outcome="{outcome.value}",phase="{phase}"}} {count}'
+                for (outcome, phase), count in totals.requests.items()
+            ],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_retries_total", "counter", "Requests sent to another instance.", [totals.retries]
         )
-        requests = CounterMetricFamily(
-            "hetlb_requests",
-            "Requests that ended, by outcome and the phase they ended in.",
-            labels=("outcome", "phase"),
+        yield _family("hetlb_decisions_total", "counter", "Dispatches decided.", [totals.decisions])
+        yield _family(
+            "hetlb_config_reloads_total", "counter", "Times the fleet file was read again, by result.",
+            [f'{{result="{result}"}} {count}' for result, count in totals.reloads.items()],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_log_lost_lines_total", "counter", "Lines of logs that a slow reader made us drop.",
+            [source.lost_lines],
+        )  # fmt: skip
+        queue = scheduler.queue
+        yield _family("hetlb_queue_requests", "gauge", "Requests waiting for an instance.", [len(queue)])
+        yield _family("hetlb_queue_bytes", "gauge", "Bytes of the bodies waiting.", [queue.bytes])
+        oldest = min((queue.first(lane, 1)[0].arrived_at for lane in queue.lanes), default=now)
+        yield _family(
+            "hetlb_queue_oldest_seconds", "gauge", "How long the request that waits longest has waited.",
+            [now - oldest],
+        )  # fmt: skip
+        yield from self._models(totals)
+        calls = {"arrival": totals.arrival, "end": totals.end}
+        yield _family(
+            "hetlb_decision_seconds", "histogram", "Time of one call of the scheduler, by what happened.",
+            chain.from_iterable(_buckets(f'event="{event}"', each) for event, each in calls.items()),
+        )  # fmt: skip
+        yield _family(
+            "hetlb_loop_lag_seconds", "histogram", "How late the event loop called a timer, sampled.",
+            _buckets("", totals.lag),
+        )  # fmt: skip
+        yield from self._counted(instances, totals, source.invalid_samples)
+        yield from self._believed(instances, now)
+        yield from self._states(instances)
+        yield generate_latest(self._process).decode()
+
+    def _models(self, totals: Totals) -> Iterator[Piece]:
+        families: tuple[tuple[str, str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
+            (
+                "hetlb_time_to_first_token_seconds",
+                "From arrival to the first byte of a streamed answer.",
+                lambda each: each.ttft,
+            ),
+            (
+                "hetlb_inter_token_latency_seconds",
+                "Between two reads of a stream that brought text.",
+                lambda each: each.gaps,
+            ),
+            (
+                "hetlb_e2e_request_latency_seconds",
+                "From arrival to the end of a request that was answered.",
+                lambda each: each.e2e,
+            ),
+            (
+                "hetlb_request_queue_time_seconds",
+                "From arrival to the last dispatch, or to the end of those never dispatched.",
+                lambda each: each.queue,
+            ),
+            (
+                "hetlb_predicted_output_ratio",
+                "Predicted over actual output tokens.",
+                lambda each: each.output_ratio,
+            ),
+            (
+                "hetlb_predicted_time_ratio",
+                "Predicted over actual time from dispatch to the end.",
+                lambda each: each.time_ratio,
+            ),
         )
-        for (outcome, phase), count in totals.requests.items():
-            requests.add_metric((outcome.value, phase), count)
-        yield requests
-        yield CounterMetricFamily("hetlb_retries", "Requests sent to another instance.", value=totals.retries)
-        yield CounterMetricFamily("hetlb_decisions", "Dispatches decided.", value=totals.decisions)
-        by_instance = CounterMetricFamily(
-            "hetlb_instance_requests",
-            "Leases that ended, by instance and outcome.",
-            labels=("instance", "outcome"),
+        models = list(totals.models.items())
+        for name, help_text, of in families:
+            yield _head(name, "histogram", help_text)
+            for model, each in models:
+                yield "".join(f"{name}{line}\n" for line in _buckets(f'model="{_escape(model)}"', of(each)))
+
+    def _counted(
+        self, instances: Sequence[Instance], totals: Totals, invalid: Mapping[str, int]
+    ) -> Iterator[Piece]:
+        pairs = [(self._label(instance.name), totals.instance(instance.name)) for instance in instances]
+        yield _family(
+            "hetlb_instance_requests_total", "counter", "Leases that ended, by instance and outcome.",
+            [
+                f'{{{label},outcome="{outcome.value}"}} {count}'
+                for label, each in pairs
+                for outcome, count in each.requests.items()
+            ],
+        )  # fmt: skip
+        families: tuple[tuple[str, str, Callable[[InstanceTotals], Number]], ...] = (
+            ("hetlb_instance_output_tokens_total", "Tokens generated.", lambda each: each.output_tokens),
+            ("hetlb_instance_prompt_tokens_total", "Prompt tokens sent.", lambda each: each.prompt_tokens),
+            (
+                "hetlb_instance_ejections_total",
+                "Times it was taken out as dead.",
+                lambda each: each.ejections,
+            ),
+            (
+                "hetlb_instance_predicted_seconds_total",
+                "Predicted time of completed answers, from dispatch to the end.",
+                lambda each: each.expected_s,
+            ),
+            (
+                "hetlb_instance_served_seconds_total",
+                "Actual time of completed answers, from dispatch to the end.",
+                lambda each: each.served_s,
+            ),
         )
-        for (name, outcome), count in totals.instance_requests.items():
-            by_instance.add_metric((name, outcome.value), count)
-        yield by_instance
-        for metric, help_text, values in (
-            ("hetlb_instance_output_tokens", "Tokens generated, by instance.", totals.instance_tokens),
-            ("hetlb_instance_prompt_tokens", "Prompt tokens sent, by instance.", totals.prompt_tokens),
-            ("hetlb_instance_invalid_samples", "Scrapes with absurd values.", source.invalid_samples),
-        ):
-            family = CounterMetricFamily(metric, help_text, labels=("instance",))
-            for name, count in values.items():
-                family.add_metric((name,), count)
-            yield family
-        yield GaugeMetricFamily(
-            "hetlb_queue_requests", "Requests waiting for an instance.", value=len(scheduler.queue)
+        for name, help_text, of in families:
+            yield _family(name, "counter", help_text, [f"{{{label}}} {of(each)!r}" for label, each in pairs])
+        yield _family(
+            "hetlb_instance_invalid_samples_total", "counter", "Scrapes with absurd values.",
+            [f"{{{self._label(each.name)}}} {invalid.get(each.name, 0)}" for each in instances],
+        )  # fmt: skip
+
+    def _believed(self, instances: Sequence[Instance], now: float) -> Iterator[Piece]:
+        def reported(name: str) -> Callable[[Instance], Number | None]:
+            return lambda each: None if each.sample is None else getattr(each.sample, name)
+
+        families: tuple[tuple[str, str, Callable[[Instance], Number | None]], ...] = (
+            ("hetlb_instance_in_flight", "Requests dispatched and not ended.", lambda each: each.in_flight),
+            (
+                "hetlb_instance_workload_seconds",
+                "Work assigned and not completed.",
+                lambda each: each.work_s,
+            ),
+            (
+                "hetlb_instance_kv_reserved_tokens",
+                "KV cache tokens promised to requests.",
+                lambda each: each.kv_tokens,
+            ),
+            (
+                "hetlb_instance_kv_cache_tokens",
+                "KV cache tokens there are.",
+                lambda each: each.kv_cache_tokens,
+            ),
+            (
+                "hetlb_instance_kv_reported_ratio",
+                "KV cache use the engine reports, 0 to 1.",
+                reported("kv_usage"),
+            ),
+            (
+                "hetlb_instance_reported_running",
+                "Requests running, as the engine reports.",
+                reported("running"),
+            ),
+            (
+                "hetlb_instance_reported_waiting",
+                "Requests waiting, as the engine reports.",
+                reported("waiting"),
+            ),
+            (
+                "hetlb_instance_signal_age_seconds",
+                "Age of the engine's last report.",
+                lambda each: None if each.sample_at is None else now - each.sample_at,
+            ),
         )
-        yield GaugeMetricFamily(
-            "hetlb_queue_bytes", "Bytes of the bodies waiting.", value=scheduler.queue.bytes
-        )
-        yield from self._instances(scheduler, now)
+        for name, help_text, of in families:
+            lines = [
+                f"{{{self._label(each.name)}}} {value!r}"
+                for each in instances
+                if (value := of(each)) is not None
+            ]
+            yield _family(name, "gauge", help_text, lines)
 
-    def _instances(self, scheduler: Scheduler, now: float) -> Iterator[Metric]:
-        def gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(name, help_text, labels=("instance", *labels))
+    def _states(self, instances: Sequence[Instance]) -> Iterator[Piece]:
+        name = "hetlb_instance_state"
+        yield _head(name, "gauge", "1 for the administrative state in force.")
+        for state in AdminState:
+            label = f',state="{state.value}"'
+            yield "".join(
+                f"{name}{{{self._label(each.name)}{label}}} {int(each.admin is state)}\n"
+                for each in instances
+            )
+        name = "hetlb_instance_health"
+        yield _head(name, "gauge", "1 for the health in force.")
+        for health in Health:
+            label = f',health="{health.value}"'
+            yield "".join(
+                f"{name}{{{self._label(each.name)}{label}}} {int(each.health.state is health)}\n"
+                for each in instances
+            )
 
-        in_flight = gauge("hetlb_instance_in_flight", "Requests dispatched and not ended.")
-        workload = gauge("hetlb_instance_workload_seconds", "Work assigned and not completed.")
-        reserved = gauge("hetlb_instance_kv_reserved_tokens", "KV cache tokens promised to requests.")
-        capacity = gauge("hetlb_instance_kv_cache_tokens", "KV cache tokens there are.")
-        reported = gauge("hetlb_instance_kv_reported_ratio", "KV cache use the engine reports, 0 to 1.")
-        running = gauge("hetlb_instance_reported_running", "Requests running, as the engine reports.")
-        waiting = gauge("hetlb_instance_reported_waiting", "Requests waiting, as the engine reports.")
-        age = gauge("hetlb_instance_signal_age_seconds", "Age of the engine's last report.")
-        state = gauge("hetlb_instance_state", "1 for the administrative state in force.", "state")
-        health = gauge("hetlb_instance_health", "1 for the health in force.", "health")
-        for instance in scheduler.instances:
-            label = (instance.name,)
-            in_flight.add_metric(label, instance.in_flight)
-            workload.add_metric(label, instance.work_s)
-            reserved.add_metric(label, instance.kv_tokens)
-            capacity.add_metric(label, instance.kv_cache_tokens)
-            if (sample := instance.sample) is not None and instance.sample_at is not None:
-                age.add_metric(label, now - instance.sample_at)
-                for family, value in (
-                    (reported, sample.kv_usage),
-                    (running, sample.running),
-                    (waiting, sample.waiting),
-                ):
-                    if value is not None:
-                        family.add_metric(label, value)
-            for admin in AdminState:
-                state.add_metric((instance.name, admin.value), float(instance.admin is admin))
-            for each in Health:
-                health.add_metric((instance.name, each.value), float(instance.health.state is each))
-        yield from (in_flight, workload, reserved, capacity, reported, running, waiting, age, state, health)
+    def _label(self, name: str) -> str:
+        label = self._labels.get(name)
+        if label is None:
+            label = self._labels[name] = f'server="{_escape(name)}"'
+        return label
 
-
-def make_registry(source: MetricsSource) -> CollectorRegistry:
-    """A registry of its own: nothing global, so that tests may make many."""
-    registry = CollectorRegistry()
-    registry.register(FleetCollector(source))
-    return registry
+    def _forget(self, names: set[str]) -> None:
+        """Drop what belongs to instances that left."""
+        for known in (self._labels, self._source.totals.instances):
+            if len(known) > len(names):
+                for name in known.keys() - names:
+                    del known[name]
 
 
-def render(registry: CollectorRegistry) -> bytes:
-    """The page in the Prometheus text format."""
-    return generate_latest(registry)
+def _head(name: str, kind: str, help_text: str) -> Piece:
+    return f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
+
+
+def _family(name: str, kind: str, help_text: str, lines: Iterable[str | Number]) -> Piece:
+    """A family; a number alone is the value of the one series without labels."""
+    rest = "".join(f"{name}{line}\n" if isinstance(line, str) else f"{name} {line!r}\n" for line in lines)
+    return _head(name, kind, help_text) + rest
+
+
+def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
+    """The lines of one histogram, without the name of its family."""
+    bounds, counts, total = histogram.figures()
+    comma = "," if label else ""
+    lines = [
+        f'_bucket{{{label}{comma}le="{bound!r}"}} {count}'
+        for bound, count in zip(bounds, counts, strict=False)
+    ]
+    lines.append(f'_bucket{{{label}{comma}le="+Inf"}} {counts[-1]}')
+    own = f"{{{label}}}" if label else ""
+    lines.append(f"_sum{own} {total!r}")
+    lines.append(f"_count{own} {counts[-1]}")
+    return lines
+
+
+def _escape(text: str) -> str:
+    """The value of a label. Line ends and quotes would end it; control characters help nobody."""
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

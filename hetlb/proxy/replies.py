@@ -44,20 +44,28 @@ FIRST_BYTE_TIMEOUT = Answer(Outcome.NO_RESPONSE, 504, "GatewayTimeout", "first_b
 BAD_UPSTREAM = Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "bad_response", False)
 BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream", False)
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
+TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
 _TYPES = {404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
+_CODES = {401: "invalid_api_key", 403: "model_not_allowed"}
 
 
-def bad_request(status: int, code: str = "bad_request") -> Answer:
+def bad_request(status: int, code: str | None = None) -> Answer:
     """What the gate and the body reader answer with."""
-    return Answer(Outcome.BAD_REQUEST, status, _TYPES.get(status, "BadRequestError"), code, False)
+    return Answer(
+        Outcome.BAD_REQUEST,
+        status,
+        _TYPES.get(status, "BadRequestError"),
+        code or _CODES.get(status, "bad_request"),
+        False,
+    )
 
 
 REASONS = {
-    200: b"OK", 400: b"Bad Request", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
-    408: b"Request Timeout", 411: b"Length Required", 413: b"Content Too Large",
-    415: b"Unsupported Media Type",
+    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
+    405: b"Method Not Allowed", 408: b"Request Timeout", 411: b"Length Required",
+    413: b"Content Too Large", 415: b"Unsupported Media Type",
     417: b"Expectation Failed", 426: b"Upgrade Required", 429: b"Too Many Requests",
     431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway",
     503: b"Service Unavailable", 504: b"Gateway Timeout",
@@ -73,6 +81,20 @@ def error_body(answer: Answer, message: str) -> bytes:
 def error_event(answer: Answer, message: str) -> bytes:
     """The same as an event of a stream that has begun."""
     return b"data: " + error_body(answer, message) + b"\n\n"
+
+
+def upstream_error_event(status: int, body: bytes) -> bytes:
+    """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        document = None
+    if isinstance(document, dict) and document.get("object") == "error":
+        document = {"error": document}  # as vLLM before 0.10
+    if not isinstance(document, dict) or not document.get("error"):
+        text = f"The instance answered with status {status}."
+        document = {"error": {"message": text, "type": "UpstreamError", "code": status, "param": None}}
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 def response(
@@ -95,10 +117,14 @@ def response(
 
 
 def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:
-    """`Retry-After` and `x-should-retry` of an answer."""
+    """`Retry-After`, `x-should-retry` and `WWW-Authenticate` of an answer."""
     headers: list[tuple[bytes, bytes]] = []
+    if answer.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
+        # OpenAI's clients read this one first: whole seconds would bring them back all at once.
+        headers.append((b"retry-after-ms", b"%d" % max(1000, round(retry_after_s * 1e3))))
     if answer.should_retry is not None:
         headers.append((b"x-should-retry", b"true" if answer.should_retry else b"false"))
     return tuple(headers)

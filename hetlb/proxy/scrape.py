@@ -2,16 +2,17 @@
 
 Promise: one request at a time per instance, each with its own deadline; whatever an engine answers, the
 watcher goes on. A refused connection is told apart from a slow answer, and trouble of our own (no file
-descriptors, no ports) is nobody's failure.
+descriptors, no ports) is nobody's failure. A certificate or a key that is not accepted is said once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -27,6 +28,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
@@ -58,8 +60,13 @@ class Scraper:
         *,
         on_change: Callable[[InstanceChange], None],
         on_sample: Callable[[str, EngineSample], None],
+        access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self._table = table
+        #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
+        self._access = {} if access is None else access
+        #: What was said of an instance that is not let in, so that it is said once.
+        self._told: dict[str, str] = {}
         self._on_change = on_change
         self._on_sample = on_sample
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -90,11 +97,19 @@ class Scraper:
         self._first_rounds[target.name] = asyncio.Event()
         self._tasks[target.name] = asyncio.create_task(self._watch(target), name=f"watch {target.name}")
 
-    def remove(self, name: str) -> None:
-        """Stop watching a server."""
+    def pause(self, name: str) -> None:
+        """Stop watching a server for now; what is known of it stays."""
         if task := self._tasks.pop(name, None):
             task.cancel()
-        for known in (self.models, self.versions, self.invalid_samples, self._first_rounds):
+
+    def watches(self, name: str) -> bool:
+        """Whether a server is being watched."""
+        return name in self._tasks
+
+    def remove(self, name: str) -> None:
+        """Stop watching a server for good."""
+        self.pause(name)
+        for known in (self.models, self.versions, self.invalid_samples, self._first_rounds, self._told):
             known.pop(name, None)
 
     async def close(self) -> None:
@@ -138,10 +153,26 @@ class Scraper:
             self._first_rounds[target.name].set()
             await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
         assert self._session is not None, "start() comes first"
+        access = self._access.get(target.name, PLAIN_ACCESS)
+        url, headers, hostname = target.url, {}, None
+        if access.authorization is not None:
+            headers["authorization"] = access.authorization.decode("ascii")
+        if access.address is not None:
+            parts = urlsplit(url)
+            host = f"[{access.address}]" if ":" in access.address else access.address
+            url = f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
+            headers["host"] = parts.netloc
+            hostname = parts.hostname if access.tls is not None else None
         try:
-            async with self._session.get(url, allow_redirects=False) as reply:
+            async with self._session.get(
+                url + path,
+                headers=headers,
+                allow_redirects=False,
+                ssl=access.tls or True,
+                server_hostname=hostname,
+            ) as reply:
                 body = bytearray()
                 async for piece in reply.content.iter_any():
                     body += piece
@@ -155,9 +186,12 @@ class Scraper:
 
     async def _probe(self, target: Target) -> ProbeResult | None:
         try:
-            status, _ = await self._get(f"{target.url}/health")
+            status, _ = await self._get(target, "/health")
         except _LocalTroubleError:
             return None
+        except aiohttp.ClientSSLError as error:
+            self._tell_once(target.name, f"no TLS connection: {_tls_reason(error)}")
+            return ProbeResult.FAILED
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
             return ProbeResult.REFUSED if refused else ProbeResult.FAILED
@@ -167,20 +201,25 @@ class Scraper:
 
     async def _read_metrics(self, target: Target) -> EngineSample | None:
         try:
-            status, body = await self._get(f"{target.url}/metrics")
+            status, body = await self._get(target, "/metrics")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         return parse(body.decode("utf-8", "replace")) if status == 200 else None
 
     async def _read_models(self, target: Target) -> bool:
         try:
-            status, body = await self._get(f"{target.url}/v1/models")
-            _, version = await self._get(f"{target.url}/version")
+            status, body = await self._get(target, "/v1/models")
+            _, version = await self._get(target, "/version")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return False
+        if status in (401, 403):
+            has_key = self._access.get(target.name, PLAIN_ACCESS).authorization is not None
+            told = "refuses the API key" if has_key else "wants an API key"
+            self._tell_once(target.name, f"{told} ({status} at /v1/models)")
         entries = read_model_list(body) if status == 200 else []
         if not entries:
             return False
+        self._told.pop(target.name, None)
         self.models[target.name] = entries
         if text := read_version(version):
             self.versions[target.name] = text
@@ -189,6 +228,20 @@ class Scraper:
         if lengths:
             self._on_change(CapacityLearned(target.name, Capacity(max_model_len=max(lengths))))
         return True
+
+    def _tell_once(self, name: str, text: str) -> None:
+        if self._told.get(name) != text:
+            self._told[name] = text
+            logger.warning("%s: %s", name, text)
+
+
+def _tls_reason(error: aiohttp.ClientSSLError) -> str:
+    """OpenSSL's own words: `certificate verify failed: Hostname mismatch, …`."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause: BaseException = error.certificate_error
+    else:
+        cause = error.os_error
+    return getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or type(cause).__name__
 
 
 def _is_length(value: object) -> bool:

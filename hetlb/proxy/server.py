@@ -2,15 +2,20 @@
 
 Promise: requests of one connection are answered in order, one at a time; a client that leaves is noticed
 in every phase; nothing is routed before its head passed the gate, and nothing dispatched before its whole
-body passed the reader.
+body passed the reader. Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+import resource
 import secrets
 import socket
+import ssl
+import sys
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -19,6 +24,7 @@ import hetlb
 from hetlb.config import ProxyTable
 from hetlb.core.types import Request
 from hetlb.proxy import replies
+from hetlb.proxy.access import Tenant
 from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
@@ -61,6 +67,10 @@ ENDPOINTS: dict[str, Kind] = {
     "/inference/v1/generate": Kind.COMPLETION,
     "/invocations": Kind.CHAT,
 }
+#: Balancers ask here, and have no key.
+_OPEN_PATHS = frozenset({"/health", "/ping"})
+#: Refusals that are no fault of the request.
+_REFUSALS = {503: replies.SHUTTING_DOWN, 429: replies.TOO_MANY_CONNECTIONS}
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,128})(/cancel)?")
 
 
@@ -78,8 +88,13 @@ class ProxyServer:
         self.driver = driver
         self.view = view
         self.table: ProxyTable = driver.table
-        self.connections: set[ClientConnection] = set()
+        #: Oldest first (the values say nothing).
+        self.connections: dict[ClientConnection, None] = {}
         self.stopping = False
+        #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
+        self.tenants: Mapping[bytes, Tenant] | None = None
+        #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
+        self.tls: ssl.SSLContext | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self.label_prefix = f"hetlb-{secrets.token_hex(4)}"
         self._server: asyncio.Server | None = None
@@ -88,8 +103,16 @@ class ProxyServer:
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound."""
         loop = self.driver.loop
+        tls: dict[str, Any] = {}
+        if self.tls is not None:
+            self.tls.sni_callback = self._choose_certificate
+            tls = {
+                "ssl": self.tls,
+                "ssl_handshake_timeout": self.table.head_timeout_s,
+                "ssl_shutdown_timeout": _LINGER_S,
+            }
         self._server = await loop.create_server(
-            lambda: ClientConnection(self), host, port, backlog=2048, reuse_address=True
+            lambda: ClientConnection(self), host, port, backlog=2048, reuse_address=True, **tls
         )
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
         name = self._server.sockets[0].getsockname()
@@ -124,6 +147,24 @@ class ProxyServer:
         """Whether something that takes a body is at a path."""
         return self.kind(path) is not None or _RESPONSE_PATH.fullmatch(path) is not None
 
+    def admit(self, connection: ClientConnection) -> bool:
+        """Whether there is room for a new connection; where not, the oldest without a request makes it."""
+        connections = self.connections
+        limit = self.table.max_connections or _half_of_the_descriptors()
+        full = len(connections) >= limit
+        idle = next((each for each in connections if each.idle), None) if full else None
+        connections[connection] = None
+        if idle is not None:
+            idle.abort()
+        elif len(connections) > limit + max(8, limit // 8):
+            connection.abort()  # so many are being told that there is no room that nobody more can be
+        return not full or idle is not None
+
+    def _choose_certificate(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        # Called for every handshake, so that a reload needs no other listener.
+        assert self.tls is not None, "expected a listener with TLS"
+        connection.context = self.tls
+
     def _sweep(self) -> None:
         self._sweeper = self.driver.loop.call_later(_SWEEP_S, self._sweep)
         now = self.driver.now()
@@ -136,7 +177,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_left", "_buffer", "_closing", "_decoder", "_exchange", "_head", "_paused",
-        "_reading_paused", "_server", "_since", "_stalled_since", "_transport",
+        "_reading_paused", "_server", "_since", "_stalled_since", "_tenant", "_transport",
     )  # fmt: skip
 
     def __init__(self, server: ProxyServer) -> None:
@@ -144,6 +185,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._head: RequestHead | None = None
+        self._tenant: Tenant | None = None
         self._body: list[bytes] = []
         self._body_left = 0
         self._decoder: ChunkedDecoder | None = None
@@ -165,7 +207,8 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._server.driver.now()
-        self._server.connections.add(self)
+        if not self._server.admit(self):
+            self._refuse(GateError(429, "Too many connections are open."))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -193,7 +236,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._closing = True
-        self._server.connections.discard(self)
+        self._server.connections.pop(self, None)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_gone()
@@ -259,6 +302,13 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.resume_reading()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is read or answered here; the beginning of a head is none yet."""
+        if self._exchange is not None or self._head is not None or self._closing:
+            return False
+        return self._transport is not None and not self._transport.get_write_buffer_size()
+
     def close_if_idle(self) -> None:
         """Close a connection that has no request."""
         if self._exchange is None and self._head is None and not self._buffer:
@@ -314,6 +364,8 @@ class ClientConnection(asyncio.Protocol):
             return False
         raw, self._buffer = self._buffer[:end], self._buffer[end:]
         head = parse_request_head(bytes(raw))
+        tenants = self._server.tenants
+        self._tenant = None if tenants is None else _recognise(head, tenants)
         if any(n == b"content-encoding" and v.lower() != b"identity" for n, v in head.headers):
             raise GateError(415, "Encoded request bodies are not accepted.")
         limit = self._body_limit(head)
@@ -380,11 +432,11 @@ class ClientConnection(asyncio.Protocol):
             raise GateError(503, "The proxy is shutting down.")
         kind = server.kind(head.path)
         if kind is None:
-            pinned = _RESPONSE_PATH.fullmatch(head.path)
-            if pinned is None:
+            kept = _RESPONSE_PATH.fullmatch(head.path)
+            if kept is None:
                 self._serve_own(head)
                 return
-            self._serve_pinned(head, pinned[1], bool(pinned[2]), body)
+            self._serve_pinned(head, kept[1], bool(kept[2]), body)
             return
         if head.method != b"POST" and kind is not Kind.PLAIN:
             self._method_not_allowed(b"POST")
@@ -392,25 +444,46 @@ class ClientConnection(asyncio.Protocol):
         content_type = head.header(b"content-type") or b""
         if content_type.lower().startswith(b"multipart/"):
             call = read_multipart(content_type, body)
+        elif content_type.lower().startswith(b"application/x-www-form-urlencoded") and kind is Kind.AUDIO:
+            raise GateError(415, "This form is expected as multipart/form-data.")
         elif kind is Kind.PLAIN and not body:
             call = Call()
         else:
             call = read_json(kind, body)
-        self._submit(head, kind, call, body, None)
+        pinned: str | None = None
+        if call.continues is not None:
+            pinned = self._place_of(call.continues, strict=False)
+            if pinned is not None and call.model not in (None, *self._served(pinned)):
+                pinned = None  # of another model: nobody has it there, and the engine says so
+        self._submit(head, kind, call, body, pinned)
 
     def _serve_pinned(self, head: RequestHead, response_id: str, cancel: bool, body: bytes) -> None:
         allowed = (b"POST",) if cancel else (b"GET", b"DELETE")
         if head.method not in allowed:
             self._method_not_allowed(b", ".join(allowed))
             return
-        made_at = self._server.driver.made_at.get(response_id)
-        if made_at is None:
-            raise GateError(404, f"Response with id '{response_id}' not found.")
-        self._submit(head, Kind.PINNED, Call(), body, made_at)
+        self._submit(head, Kind.PINNED, Call(), body, self._place_of(response_id, strict=True))
+
+    def _place_of(self, response_id: str, *, strict: bool) -> str | None:
+        """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
+
+        Unless `strict`, None where it is not known and anybody may have made it: the engine decides.
+        """
+        driver = self._server.driver
+        owner = None if self._tenant is None else self._tenant.name
+        known = driver.made_at.get(response_id)
+        if known is None and owner is None and not strict:
+            return None
+        if known is None or known[1] != owner or all(i.name != known[0] for i in driver.scheduler.instances):
+            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
+        return known[0]
 
     def _submit(self, head: RequestHead, kind: Kind, call: Call, body: bytes, pinned: str | None) -> None:
         driver = self._server.driver
         model = call.model or self._only_model(pinned)
+        tenant = self._tenant
+        if tenant is not None and kind is not Kind.PINNED and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{model}`.")
         body = inject_usage(kind, call, body)
         prompts, exact = call.prompts, call.prompt_tokens is not None
         if kind in (Kind.PLAIN, Kind.PINNED):
@@ -443,16 +516,22 @@ class ClientConnection(asyncio.Protocol):
             prompt_exact=exact,
             pinned=pinned,
         )
-        exchange = Exchange(driver, self, head, kind, call, request, body, text, now)
+        owner = None if tenant is None else tenant.name
+        exchange = Exchange(driver, self, head, kind, call, request, body, text, now, owner)
         self._exchange = exchange
         driver.submit(exchange)
 
+    def _served(self, name: str) -> tuple[str, ...]:
+        """What an instance answers to."""
+        for instance in self._server.driver.scheduler.instances:
+            if instance.name == name:
+                return instance.served or (instance.spec.model,)
+        return ()
+
     def _only_model(self, pinned: str | None) -> str:
         driver = self._server.driver
-        if pinned is not None:
-            for instance in driver.scheduler.instances:
-                if instance.name == pinned:
-                    return (instance.served or (instance.spec.model,))[0]
+        if pinned is not None and (served := self._served(pinned)):
+            return served[0]
         models = driver.scheduler.models
         if len({instance.spec.model for instance in driver.scheduler.instances}) == 1 and models:
             return models[0]
@@ -467,10 +546,10 @@ class ClientConnection(asyncio.Protocol):
         elif path == "/version":
             own, methods = (200, {"version": hetlb.__version__}), (b"GET", b"HEAD")
         elif path == "/v1/models":
-            own, methods = (200, {"object": "list", "data": view.models()}), (b"GET", b"HEAD")
+            own, methods = (200, {"object": "list", "data": self._models()}), (b"GET", b"HEAD")
         elif path.startswith("/v1/models/"):
             name = path[len("/v1/models/") :]
-            entry = next((entry for entry in view.models() if entry.get("id") == name), None)
+            entry = next((entry for entry in self._models() if entry.get("id") == name), None)
             if entry is None:
                 raise GateError(404, f"The model `{name}` does not exist.")
             own, methods = (200, entry), (b"GET", b"HEAD")
@@ -484,6 +563,11 @@ class ClientConnection(asyncio.Protocol):
         self._reply(
             replies.response(status, body, close=not head.keep_alive, head_only=head.method == b"HEAD")
         )
+
+    def _models(self) -> list[dict[str, Any]]:
+        """The models that this client may use."""
+        models, tenant = self._server.view.models(), self._tenant
+        return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _method_not_allowed(self, allowed: bytes) -> None:
         answer = replies.bad_request(405, "method_not_allowed")
@@ -506,18 +590,20 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        answer = replies.SHUTTING_DOWN if error.status == 503 else replies.bad_request(error.status)
+        answer = _REFUSALS.get(error.status) or replies.bad_request(error.status)
         totals, key = self._server.driver.totals, (answer.outcome, Phase.QUEUE.value)
         totals.requests[key] = totals.requests.get(key, 0) + 1
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
-        keep = self._head is not None and self._head.keep_alive and whole and error.status in (400, 404, 405)
+        head = self._head
+        keep = head is not None and head.keep_alive and whole and error.status in (400, 403, 404, 405)
         self.write(
             replies.response(
                 error.status,
                 replies.error_body(answer, error.message),
-                headers=replies.refusal_headers(answer, 1.0 if error.status == 503 else None),
+                headers=replies.refusal_headers(answer, 1.0 if error.status in _REFUSALS else None),
                 close=not keep,
+                head_only=head is not None and head.method == b"HEAD",
             )
         )
         self._body, self._body_left, self._decoder = [], 0, None
@@ -531,11 +617,37 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         self._head = None
         self._since = self._server.driver.now()
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.can_write_eof():
             self._transport.write_eof()
+        else:
+            self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 
     def _close(self) -> None:
         self._closing = True
         self._since = self._server.driver.now()
         if self._transport is not None:
             self._transport.close()
+
+
+def _half_of_the_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+
+
+def _recognise(head: RequestHead, tenants: Mapping[bytes, Tenant]) -> Tenant | None:
+    """Whose key came with a request; nobody's is needed where balancers ask. Raises `GateError` (401)."""
+    authorization = head.header(b"authorization")
+    if authorization is not None:
+        scheme, _, key = authorization.partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+    else:
+        key = head.header(b"x-api-key") or b""  # as Anthropic's clients send it
+    tenant = tenants.get(hashlib.sha256(key).digest()) if key else None
+    if tenant is None and head.path not in _OPEN_PATHS:
+        told = (
+            "This API key is not known here." if key else "An API key is needed: Authorization: Bearer KEY."
+        )
+        raise GateError(401, told)
+    return tenant

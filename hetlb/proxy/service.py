@@ -9,23 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
+import socket
+import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
-from hetlb.config import Fleet, InstanceTable, convert, load_fleet, resolve_instance
+from hetlb.config import Fleet, FleetFile, InstanceTable, convert, load_fleet, resolve_instance
 from hetlb.core.eventlog import RecordingScheduler, SchedulerSetup, encode_setup
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Dispatch, Health, InstanceAdded, InstanceChange, InstanceRemoved, InstanceSpec
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Dispatch,
+    Health,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceSpec,
+)
 from hetlb.errors import ConfigError, HetlbError, InputError
+from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
 from hetlb.proxy.metrics import Totals
@@ -39,6 +53,8 @@ logger = logging.getLogger("hetlb.proxy")
 FIRST_ROUND_S = 1.0
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
+#: How long the name of an instance that is being registered may take to resolve.
+_RESOLVE_S = 5.0
 
 
 class Service:
@@ -46,11 +62,20 @@ class Service:
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
         self.fleet = fleet
+        self._access = require_urls(fleet)
+        #: How each instance is reached; the driver and the watcher look here.
+        self._engines: dict[str, EngineAccess] = dict(self._access.engines)
+        #: The certificate shown to operators who connect from now on, None without TLS.
+        self._admin_tls = self._access.admin_tls
+        #: The file as it was at the start: what cannot be reloaded is compared with it.
+        self._started = fleet.written
         self._event_log = event_log
         self._lines: LineWriter | None = None
         self._events: LineWriter | None = None
         self._event_fd: int | None = None
         self._runner: web.AppRunner | None = None
+        #: The requests that ended lately, for the dashboard.
+        self.history = History()
         self._stop = asyncio.Event()
         self._hurry = False
         loop = asyncio.get_running_loop()
@@ -70,10 +95,17 @@ class Service:
             fleet.proxy,
             PromptSizes(load_tokenizers(fleet.tokenizers)),
             loop,
-            self._log_request if fleet.proxy.request_log else None,
+            self._request_ended,
+            self._engines,
         )
         self.server = ProxyServer(self.driver, self)
-        self.scraper = Scraper(fleet.scrape, on_change=self.driver.change, on_sample=self.driver.sample)
+        self.server.tls, self.server.tenants = self._access.tls, self._access.tenants
+        self.scraper = Scraper(
+            fleet.scrape,
+            on_change=self.driver.change,
+            on_sample=self.driver.sample,
+            access=self._engines,
+        )
         self.address = ("", 0)
         self.admin_address = ("", 0)
 
@@ -115,7 +147,7 @@ class Service:
                 logger.warning(
                     "%s serves %s, not %s: nothing goes there",
                     instance.name,
-                    ", ".join(instance.served),
+                    ", ".join(map(escape, instance.served)),
                     instance.spec.model,
                 )
             self._compare_profile(instance.name)
@@ -125,9 +157,20 @@ class Service:
         self._runner = web.AppRunner(make_app(self), access_log=None, handle_signals=False)
         await self._runner.setup()
         with _named("admin", admin.host, admin.port):
-            site = web.TCPSite(self._runner, admin.host, admin.port)
+            site = web.TCPSite(self._runner, admin.host, admin.port, ssl_context=self._admin_context())
             await site.start()
         self.admin_address = self._runner.addresses[0][:2]
+
+    def _admin_context(self) -> ssl.SSLContext | None:
+        """What the admin listener begins with; every handshake then takes the certificate read last."""
+
+        def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            assert self._admin_tls is not None, "expected a listener with TLS"
+            connection.context = self._admin_tls
+
+        if self._admin_tls is not None:
+            self._admin_tls.sni_callback = choose
+        return self._admin_tls
 
     def _compare_profile(self, name: str) -> None:
         """Warn where an engine is not what its profile was measured on."""
@@ -141,18 +184,18 @@ class Service:
                 "%s: its profile is of the model %s, it serves %s",
                 name,
                 profile.model.name,
-                ", ".join(sorted(serves)),
+                ", ".join(sorted(map(escape, serves))),
             )
         version = self.scraper.versions.get(name)
         if profile.engine.version is not None and version not in (None, profile.engine.version):
-            logger.warning(
-                "%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, version
-            )
+            shown = escape(str(version))
+            logger.warning("%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, shown)
 
     @property
     def ready_line(self) -> str:
         """What `hetlb serve` prints once requests are accepted."""
-        return f"hetlb ready on {_url(self.address)} (admin {_url(self.admin_address)})"
+        main, admin = _url(self.address, self.server.tls), _url(self.admin_address, self._admin_tls)
+        return f"hetlb ready on {main} (admin {admin})"
 
     # --- running ---
 
@@ -188,18 +231,14 @@ class Service:
                     exchange.shut_down()
 
     def _on_reload_signal(self) -> None:
-        try:
-            logger.info("reloaded: %s", self.reload())
-        except InputError as error:
-            logger.error("not reloaded, the last good configuration stays: %s", error)
+        with contextlib.suppress(InputError):  # it was logged
+            self.reload()
 
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
         """Whether some instance takes requests."""
-        if self.stopping_soon or self.server.stopping:
-            return False
-        return any(instance.routable for instance in self.driver.scheduler.instances)
+        return self.readiness == "ready"
 
     def models(self) -> list[dict[str, Any]]:
         """The union of the instances' models, of those alive or not yet known to be dead."""
@@ -235,9 +274,27 @@ class Service:
         return self.scraper.invalid_samples
 
     @property
+    def lost_lines(self) -> int:
+        """Lines of the request log and the event log that a slow reader made us drop."""
+        return sum(writer.lost for writer in (self._lines, self._events) if writer is not None)
+
+    @property
     def decisions(self) -> Sequence[Dispatch]:
         """The last dispatches."""
         return self.driver.decisions
+
+    @property
+    def readiness(self) -> str:
+        """`ready`, or why requests should go elsewhere."""
+        if self.stopping_soon or self.server.stopping:
+            return "stopping"
+        routable = any(instance.routable for instance in self.scheduler.instances)
+        return "ready" if routable else "no instance is routable"
+
+    @property
+    def admin_token(self) -> bytes | None:
+        """What the admin listener asks for, None where it is on loopback and asks for nothing."""
+        return self._access.admin_token
 
     @property
     def registration(self) -> bool:
@@ -251,56 +308,139 @@ class Service:
     def change(self, change: InstanceChange) -> None:
         """An operator changed an instance."""
         self.driver.change(change)
+        if isinstance(change, AdminStateSet):
+            if change.state is AdminState.MAINT:
+                self.scraper.pause(change.name)
+            elif not self.scraper.watches(change.name):
+                spec = next(each.spec for each in self.scheduler.instances if each.name == change.name)
+                self.scraper.add(Target(spec.name, spec.url))
 
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
         self.driver.set_policy(name)
 
-    def register(self, table: Mapping[str, Any]) -> None:
+    async def register(self, table: Mapping[str, Any]) -> None:
         """Add an instance. Raises `InputError`."""
         fields = dict(table)
         model = fields.pop("model", "")
         if not isinstance(model, str):
             raise ConfigError(f"model: expected text, got {model!r}")
-        if fields.get("profile") is not None:
-            raise ConfigError("profile: expected none, an instance registered here learns its speed")
-        spec, _ = resolve_instance(convert(fields, InstanceTable), model, "instance", Path(), {})
-        if any(instance.name == spec.name for instance in self.scheduler.instances):
+        for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
+            # Whoever may register must not learn what is on this machine.
+            if fields.get(key) is not None:
+                raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
+        instance = convert(fields, InstanceTable)
+        if instance.url is None:
+            raise ConfigError("url: expected a value, but the key is missing")
+        spec, _ = resolve_instance(instance, model, "", Path(), {})
+        address = allowed_address(await _resolve(spec.url), self._access.networks)
+        access = self._access
+        if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
-        self._add(spec)
+        self._add(
+            spec,
+            registered_access(
+                spec.url,
+                access.model_keys.get(model),
+                passthrough=self.fleet.proxy.passthrough_authorization,
+                address=address,
+            ),
+        )
 
     def unregister(self, name: str) -> None:
         """Remove an instance; what it is answering goes on."""
         self._remove(name)
 
     def reload(self) -> str:
-        """Read the fleet file again: whole or not at all. Raises `InputError`."""
-        if self.fleet.path is None:
+        """Read the fleet file again: whole or not at all. Logs what came of it. Raises `InputError`."""
+        try:
+            done = self._reload()
+        except InputError as error:
+            self.totals.reloads["refused"] += 1
+            logger.error("not reloaded, the last good configuration stays: %s", error)
+            raise
+        self.totals.reloads["done"] += 1
+        logger.info("reloaded: %s", done)
+        return done
+
+    def _reload(self) -> str:
+        running = self.fleet
+        if running.path is None:
             raise ConfigError("there is no file to reload: hetlb was started with --instance")
-        fleet = load_fleet(self.fleet.path)
-        require_urls(fleet)
+        read = load_fleet(running.path)
+        # The listeners stay where they are, whatever the file says now.
+        replace = msgspec.structs.replace
+        fleet = replace(
+            read,
+            listen=replace(running.listen, tls=read.listen.tls if self.server.tls else None),
+            admin=replace(
+                read.admin,
+                host=running.admin.host,
+                port=running.admin.port,
+                tls=read.admin.tls if self._admin_tls else None,
+            ),
+        )
+        access = require_urls(fleet)
         old = {instance.name: instance.spec for instance in self.scheduler.instances}
         new = {spec.name: spec for spec in fleet.instances}
         gone = [name for name in old if new.get(name) != old[name]]
         come = [spec for name, spec in new.items() if old.get(name) != spec]
         for name in gone:
             self._remove(name)
+        self._access = access
+        self._engines.update(access.engines)
         for spec in come:
-            self._add(spec)
-        if fleet.policy.name != self.fleet.policy.name:
-            self.driver.set_policy(fleet.policy.name)
+            self._add(spec, access.engines[spec.name])
+        self.driver.configure(fleet.proxy)
+        self.server.table, self.server.tenants = fleet.proxy, access.tenants
+        if access.tls is not None:
+            self.server.tls = access.tls
+        if access.admin_tls is not None:
+            self._admin_tls = access.admin_tls
+        # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
+        if fleet.written.policy.name != running.written.policy.name:
+            self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
-        return f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
+        done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
+        fixed = self._needs_restart(fleet)
+        return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
-    def _add(self, spec: InstanceSpec) -> None:
+    def _needs_restart(self, fleet: Fleet) -> list[str]:
+        """The keys of the file that differ from what this process was started with and cannot be swapped."""
+        then, now = self._started, fleet.written
+        pairs = {
+            "listen.host": (then.listen.host, now.listen.host),
+            "listen.port": (then.listen.port, now.listen.port),
+            "listen.tls": (then.listen.tls is None, now.listen.tls is None),
+            "admin.host": (then.admin.host, now.admin.host),
+            "admin.port": (then.admin.port, now.admin.port),
+            "admin.tls": (then.admin.tls is None, now.admin.tls is None),
+            "policy": (
+                msgspec.structs.replace(then.policy, name=""),
+                msgspec.structs.replace(now.policy, name=""),
+            ),
+            "queue": (then.queue, now.queue),
+            "scrape": (then.scrape, now.scrape),
+            "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
+            "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
+        }
+        return [key for key, (before, after) in pairs.items() if before != after]
+
+    def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
+        self._engines[spec.name] = access
         self.driver.change(InstanceAdded(spec))
         self.scraper.add(Target(spec.name, spec.url))
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
         self.driver.change(InstanceRemoved(name))
+        del self._engines[name]
 
-    # --- the request log ---
+    # --- what is kept of a request ---
+
+    def _request_ended(self, exchange: Exchange, phase: Phase) -> None:
+        self.history.add(exchange)
+        self._log_request(exchange, phase)
 
     def _log_request(self, exchange: Exchange, phase: Phase) -> None:
         if self._lines is None:
@@ -310,7 +450,8 @@ class Service:
         assert ended is not None
         assert exchange.outcome is not None
         self._lines.write(
-            f"request={escape(exchange.label)} model={escape(exchange.request.model)} path={exchange.path} "
+            f"request={escape(exchange.label)} tenant={exchange.tenant or '-'} "
+            f"model={escape(exchange.request.model)} path={exchange.path} "
             f"instance={lease.instance if lease else '-'} outcome={exchange.outcome.value} "
             f"phase={phase.value} status={exchange.status} "
             f"prompt_tokens={exchange.prompt_tokens_used or exchange.request.prompt_tokens} "
@@ -344,19 +485,32 @@ class Service:
             self._event_fd = None
 
 
-def require_urls(fleet: Fleet) -> None:
-    """Raise `ConfigError` unless every instance has an address and the admin listener is on loopback."""
-    where = f"{fleet.path}: " if fleet.path else ""
+def require_urls(fleet: Fleet) -> Access:
+    """Read the keys and certificates with which a fleet is served.
+
+    Raises `ConfigError` unless every instance has an address and all that the fleet names is there.
+    """
     for spec in fleet.instances:
         if not spec.url:
-            raise ConfigError(f"{where}{spec.name}: url: expected the server's URL, but the key is missing")
-    host = fleet.admin.host
+            raise ConfigError(
+                f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
+            )
+    return load_access(fleet)
+
+
+def _tokenizers(file: FleetFile) -> dict[str, str | None]:
+    return {model.name: model.tokenizer for model in file.models if model.tokenizer is not None}
+
+
+async def _resolve(url: str) -> list[str]:
+    """The addresses of an instance's host. Raises `ConfigError`."""
+    host = urlsplit(url).hostname
     try:
-        inside = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = host == "localhost"
-    if not inside:
-        raise ConfigError(f"{where}admin.host: expected a loopback address like 127.0.0.1, got {host!r}")
+        async with asyncio.timeout(_RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError) as error:
+        raise ConfigError(f"url: expected a host with an address, got {host!r}, which has none") from error
+    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 @contextlib.contextmanager
@@ -369,6 +523,7 @@ def _named(what: str, host: str, port: int) -> Iterator[None]:
         raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error
 
 
-def _url(address: tuple[str, int]) -> str:
+def _url(address: tuple[str, int], tls: ssl.SSLContext | None) -> str:
     host, port = address
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -3,7 +3,8 @@
 Promise: an idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
 that fails before its answer began, having been idle before, is replaced by a fresh one without anybody
 noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
-told apart from the engine's.
+told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
+once, not for each.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from hetlb.core.types import Outcome
+from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _MAX_HEAD_BYTES = 32 << 10
+#: How long an engine may take to take leave of a TLS connection.
+_TLS_SHUTDOWN_S = 1.0
 
 
 class Carried(Protocol):
@@ -28,7 +32,7 @@ class Carried(Protocol):
 
     @property
     def method(self) -> bytes: ...
-    def engine_request(self, host: bytes) -> list[bytes]: ...
+    def engine_request(self, own_headers: bytes, passthrough: bool) -> list[bytes]: ...
     def engine_connected(self, connection: EngineConnection) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead) -> None: ...
@@ -41,34 +45,61 @@ class EnginePool:
     """The connections to one instance."""
 
     __slots__ = (
+        "_address",
         "_connect_timeout_s",
         "_connecting",
         "_host",
+        "_host_header",
         "_idle",
         "_idle_s",
         "_loop",
         "_port",
+        "_tls",
         "busy",
         "closed",
-        "host_header",
+        "own_headers",
+        "passthrough",
     )
 
     def __init__(
-        self, url: str, loop: asyncio.AbstractEventLoop, *, connect_timeout_s: float, idle_s: float
+        self,
+        url: str,
+        loop: asyncio.AbstractEventLoop,
+        access: EngineAccess,
+        *,
+        connect_timeout_s: float,
+        idle_s: float,
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
         self._host = parts.hostname
-        self._port = parts.port or 80
-        self.host_header = parts.netloc.encode("ascii")
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._host_header = b"host: " + parts.netloc.encode("ascii")
         self._loop = loop
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
+        self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
         self.busy: set[EngineConnection] = set()
         self._connecting: dict[Carried, asyncio.Task[None]] = {}
         self.closed = False
+
+    def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
+        """What holds for requests and connections from now on: key, certificates, times in seconds."""
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        self._address = access.address or self._host
+        self._tls: dict[str, Any] = {}
+        if access.tls is not None:
+            self._tls = {
+                "ssl": access.tls,
+                "server_hostname": self._host,
+                "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
+            }
+        #: The header lines that are ours, and whether a client's own key goes along with them.
+        self.own_headers = self._host_header
+        self.passthrough = access.passthrough and access.authorization is None
+        if access.authorization is not None:
+            self.own_headers += b"\r\nauthorization: " + access.authorization
 
     @property
     def open_connections(self) -> int:
@@ -124,7 +155,7 @@ class EnginePool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: EngineConnection(self), self._host, self._port
+                    lambda: EngineConnection(self), self._address, self._port, **self._tls
                 )
         except asyncio.CancelledError:
             return
@@ -134,6 +165,8 @@ class EnginePool:
             local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
             outcome = Outcome.LOCAL_FAULT if local else Outcome.CONNECT_FAILED
             detail = error.strerror or str(error)
+        except UnicodeError:
+            outcome, detail = Outcome.CONNECT_FAILED, "its host can be no name"
         if self._connecting.pop(exchange, None) is None:
             # The client left in the same turn in which the connection came.
             if outcome is None:
@@ -178,7 +211,8 @@ class EngineConnection(asyncio.Protocol):
         self._pool.busy.add(self)
         assert self._transport is not None, "expected a connection that was made"
         exchange.engine_connected(self)
-        self._transport.writelines(exchange.engine_request(self._pool.host_header))
+        pool = self._pool
+        self._transport.writelines(exchange.engine_request(pool.own_headers, pool.passthrough))
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""

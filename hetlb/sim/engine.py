@@ -14,7 +14,9 @@ freed, it goes to the front of the waiting queue, and its prompt and the tokens 
 prefilled again. The iteration that completes a prefill yields a token. The last token of a request
 is never written to the cache, so P prompt and O output tokens hold P + O - 1 tokens at most.
 
-Left out: prefix caching, speculative decoding, asynchronous scheduling (one iteration of lag).
+A prefix cache (`hetlb.sim.prefix`) is an option: what is found there is not prefilled. Left out: speculative
+decoding, asynchronous scheduling (one iteration of lag), and that a later part of a prompt attends to the
+parts before it (a few percent of a long prefill).
 
 Cost: an iteration of decodes does not touch the sequences. Every decoding sequence gains one token per
 iteration, so one step counter stands for all of them: a sequence keeps the difference between the
@@ -28,7 +30,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, KeysView
+from collections.abc import Hashable, KeysView
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple
 from hetlb.core.kvcache import BlockPool, blocks_for
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
+from hetlb.sim.prefix import Content, Piece, PrefixCache
 
 #: vLLM's own defaults (`vllm serve` without the flags), for capacities that do not say.
 DEFAULT_BLOCK_SIZE = 16
@@ -117,21 +120,33 @@ class Sequence:
     """One sequence: a prompt and as many output tokens as it will have. `tag` is the driver's own.
 
     `output_tokens` is when the model would stop; 0 is a prompt that is only read (an embedding).
+    `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.prefix`).
     `state` and `preemptions` are read-only for drivers. Drivers may subclass it to hang data on it.
     """
 
     __slots__ = (
         "_computed",
+        "_content",
         "_generated",
         "_offset",
+        "answer",
         "output_tokens",
+        "pieces",
         "preemptions",
         "prompt_tokens",
         "state",
         "tag",
     )
 
-    def __init__(self, prompt_tokens: int, output_tokens: int, tag: Any = None) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        tag: Any = None,
+        *,
+        pieces: tuple[Piece, ...] = (),
+        answer: Hashable | None = None,
+    ) -> None:
         if prompt_tokens < 1:
             raise ValueError(f"prompt_tokens: expected at least 1, got {prompt_tokens}")
         if output_tokens < 0:
@@ -139,11 +154,14 @@ class Sequence:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.tag = tag
+        self.pieces = pieces
+        self.answer = answer
         self.state = SequenceState.NEW
         self.preemptions = 0
         self._computed = 0  # tokens in the cache, while in PREFILL
         self._generated = 0  # output tokens, while not in DECODE
         self._offset = 0  # step counter minus tokens in the cache, while in DECODE
+        self._content: Content | None = None  # in an engine with a prefix cache
 
     def __repr__(self) -> str:
         return f"Sequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"
@@ -233,6 +251,7 @@ class EngineModel:
         "_increment_per_decode",
         "_partial",
         "_preempted",
+        "_prefixes",
         "_step",
         "_stretch",
         "_waiting",
@@ -243,20 +262,29 @@ class EngineModel:
         "pool",
         "preemptions",
         "prefilled_tokens",
+        "prefix_hit_tokens",
         "rule",
     )
 
     def __init__(
-        self, latency: LatencyModel, limits: EngineLimits, rule: IterationRule = IterationRule.TOKEN
+        self,
+        latency: LatencyModel,
+        limits: EngineLimits,
+        rule: IterationRule = IterationRule.TOKEN,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         self.latency = latency
         self.limits = limits
         self.rule = rule
         self.pool = BlockPool.of_tokens(limits.kv_cache_tokens, limits.block_size)
-        #: Counters since the start; `generated_tokens` and `prefilled_tokens` count ended iterations.
+        self._prefixes = PrefixCache(self.pool) if prefix_cache else None
+        #: Counters since the start; `generated_tokens` and `prefilled_tokens` count ended iterations,
+        #: `prefix_hit_tokens` what was found in the prefix cache.
         self.preemptions = 0
         self.generated_tokens = 0
         self.prefilled_tokens = 0
+        self.prefix_hit_tokens = 0
         #: The most blocks that were in use at once.
         self.kv_peak_blocks = 0
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -308,6 +336,14 @@ class EngineModel:
         """Fraction of the blocks in use, 0..1: vLLM's `kv_cache_usage_perc`."""
         return self.pool.usage
 
+    def kv_used_blocks_at(self, elapsed_s: float) -> int:
+        """Blocks in use `elapsed_s` seconds after the iterations in flight began; now, without any."""
+        stretch = self._stretch
+        if stretch is None or stretch.steps == 1:
+            return self.pool.used_blocks
+        begun = min(stretch.steps, stretch.steps_completed(elapsed_s) + 1)
+        return self.pool.used_blocks + self._block_demand(self._step, begun - 1)
+
     @property
     def decoding(self) -> KeysView[Sequence]:
         """The sequences that decode, in order of admission (a live view)."""
@@ -342,6 +378,8 @@ class EngineModel:
             f"expected at most {self.limits.max_sequence_tokens} tokens, got {sequence!r}"
         )
         sequence.state = SequenceState.WAITING
+        if self._prefixes is not None:
+            sequence._content = Content(sequence.prompt_tokens, sequence.pieces, sequence.answer)
         self._waiting[sequence] = None
 
     def abort(self, sequence: Sequence) -> None:
@@ -360,7 +398,7 @@ class EngineModel:
             del self._decoding[sequence]
             self._leave_decode(sequence)
         elif state is SequenceState.PREFILL:
-            self.pool.release(sequence._computed)
+            self._release(sequence, sequence._computed)
             if sequence is self._partial:
                 self._partial = None
             else:
@@ -423,6 +461,7 @@ class EngineModel:
         if stretch.steps > 1:
             more = stretch.steps - 1
             self.pool.take(self._block_demand(self._step, more))
+            self._evict()
             self.kv_peak_blocks = max(self.kv_peak_blocks, self.pool.used_blocks)
             self._step += more
             self._decode_tokens += more * decodes
@@ -452,6 +491,7 @@ class EngineModel:
             if demand > self.pool.free_blocks:
                 demand = self._make_room(demand)
             self.pool.take(demand)
+            self._evict()
         self._step += 1
         decodes = len(decoding)
         self._decode_tokens += decodes
@@ -481,7 +521,7 @@ class EngineModel:
         while demand > pool.free_blocks:
             if self._partial is not None:
                 victim, self._partial = self._partial, None
-                pool.release(victim._computed)
+                self._release(victim, victim._computed)
             else:
                 victim, _ = self._decoding.popitem()
                 victim._generated = self.generated(victim)
@@ -510,16 +550,17 @@ class EngineModel:
             need = partial.prompt_tokens + partial._generated - partial._computed
             part = min(need, budget)
             if pool.extend(partial._computed, partial._computed + part):
+                self._evict()
                 partial._computed += part
                 budget -= part
                 tokens, prompts, longest = part, 1, part
                 if part == need:
                     self._partial = None
-                    self._completing.append(partial)
+                    self._scheduled_whole(partial)
             else:
                 # The latest admitted finds no block: it is itself the one to preempt.
                 self._partial = None
-                pool.release(partial._computed)
+                self._release(partial, partial._computed)
                 self._preempt(partial)
                 self._preempted = (*self._preempted, partial)
         if self._preempted:
@@ -529,24 +570,63 @@ class EngineModel:
         while waiting and budget > 0 and places > 0:
             head = next(iter(waiting))
             need = head.prompt_tokens + head._generated
-            if blocks_for(need, size) > pool.free_blocks:
-                break
+            if self._prefixes is None:
+                if blocks_for(need, size) > pool.free_blocks:
+                    break
+                found = 0
+            else:
+                kept = self._use_prefix(self._prefixes, head, need)
+                if kept is None:
+                    break
+                found = kept
+                need -= found
             part = min(need, budget)
-            reserved = pool.reserve(part)
-            assert reserved, "expected blocks for a part of a prompt that fits as a whole"
+            extended = pool.extend(found, found + part)
+            assert extended, "expected blocks for a part of a prompt that fits as a whole"
+            self._evict()
             del waiting[head]
             head.state = SequenceState.PREFILL
-            head._computed = part
+            head._computed = found + part
             budget -= part
             places -= 1
             tokens += part
             prompts += 1
             longest = max(longest, part)
             if part == need:
-                self._completing.append(head)
+                self._scheduled_whole(head)
             else:
                 self._partial = head
         return tokens, prompts, longest
+
+    def _use_prefix(self, prefixes: PrefixCache, sequence: Sequence, need: int) -> int | None:
+        """Take what is kept of the beginning of a prompt: its tokens, or None if the rest finds no room."""
+        content = sequence._content
+        assert content is not None, "expected a sequence submitted to an engine with a prefix cache"
+        nodes, found = prefixes.find(content, need)
+        if prefixes.cost(nodes, found, need) > self.pool.free_blocks:
+            return None
+        prefixes.use(content, nodes, found)
+        tokens = found * self.limits.block_size
+        self.prefix_hit_tokens += tokens
+        return tokens
+
+    def _scheduled_whole(self, sequence: Sequence) -> None:
+        """The last part of a prompt is in this iteration."""
+        self._completing.append(sequence)
+        if self._prefixes is not None and sequence._content is not None:
+            self._prefixes.publish(sequence._content)
+
+    def _release(self, sequence: Sequence, tokens: int) -> None:
+        """Give back the blocks of a sequence that has `tokens` tokens in the cache."""
+        if self._prefixes is None:
+            self.pool.release(tokens)
+        else:
+            assert sequence._content is not None, "expected a sequence with a content"
+            self._prefixes.release(sequence._content, tokens)
+
+    def _evict(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.shrink()
 
     def _complete_prefills(
         self, finished: list[Sequence]
@@ -562,7 +642,7 @@ class EngineModel:
                 sequence._generated += 1
                 self.generated_tokens += 1
             if sequence._generated == output:
-                self.pool.release(sequence._computed)
+                self._release(sequence, sequence._computed)
                 sequence.state = SequenceState.FINISHED
                 finished.append(sequence)
                 continue
@@ -595,7 +675,7 @@ class EngineModel:
         cached = self._step - sequence._offset
         self._decode_tokens -= cached
         self._demand[sequence._offset % self.limits.block_size] -= 1
-        self.pool.release(cached)
+        self._release(sequence, cached)
 
     # --- stretches ---
 
@@ -636,12 +716,17 @@ class EngineModel:
         """Count everything again, sequence by sequence; assertion where a sum disagrees."""
         size = self.limits.block_size
 
-        def held(sequences: Iterable[Sequence]) -> int:
-            return sum(blocks_for(sequence._computed, size) for sequence in sequences)
+        def held(tokens: int, sequence: Sequence) -> int:
+            shared = sequence._content.shared_blocks if sequence._content is not None else 0
+            return blocks_for(tokens, size) - shared
 
         cached = {sequence: self._step - sequence._offset for sequence in self._decoding}
         prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
-        blocks = held(prefills) + sum(blocks_for(tokens, size) for tokens in cached.values())
+        tokens = {**cached, **{sequence: sequence._computed for sequence in prefills}}
+        blocks = sum(held(count, sequence) for sequence, count in tokens.items())
+        if self._prefixes is not None:
+            contents = [sequence._content for sequence in tokens if sequence._content is not None]
+            blocks += self._prefixes.check_integrity(contents)
         assert self.pool.used_blocks == blocks, f"expected {blocks} used blocks, got {self.pool.used_blocks}"
         assert self._decode_tokens == sum(cached.values()), "expected the sum of the cached tokens"
         assert self.running <= self.limits.max_num_seqs, f"expected max_num_seqs, got {self.running} running"

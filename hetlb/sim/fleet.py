@@ -27,23 +27,31 @@ from hetlb.core.types import (
     Reject,
     Request,
 )
+from hetlb.sim.contents import Named
 from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Stretch
 from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.series import Series
 
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S = 1.0
 
 # Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
-# requests that arrive together are in the same batch.
-_END, _ARRIVAL, _SCRAPE, _TICK, _BEGIN = range(5)
+# requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
+_END, _ARRIVAL, _CHANGE, _SUBMIT, _SCRAPE, _TICK, _BEGIN, _LOOK = range(8)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One simulated engine: how fast it is and what it holds."""
+    """One simulated engine: how fast it is and what it holds.
+
+    `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
+    `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
+    """
 
     latency: LatencyModel
     limits: EngineLimits
+    request_overhead_s: float = 0.0
+    changes: tuple[tuple[float, float], ...] = ()
 
 
 class _Flight:
@@ -69,33 +77,49 @@ class FleetResult:
     gaps: Gaps
     preemptions: dict[str, int]
     kv_peak: dict[str, float]
+    #: With prefix caches: prompt tokens found there, and computed.
+    prefix_hits: dict[str, tuple[int, int]] | None = None
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the run, as `vllm bench serve` names them."""
-        return summarize(
+        """The figures of the run, as `vllm bench serve` names them.
+
+        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too.
+        """
+        found = summarize(
             self.records,
             self.gaps,
             instances=self.preemptions,
             preemptions=self.preemptions,
             kv_peak=self.kv_peak,
         )
+        if self.prefix_hits is not None:
+            for entry in found["instances"]:
+                hit, computed = self.prefix_hits[entry["name"]]
+                entry |= {"prefix_hit_tokens": hit, "prefilled_tokens": computed}
+        return found
 
 
 class _Engine:
     """An engine model and the iterations it has in flight."""
 
-    __slots__ = ("begin_pending", "model", "name", "started_s", "version")
+    __slots__ = ("begin_pending", "model", "name", "overhead_s", "started_s", "version")
 
-    def __init__(self, name: str, model: EngineModel) -> None:
+    def __init__(self, name: str, spec: EngineSpec, rule: IterationRule, prefix_cache: bool) -> None:
         self.name = name
-        self.model = model
+        self.model = EngineModel(spec.latency, spec.limits, rule, prefix_cache=prefix_cache)
+        self.overhead_s = spec.request_overhead_s
         self.started_s = 0.0
         self.version = 0
         self.begin_pending = False
 
 
 class FleetSimulation:
-    """One run. `engines` has an entry for every instance of the set-up, by name."""
+    """One run. `engines` has an entry for every instance of the set-up, by name.
+
+    `series` is filled while the run goes on; `on_progress` is told how many requests have ended, once per
+    simulated second. The clock begins at `start_s`; nothing of the plan is due before. With `contents`, one
+    for every index of the plan, the engines have prefix caches.
+    """
 
     def __init__(
         self,
@@ -105,35 +129,48 @@ class FleetSimulation:
         *,
         model: str,
         rule: IterationRule = IterationRule.TOKEN,
+        series: Series | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        start_s: float = 0.0,
+        contents: Sequence[Named] | None = None,
     ) -> None:
         oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
         self.scheduler: Scheduler = setup.build(Scheduler, oracle=oracle)
         self._engines = {
-            spec.name: _Engine(
-                spec.name, EngineModel(engines[spec.name].latency, engines[spec.name].limits, rule)
-            )
+            spec.name: _Engine(spec.name, engines[spec.name], rule, contents is not None)
             for spec in setup.specs
         }
+        self._contents = contents
         self._model = model
+        self._series = series
+        self._on_progress = on_progress
         self._flights = [_Flight(planned) for planned in plan]
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
         self._heap: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
-        self._now = 0.0
+        self._now = start_s
         self._open = len(plan)
         self._tick_pending = False
+        for name, spec in engines.items():
+            for at_s, factor in spec.changes:
+                self._push(at_s, _CHANGE, (self._engines[name], spec.latency.scaled(factor)))
 
     def run(self) -> FleetResult:
         """Simulate until every request has ended."""
         self._push_arrival(0)
-        self._push(0.0, _SCRAPE, None)
+        self._push(self._now, _SCRAPE, None)
+        if self._series is not None:
+            self._push(self._now, _LOOK, self._series)
         handlers: dict[int, Callable[[Any], None]] = {
             _END: self._on_end,
             _ARRIVAL: self._on_arrival,
+            _CHANGE: self._on_change,
+            _SUBMIT: self._on_submit,
             _SCRAPE: self._on_scrape,
             _TICK: self._on_tick,
             _BEGIN: self._on_begin,
+            _LOOK: self._on_look,
         }
         while self._open and self._heap:
             self._now, kind, _, payload = heapq.heappop(self._heap)
@@ -149,6 +186,22 @@ class FleetSimulation:
                 name: engine.model.kv_peak_blocks / engine.model.kv_total_blocks
                 for name, engine in self._engines.items()
             },
+            None
+            if self._contents is None
+            else {
+                name: (engine.model.prefix_hit_tokens, engine.model.prefilled_tokens)
+                for name, engine in self._engines.items()
+            },
+        )
+
+    def make_request(self, planned: PlannedRequest) -> Request:
+        """What the scheduler is told of a planned request: its exact prompt length and nothing else."""
+        return Request(
+            id=planned.index,
+            model=self._model,
+            prompt_tokens=planned.prompt_tokens,
+            longest_prompt_tokens=planned.prompt_tokens,
+            prompt_exact=True,
         )
 
     # --- events ---
@@ -162,16 +215,15 @@ class FleetSimulation:
             self._push(self._flights[index].planned.scheduled_s, _ARRIVAL, index)
 
     def _on_arrival(self, index: int) -> None:
-        planned = self._flights[index].planned
-        request = Request(
-            id=planned.index,
-            model=self._model,
-            prompt_tokens=planned.prompt_tokens,
-            longest_prompt_tokens=planned.prompt_tokens,
-            prompt_exact=True,
-        )
+        request = self.make_request(self._flights[index].planned)
         self._carry_out(self.scheduler.on_arrival(request, self._now))
         self._push_arrival(index + 1)
+
+    def _on_change(self, payload: tuple[_Engine, LatencyModel]) -> None:
+        engine, latency = payload
+        engine.model.latency = latency
+        if engine.model.in_flight is not None:  # what is in flight ends with the iteration that runs now
+            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
 
     def _on_scrape(self, _: None) -> None:
         for name, engine in self._engines.items():
@@ -179,6 +231,16 @@ class FleetSimulation:
             sample = EngineSample(model.running, model.waiting, model.kv_usage)
             self._carry_out(self.scheduler.on_scrape(name, sample, self._now))
         self._push(self._now + SCRAPE_INTERVAL_S, _SCRAPE, None)
+        if self._on_progress is not None:
+            self._on_progress(len(self._flights) - self._open)
+
+    def _on_look(self, series: Series) -> None:
+        series.begin(self._now, len(self.scheduler.queue))
+        for name, engine in self._engines.items():
+            model = engine.model
+            used = model.kv_used_blocks_at(self._now - engine.started_s)
+            series.instances[name].add(used / model.kv_total_blocks, model.waiting, model.running)
+        self._push(series.end(), _LOOK, series)
 
     def _on_tick(self, _: None) -> None:
         self._tick_pending = False
@@ -251,8 +313,22 @@ class FleetSimulation:
             self._close(flight, Outcome.UPSTREAM_ERROR)
             self._carry_out(self.scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
             return
+        if self._contents is None:
+            sequence = EngineSequence(planned.prompt_tokens, output, flight)
+        else:
+            named = self._contents[planned.index]
+            sequence = EngineSequence(
+                planned.prompt_tokens, output, flight, pieces=named.pieces, answer=named.answer
+            )
+        if engine.overhead_s > 0:
+            self._push(self._now + engine.overhead_s, _SUBMIT, (engine, sequence))
+        else:
+            self._on_submit((engine, sequence))
+
+    def _on_submit(self, payload: tuple[_Engine, EngineSequence]) -> None:
+        engine, sequence = payload
         interrupts = engine.model.in_flight is not None and not engine.model.admission_blocked
-        engine.model.submit(EngineSequence(planned.prompt_tokens, output, flight))
+        engine.model.submit(sequence)
         if interrupts:
             self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
         self._wake(engine)

@@ -5,7 +5,7 @@ Promise: both use the same engine model as the runs they stand beside, with ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,46 @@ from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import Request
+from hetlb.sim.contents import Named
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 
 #: What one prompt token weighs against one output token in `split`.
 _PROMPT_WEIGHT = 0.15
 
 
+def at_once(plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """The same requests, in the same order, all due at the start."""
+    return [replace(planned, scheduled_s=0.0) for planned in plan]
+
+
+def run_alone(
+    setup: SchedulerSetup,
+    engines: Mapping[str, EngineSpec],
+    plan: Sequence[PlannedRequest],
+    name: str,
+    *,
+    model: str,
+    rule: IterationRule,
+    contents: Sequence[Named] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """One instance with what of the plan fits it: the summary of the run."""
+    specs = tuple(spec for spec in setup.specs if spec.name == name)
+    fitting = [planned for planned in plan if _fits(engines[name], planned)]
+    alone = replace(setup, specs=specs, policy="single")
+    run = FleetSimulation(
+        alone, engines, fitting, model=model, rule=rule, contents=contents, on_progress=on_progress
+    )
+    return run.run().summary()
+
+
 class References:
-    """Stand-alone runs of every instance, made once and shared by `bound` and `split`."""
+    """Stand-alone runs of every instance, made once and shared by `bound` and `split`.
+
+    `alone_tok_s` are the figures of those runs where they have been made already (`run_alone` of the plan
+    `at_once`: `total_token_throughput` by name, in the order of the set-up). With `contents` the engines have
+    prefix caches.
+    """
 
     def __init__(
         self,
@@ -31,10 +63,13 @@ class References:
         *,
         model: str,
         rule: IterationRule,
+        alone_tok_s: Mapping[str, float] | None = None,
+        contents: Sequence[Named] | None = None,
     ) -> None:
         self._setup, self._engines, self._model, self._rule = setup, engines, model, rule
-        self._plan = [replace(planned, scheduled_s=0.0) for planned in plan]
-        self._alone_tok_s = {
+        self._contents = contents
+        self._plan = at_once(plan)
+        self._alone_tok_s = alone_tok_s or {
             spec.name: self._run_alone(spec.name, self._plan)["total_token_throughput"]
             for spec in setup.specs
         }
@@ -72,12 +107,15 @@ class References:
         return {"total_token_throughput": tokens / longest if longest > 0 else 0.0}
 
     def _run_alone(self, name: str, plan: Sequence[PlannedRequest]) -> dict[str, Any]:
-        """One instance with what fits it, all at once: the summary of the run."""
-        specs = tuple(spec for spec in self._setup.specs if spec.name == name)
-        fitting = [planned for planned in plan if _fits(self._engines[name], planned)]
-        setup = replace(self._setup, specs=specs, policy="single")
-        run = FleetSimulation(setup, self._engines, fitting, model=self._model, rule=self._rule)
-        return run.run().summary()
+        return run_alone(
+            self._setup,
+            self._engines,
+            plan,
+            name,
+            model=self._model,
+            rule=self._rule,
+            contents=self._contents,
+        )
 
 
 def _fits(engine: EngineSpec, planned: PlannedRequest) -> bool:

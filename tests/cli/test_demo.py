@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -20,11 +21,9 @@ import pytest
 import hetlb.demo
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _busy, _meaning
 from hetlb.cli.main import main
-from hetlb.cli.simulate import simulate
+from hetlb.cli.simulate import make_study, run_document
 from hetlb.config import load_fleet, load_profile
-from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.latency import IterationRule
-from hetlb.core.predictor import LengthDistribution
+from hetlb.sim.sweep import Cell, Load, run_sweep
 from hetlb.traces import read_trace
 
 DATA = Path(hetlb.demo.__file__).parent
@@ -201,19 +200,9 @@ def test_in_virtual_time_the_demo_shows_what_it_is_for(tmp_path: Path) -> None:
     )
     path = tmp_path / "fleet.yaml"
     path.write_text(f"version: 1\nmodels:\n  - name: {MODEL}\n    instances:\n{instances}")
-    rows = read_trace(DATA / "trace.csv")
-    runs = simulate(
-        load_fleet(path),
-        plan=[PlannedRequest(i, 0.0, row.input_tokens, row.output_tokens) for i, row in enumerate(rows)],
-        policies=["single", "rr", "hetlb"],
-        predictor="empirical",
-        lengths=LengthDistribution(row.output_tokens for row in rows),
-        rule=IterationRule.TOKEN,
-        seed=0,
-        model=None,
-        request_rate="inf",
-        queue_limit=None,
-    )
+    study = make_study(load_fleet(path), Load(read_trace(DATA / "trace.csv")))
+    ran = run_sweep(study, [Cell(policy, math.inf, 0) for policy in ("single", "rr", "hetlb")])
+    runs = [run_document(study, each, "inf") for each in ran]
     fast, rr, hetlb = (run["total_token_throughput"] for run in runs)
     total = runs[0]["bound"]["total_token_throughput"]
     assert 2.0 < fast / (total - fast) < 4.0

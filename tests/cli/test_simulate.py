@@ -103,6 +103,37 @@ def test_summing_iterations_takes_longer(capsys: pytest.CaptureFixture[str], fil
     assert summed > token
 
 
+def test_prefix_caches_find_what_a_trace_says_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    trace = tmp_path / "sessions.csv"
+    lines = ["arrival_s,input_tokens,output_tokens,session_id,turn"]
+    lines += [f"{10 * i},{200 * (i % 4) + 100},100,s{i // 4},{i % 4}" for i in range(40)]
+    trace.write_text("\n".join(lines) + "\n")
+    flags = ("--policy", "single,rr", "--request-rate", "trace,inf", "--num-prompts", "80")
+    here = (files[0], str(trace))
+    cold = json.loads(simulate(capsys, here, *flags))["runs"]
+    warm = json.loads(simulate(capsys, here, *flags, "--prefix-cache"))["runs"]
+    assert all("prefix_hit_tokens" not in each for run in cold for each in run["instances"])
+    hits = [sum(each["prefix_hit_tokens"] for each in run["instances"]) for run in warm]
+    # Alone and in turn: of 100, 300, 500 and 700 tokens all but the newest 101 or so, in whole blocks.
+    assert hits[0] == 20 * (192 + 384 + 592)
+    assert hits[0] > hits[1] > 0
+    for before, after in zip(cold, warm, strict=True):
+        assert after["completed"] == before["completed"] == 80
+        assert after["mean_ttft_ms"] < before["mean_ttft_ms"]
+    assert main(["simulate", "--config", files[0], "--trace", str(trace), "--prefix-cache"]) == 0
+    assert "prompt tokens found in prefix caches: hetlb " in capsys.readouterr().out
+
+
+def test_prefix_caches_need_a_trace_that_names_contents(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    assert main(["simulate", "--config", files[0], "--trace", files[1], "--prefix-cache"]) == 2
+    err = capsys.readouterr().err
+    assert f"{files[1]}: --prefix-cache: expected the column hash_ids, or session_id and turn" in err
+
+
 def test_a_bounded_queue_turns_requests_away(
     capsys: pytest.CaptureFixture[str], files: tuple[str, str]
 ) -> None:
@@ -117,6 +148,99 @@ def test_hetlb_keeps_its_promise_here(capsys: pytest.CaptureFixture[str], files:
     assert hetlb["total_token_throughput"] > 0.9 * hetlb["bound"]["total_token_throughput"]
     assert hetlb["total_token_throughput"] > 1.4 * rr["total_token_throughput"]
     assert not math.isnan(hetlb["p99_itl_ms"])
+
+
+def test_several_rates_policies_and_seeds_are_their_single_runs(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    flags = ("--policy", "random,hetlb", "--predictor", "normal")
+    many = json.loads(simulate(capsys, files, *flags, "--request-rate", "5,trace,inf", "--seed", "3,1"))
+    keys = [(run["request_rate"], run["policy"], run["seed"]) for run in many["runs"]]
+    assert keys == [
+        (rate, policy, seed)
+        for rate in ("5", "trace", "inf")
+        for policy in ("random", "hetlb")
+        for seed in (3, 1)
+    ]
+    for rate, seed in (("5", "1"), ("trace", "3"), ("inf", "1")):
+        single = json.loads(simulate(capsys, files, *flags, "--request-rate", rate, "--seed", seed))
+        assert single.keys() == {"runs"}
+        for run in single["runs"]:
+            assert run == many["runs"][keys.index((rate, run["policy"], int(seed)))]
+
+
+def test_medians_are_over_seeds(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    document = json.loads(
+        simulate(
+            capsys, files, "--policy", "random,rr", "--seed", "4", "--seeds", "3", "--request-rate", "5,9"
+        )
+    )
+    assert len(document["runs"]) == 12
+    assert [(each["policy"], each["request_rate"]) for each in document["medians"]] == [
+        ("random", "5"),
+        ("rr", "5"),
+        ("random", "9"),
+        ("rr", "9"),
+    ]
+    first = document["medians"][0]
+    runs = document["runs"][:3]
+    assert first["seeds"] == [4, 5, 6] == [run["seed"] for run in runs]
+    assert first["p99_ttft_ms"] == sorted(run["p99_ttft_ms"] for run in runs)[1]
+    ends = sorted(run["instances"][1]["last_finish_s"] for run in runs)
+    assert first["instances"][1] == {**first["instances"][1], "name": "slow", "last_finish_s": ends[1]}
+    assert first["bound"] == runs[0]["bound"]
+    assert first["split"] is None
+    assert first.keys() - {"seeds"} == runs[0].keys() - {"seed"}
+
+
+def test_the_number_of_processes_changes_no_byte(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    flags = ("--policy", "random,paper", "--request-rate", "5,inf", "--seeds", "2")
+    assert simulate(capsys, files, *flags, "--jobs", "1") == simulate(capsys, files, *flags, "--jobs", "2")
+
+
+@pytest.mark.parametrize("rate", ["inf", "5,9,inf", "trace", "5,trace,inf"])
+def test_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str], rate: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.svg"
+    flags = ("--policy", "rr,random,p2c,paper,hetlb", "--request-rate", rate, "--num-prompts", "60")
+    with_picture = simulate(capsys, files, *flags, "--plot", str(picture))
+    assert picture.read_text().startswith("<?xml")
+    assert with_picture == simulate(capsys, files, *flags)
+
+
+def test_a_picture_of_a_run_in_which_nothing_completes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "long.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,90000,5\n")
+    picture = tmp_path / "p.png"
+    flags = ["simulate", "--config", files[0], "--trace", str(trace), "--plot", str(picture)]
+    assert main(flags) == 0
+    assert picture.stat().st_size > 0
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["simulate", "--config", files[0], "--trace", files[1], "--plot", str(tmp_path / "no" / "p.png")]
+    assert main(flags) == 2
+    assert "--plot: expected a picture file that can be written" in capsys.readouterr().err
+
+
+def test_each_rate_has_its_table(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
+    flags = ["--request-rate", "5,trace,inf", "--seeds", "2"]
+    assert main(["simulate", "--config", files[0], "--trace", files[1], *flags]) == 0
+    out = capsys.readouterr().out
+    headings = [line.strip() for line in out.splitlines() if "medians of 2 seeds" in line]
+    assert headings == [
+        f"{rate}, medians of 2 seeds" for rate in ("5 requests/s", "arrivals of the trace", "all at once")
+    ]
 
 
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
@@ -135,6 +259,12 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tupl
         (["--burstiness", "0"], "--burstiness: expected a number above 0"),
         (["--model", "x"], "--model: expected one of m, got 'x'"),
         (["--queue-limit", "-1"], "--queue-limit: expected a number from 0"),
+        (["--request-rate", "5,0"], "--request-rate: expected requests/s above 0, inf or trace"),
+        (["--seed", "1,x"], "--seed: expected a whole number, or several separated by commas, got '1,x'"),
+        (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
+        (["--seed", "1,2", "--seeds", "2"], "--seeds: expected one --seed to count from, got '1,2'"),
+        (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
+        (["--hash-block-size", "0"], "--hash-block-size: expected at least 1, got 0"),
     ],
 )
 def test_wrong_flags(

@@ -215,6 +215,8 @@ def test_how_much_an_engine_runs_at_once_is_seen_when_it_lets_others_wait() -> N
     scheduler.on_scrape("a", EngineSample(running=40, waiting=3, kv_usage=0.99), 0.0)
     assert instance.max_num_seqs == 256
     scheduler.on_scrape("a", EngineSample(running=48, waiting=3, kv_usage=0.2), 1.0)
+    assert instance.max_num_seqs == 256, "one scrape may have caught a request on its way"
+    scheduler.on_scrape("a", EngineSample(running=48, waiting=2, kv_usage=0.2), 2.0)
     assert instance.max_num_seqs == 48
 
 

@@ -1,4 +1,4 @@
-"""A profile that was measured on another model or version than the server runs is warned of, once, by name."""
+"""A profile that was measured on another model or version than the server runs: said once, by name."""
 
 from __future__ import annotations
 

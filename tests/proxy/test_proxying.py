@@ -197,6 +197,16 @@ async def test_an_answer_cut_at_every_byte(start: Start, raw: bytes) -> None:
     await proxy.settled()
 
 
+async def test_a_refused_head_request_has_no_body_and_the_next_answer_is_its_own(start: Start) -> None:
+    async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
+        client.send(b"HEAD /nothing HTTP/1.1\r\nHost: proxy\r\n\r\n" + post())
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404 ")
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (200, PLAIN_BODY)
+    await proxy.settled()
+
+
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time(start: Start) -> None:
     async def script(visit: Any) -> None:
         assert [v for v in engine.visits if not v.left.is_set()] == [visit]
@@ -330,6 +340,15 @@ async def test_a_refused_connection_goes_elsewhere(start: Start) -> None:
         for _ in range(3):
             assert (await ask(proxy, post())).headers["x-hetlb-instance"] == "i1"
     assert {e[0] for e in proxy.ended} == {"ok"}
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64], ids=["empty-label", "long-label"])
+async def test_a_host_that_can_be_no_name_is_a_failed_connection(start: Start, host: str) -> None:
+    async with Upstream() as engine:
+        proxy = await start(f"http://{host}:80", engine.url)
+        for _ in range(3):
+            assert (await ask(proxy, post())).headers["x-hetlb-instance"] == "i1"
+    assert proxy.driver.totals.retries == 1
 
 
 @pytest.mark.parametrize("dies", [closing(b""), resetting(b"")], ids=["fin", "rst"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -53,9 +54,10 @@ class Visit:
 
 
 class Upstream:
-    """Answers the n-th request with the n-th script, and further ones with the last."""
+    """Answers the n-th request with the n-th script, and further ones with the last; with `tls`, over TLS."""
 
-    def __init__(self, *scripts: Script | bytes) -> None:
+    def __init__(self, *scripts: Script | bytes, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.scripts = list(scripts) or [plain()]
         self.visits: list[Visit] = []
         self.connections = 0
@@ -65,8 +67,9 @@ class Upstream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Upstream:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        scheme = "http" if self._tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -116,6 +117,31 @@ def test_an_arrival_in_mid_stretch_starts_at_the_next_iteration() -> None:
     assert 3.0 < late.first_token_s <= 3.0 + step + mixed * 1.05
 
 
+def test_a_server_that_takes_its_time_with_requests_delays_each_by_that_much() -> None:
+    setup, engines = fleet(1.0)
+    slow = {name: replace(spec, request_overhead_s=0.25) for name, spec in engines.items()}
+    plan = [PlannedRequest(i, 40.0 * i, 100 + i, 30) for i in range(5)]
+    for prompt, late in zip(
+        simulate(setup, engines, plan).records, simulate(setup, slow, plan).records, strict=True
+    ):
+        assert late.ttft_s == pytest.approx((prompt.ttft_s or 0.0) + 0.25)
+        assert late.tpot_s == pytest.approx(prompt.tpot_s)
+    busy = load(200, 8.0)
+    assert simulate(setup, slow, busy).outcomes == [Outcome.OK] * 200
+
+
+def test_a_later_clock_changes_nothing_but_the_times() -> None:
+    setup, engines = fleet(1.0, 3.0)
+    plan = load(150, 20.0)
+    early = simulate(setup, engines, plan)
+    moved = [replace(planned, scheduled_s=planned.scheduled_s + 1024.0) for planned in plan]
+    late = FleetSimulation(setup, engines, moved, model="m", start_s=1024.0).run()
+    assert late.preemptions == early.preemptions
+    for before, after in zip(early.records, late.records, strict=True):
+        assert after.instance == before.instance
+        assert after.e2el_s == pytest.approx(before.e2el_s)
+
+
 def test_littles_law_holds() -> None:
     setup, engines = fleet(1.0)
     plan = load(1500, 6.0)
@@ -177,3 +203,35 @@ def test_bound_is_the_sum_of_lone_runs_and_split_is_near_it() -> None:
     lengths = {planned.index: planned.output_tokens for planned in plan}
     split = references.split(make_predictor("oracle", rng=random.Random(0), oracle=lengths))
     assert 0.8 * bound < split["total_token_throughput"] < 1.1 * bound
+
+
+def test_an_engine_that_slows_down_ends_its_iteration_and_goes_on_slower() -> None:
+    setup, engines = fleet(1.0)
+    plan = [PlannedRequest(0, 0.0, 100, 200)]
+    alone = simulate(setup, engines, plan).records[0]
+    assert alone.first_token_s is not None
+    assert alone.last_token_s is not None
+    at = (alone.first_token_s + alone.last_token_s) / 2
+    changed = {name: replace(spec, changes=((at, 3.0),)) for name, spec in engines.items()}
+    slowed = simulate(setup, changed, plan).records[0]
+    assert slowed.first_token_s == alone.first_token_s
+    assert slowed.last_token_s is not None
+    step = FAST.decode_step_s(1, 300)
+    assert slowed.last_token_s == pytest.approx(at + 3.0 * (alone.last_token_s - at), abs=3 * step)
+    forgiven = {
+        name: replace(spec, changes=((at, 3.0), (slowed.last_token_s, 1.0))) for name, spec in engines.items()
+    }
+    assert simulate(setup, forgiven, plan).records[0].last_token_s == slowed.last_token_s
+
+
+def test_hetlb_keeps_its_throughput_with_wrong_profiles() -> None:
+    setup, engines = fleet(1.0, 5.0, policy="hetlb")
+    plan = load(3000, 0.0)
+    right = simulate(setup, engines, plan).summary()["total_token_throughput"]
+    believed = tuple(
+        replace(spec, latency=spec.latency.scaled(wrong))
+        for spec, wrong in zip(setup.specs, (1.3, 0.7), strict=True)
+        if spec.latency is not None
+    )
+    wrong = simulate(replace(setup, specs=believed), engines, plan).summary()["total_token_throughput"]
+    assert wrong >= 0.95 * right

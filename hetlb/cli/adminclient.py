@@ -1,0 +1,59 @@
+"""What commands that look at a running proxy share: its admin address and the operator's token.
+
+Promise: the token comes from an environment variable, is shown nowhere and goes to that address alone;
+whatever is wrong with an address or an answer is one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from urllib.parse import urlsplit
+
+from hetlb.errors import InputError
+
+#: Where `hetlb serve` has its admin listener unless told otherwise.
+DEFAULT_URL = "http://127.0.0.1:8081"
+TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
+
+
+def add_token_argument(parser: argparse.ArgumentParser) -> None:
+    """The flag that names the variable with the token."""
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help=f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)",
+    )
+
+
+def admin_url(text: str) -> str:
+    """An admin address without its last slash. Raises `InputError`."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.username is not None or parts.query or parts.fragment:
+        raise InputError(f"--url: expected an admin address like {DEFAULT_URL}, got {text!r}")
+    return text.rstrip("/")
+
+
+def authorization(variable: str | None) -> dict[str, str]:
+    """The header with the token of a variable, none where there is no token.
+
+    Raises `InputError` where a variable was named that is not set, or holds what no header can.
+    """
+    name = variable or TOKEN_VARIABLE
+    token = os.environ.get(name, "").strip()
+    if not token and variable is not None:
+        raise InputError(f"--token-env: expected a variable with the admin token, but {name!r} is not set")
+    if not token.isascii() or not token.isprintable():
+        raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def refusal(status: int, reason: str | None) -> str:
+    """What to say of an answer that is none, and what to do about a missing token."""
+    if status == 401:
+        return f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}, or where --token-env says"
+    return f"status {status} {reason or ''}".rstrip()

@@ -1,0 +1,430 @@
+"""`hetlb top`: the running fleet in a terminal, over the event stream that the dashboard reads.
+
+Promise: every line fits the terminal, from 80 columns up; a proxy that goes away is said and waited for,
+and its last state stays on the screen until it is back; the terminal is left as it was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
+
+import aiohttp
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
+from hetlb.errors import HetlbError, InputError
+
+#: The proxy speaks once a second; a stream that is silent for this long is dead.
+SILENCE_S = 5.0
+RETRY_S = 1.0
+#: An engine's report older than this is not used by the scheduler.
+STALE_S = 5.0
+_MAX_EVENT_BYTES = 16 << 20
+#: Terminals of fewer lines show no curves.
+_CURVES_FROM = 16
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
+#: What the rows are ordered by; `o` takes the next one.
+ORDERS = ("as configured", "trouble", "work", "KV cache", "in flight")
+_HELP = "q quit   o order   ↑↓ scroll   d decisions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb top`."""
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        metavar="ADMIN",
+        help=f"admin address of the proxy (default {DEFAULT_URL})",
+    )
+    add_token_argument(parser)
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
+    parser.add_argument(
+        "--json", action="store_true", help="one snapshot as a JSON document on stdout, and exit"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the fleet until told to stop."""
+    url, headers = admin_url(args.url), authorization(args.token_env)
+    if args.json or args.once or not sys.stdout.isatty():
+        snapshot = asyncio.run(_one(url, headers))
+        if args.json:
+            print(json.dumps(snapshot))
+        else:
+            view = View(url)
+            view.snapshot = snapshot
+            console = Console()
+            console.print(view.render(console.width, None))
+        return 0
+    asyncio.run(_watch(url, headers))
+    return 0
+
+
+# --- the stream ---
+
+
+async def snapshots(session: aiohttp.ClientSession, url: str) -> AsyncGenerator[dict[str, Any]]:
+    """The proxy's snapshots as they come. Raises `HetlbError` when they end, and why."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+    try:
+        async with session.get(f"{url}/v1/events", timeout=timeout, allow_redirects=False) as reply:
+            if reply.status != 200:
+                raise InputError(refusal(reply.status, reply.reason))
+            if reply.content_type != "text/event-stream":
+                raise InputError("there is no hetlb proxy at this address")
+            pending = b""
+            async for piece in reply.content.iter_any():
+                *events, pending = (pending + piece).split(b"\n\n")
+                if len(pending) > _MAX_EVENT_BYTES:
+                    raise InputError("there is no hetlb proxy at this address")
+                for event in events:
+                    _, _, data = event.partition(b"\ndata: ")
+                    yield json.loads(data)
+    except aiohttp.ClientConnectorError as error:
+        reason = os.strerror(error.os_error.errno) if error.os_error.errno else str(error)
+        raise HetlbError(f"no connection: {reason}") from error
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        raise HetlbError(f"the connection broke: {str(error) or 'nothing came'}") from error
+    raise HetlbError("the proxy closed the connection")
+
+
+async def _one(url: str, headers: dict[str, str]) -> dict[str, Any]:
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with contextlib.aclosing(snapshots(session, url)) as stream:
+            try:
+                return await anext(stream)
+            except InputError as error:
+                raise InputError(f"--url: {url}: {error}") from error
+            except HetlbError as error:
+                raise HetlbError(f"{url}: {error}") from error
+
+
+async def _watch(url: str, headers: dict[str, str]) -> None:
+    """Draw what comes until somebody presses q. Raises `InputError` where no retry would help."""
+    view, changed, console = View(url), asyncio.Event(), Console()
+
+    async def listen() -> None:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            while True:
+                try:
+                    async for snapshot in snapshots(session, url):
+                        view.snapshot, view.trouble = snapshot, ""
+                        changed.set()
+                except InputError as error:
+                    raise InputError(f"--url: {url}: {error}") from error
+                except HetlbError as error:
+                    view.trouble = str(error)
+                    changed.set()
+                await asyncio.sleep(RETRY_S)
+
+    def press(key: str) -> None:
+        view.press(key)
+        changed.set()
+
+    listening = asyncio.create_task(listen())
+    listening.add_done_callback(lambda _: changed.set())
+    try:
+        with _keys(press), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not view.done and not listening.done():
+                live.update(view.render(console.width, console.height), refresh=True)
+                await changed.wait()
+                changed.clear()
+    finally:
+        if listening.done() and not listening.cancelled():
+            listening.result()
+        listening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await listening
+
+
+@contextlib.contextmanager
+def _keys(press: Callable[[str], None]) -> Iterator[None]:
+    """Call `press` with each key while the block runs; the terminal is put back afterwards."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def read() -> None:
+        text = os.read(fd, 1024).decode("utf-8", "replace")
+        for name, code in (("up", "\x1b[A"), ("down", "\x1b[B")):
+            while code in text:
+                text = text.replace(code, "", 1)
+                press(name)
+        for key in text:
+            press(key)
+        if not text and not os.isatty(fd):
+            press("q")
+
+    try:
+        tty.setcbreak(fd)
+        loop.add_reader(fd, read)
+        yield
+    finally:
+        loop.remove_reader(fd)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+# --- the picture ---
+
+
+class View:
+    """What is shown, and how: made into lines by `render`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.snapshot: dict[str, Any] | None = None
+        #: Why there is nothing new, "" while there is.
+        self.trouble = ""
+        self.done = False
+        self._order = 0
+        self._first = 0
+        self._decisions = True
+
+    def press(self, key: str) -> None:
+        """A key was pressed."""
+        if key in ("q", "Q", "\x1b", "\x04"):
+            self.done = True
+        elif key == "o":
+            self._order = (self._order + 1) % len(ORDERS)
+            self._first = 0
+        elif key == "d":
+            self._decisions = not self._decisions
+        elif key in ("up", "k"):
+            self._first = max(0, self._first - 1)
+        elif key in ("down", "j"):
+            self._first += 1
+
+    def render(self, width: int, height: int | None) -> Group:
+        """The frame for a terminal of this size; `height` None shows everything."""
+        state = self._state()
+        if self.snapshot is None:
+            return Group(_line(f"hetlb top  {self._url}", state, width))
+        snapshot = self.snapshot
+        head = f"hetlb {snapshot['version']}  {self._url}  policy {snapshot['fleet']['policy']}"
+        summary = _summary(snapshot, width)
+        if height is not None and height < _CURVES_FROM:
+            del summary[1:]
+        lines: list[Text | Table] = [_line(head, state, width), *summary, Text()]
+        rows = self._rows(snapshot)
+        troubles = _troubles([row for _, row in rows], width)
+        decisions = _decisions(snapshot, width) if self._decisions else []
+        if height is None:
+            lines += [_fleet(rows, width), *troubles, *decisions]
+            return Group(*lines)
+        # What is left after the head, the table's own head and the help line goes to the instances first.
+        free = height - len(lines) - 2
+        room = max(1, min(len(rows), free - min(len(troubles), 3)))
+        decisions = decisions[: max(0, free - room - len(troubles[:3]))]
+        if len(decisions) < 3:
+            decisions = []
+        self._first = max(0, min(self._first, len(rows) - room))
+        lines += [_fleet(rows[self._first : self._first + room], width), *troubles[:3], *decisions]
+        used = len(lines) + room
+        lines += [Text()] * max(0, height - used - 1)
+        shown = f"{self._first + 1} to {self._first + room} of {len(rows)}, {ORDERS[self._order]}"
+        lines.append(_line(_HELP, Text(shown, "dim"), width))
+        return Group(*lines)
+
+    def _state(self) -> Text:
+        if self.trouble:
+            return Text(f"{self.trouble}; trying again", "bold red")
+        return Text("waiting", "yellow") if self.snapshot is None else Text("live", "bold green")
+
+    def _rows(self, snapshot: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Model and instance, in the order asked for."""
+        models = snapshot["fleet"]["models"]
+        rows = [(model["name"], instance) for model in models for instance in model["instances"]]
+        keys: dict[str, Callable[[dict[str, Any]], float]] = {
+            "trouble": lambda row: (row["health"] != "up") * 2 + (row["state"] != "ready"),
+            "work": lambda row: row["workload"],
+            "KV cache": lambda row: max(_promised(row), row["kv_reported"] or 0.0),
+            "in flight": lambda row: row["in_flight"],
+        }
+        key = keys.get(ORDERS[self._order])
+        return rows if key is None else sorted(rows, key=lambda pair: -key(pair[1]))
+
+
+def _line(left: str, right: Text, width: int) -> Text:
+    """Text at both ends; what is on the left makes way."""
+    right.truncate(width - 1, overflow="ellipsis")
+    text = Text(left, no_wrap=True)
+    text.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
+    return text.append(" ").append_text(right)
+
+
+def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
+    fleet, series = snapshot["fleet"], snapshot["series"]
+    instances = [instance for model in fleet["models"] for instance in model["instances"]]
+    up = sum(row["health"] == "up" and row["state"] == "ready" for row in instances)
+    queue = fleet["queue"]
+    oldest = f" (oldest {seconds(queue['oldest_s'])})" if queue["requests"] else ""
+    promised = sum(row["kv_reserved_tokens"] for row in instances)
+    there = sum(row["kv_cache_tokens"] for row in instances)
+    counts = Text(no_wrap=True, overflow="ellipsis")
+    counts.append(
+        f"{up} of {len(instances)} up", "" if up == len(instances) else "bold red" if not up else "yellow"
+    )
+    counts.append(
+        f"   {sum(row['in_flight'] for row in instances):,} in flight   queue {queue['requests']:,}{oldest}"
+        f"   KV promised {percent(promised / there if there else None)} of {there:,}"
+    )
+    lines = [counts]
+    bars = width - 46
+    for title, column, text in (
+        ("requests/s", "ok_per_s", _rate),
+        ("tokens/s", "output_tokens_per_s", _rate),
+        ("TTFT median", "ttft_p50_s", seconds),
+        ("whole median", "e2e_p50_s", seconds),
+    ):
+        values = series[column]
+        latest = next((value for value in reversed(values) if value is not None), None)
+        top = max((value for value in values if value is not None), default=0.0)
+        line = Text(f"{title:<13}{text(latest):>9}  ", no_wrap=True)
+        line.append(sparkline(values, bars), "cyan")
+        line.append(f"  5 min, top {text(top)}", "dim")
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=width, header_style="dim")
+    several = len({model for model, _ in rows}) > 1 and width >= 100
+    table.add_column("instance", no_wrap=True, overflow="ellipsis", ratio=1)
+    if several:
+        table.add_column("model", no_wrap=True, overflow="ellipsis", max_width=24)
+    for name, fixed in (
+        ("health", 7), ("state", 5), ("in", 4), ("run", 4), ("wait", 4), ("KV promised", 11), ("", 4),
+        ("rep", 5), ("work", 7), ("age", 6),
+    ):  # fmt: skip
+        left = name in ("health", "state", "KV promised")
+        table.add_column(name, width=fixed, no_wrap=True, justify="left" if left else "right")
+    for model, row in rows:
+        age = row["signal_age_s"]
+        stale = age is None or age > STALE_S
+        table.add_row(
+            row["name"],
+            *([model] if several else []),
+            Text(row["health"], _HEALTH_STYLES.get(row["health"], "yellow")),
+            Text(row["state"], "" if row["state"] == "ready" else "yellow"),
+            _count(row["in_flight"]),
+            _count(row["running"]),
+            _count(row["waiting"]),
+            _meter(_promised(row), 11),
+            percent(_promised(row)),
+            percent(row["kv_reported"]),
+            seconds(row["workload"]),
+            Text(seconds(age), "yellow" if stale else ""),
+        )
+    return table
+
+
+def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
+    """Why somebody is not up."""
+    lines = [
+        Text(f"{row['name']} is {row['health']}: {row['health_reason']}", "red", no_wrap=True)
+        for row in rows
+        if row["health"] != "up"
+    ]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
+    """The last decisions, a line each, under a heading."""
+    last = snapshot["decisions"]["last"]
+    if not last:
+        return []
+    head = f"{'placed':>7} {'request':>9} {'prompt':>7} {'predicted':>9} {'actual':>9}  chosen (policy)"
+    lines = [Text(), Text(head, "dim", no_wrap=True)]
+    for each in last:
+        actual = f"{each['output_tokens'] / each['sequences']:.0f}{'' if each['ended'] else '…'}"
+        age = max(0.0, snapshot["clock_s"] - each["dispatched_at_s"])
+        lines.append(
+            Text(
+                f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens']:>7,} "
+                f"{each['predicted_output']:>9,.0f} {actual:>9}  {each['chosen']} ({each['policy']})",
+                no_wrap=True,
+            )
+        )
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Values as blocks, the newest at the right, several in one place as their mean; a gap where none is."""
+    if width <= 0 or not values:
+        return ""
+    places = []
+    for index in range(min(width, len(values))):
+        count = min(width, len(values))
+        part = [
+            v
+            for v in values[index * len(values) // count : (index + 1) * len(values) // count]
+            if v is not None
+        ]
+        places.append(sum(part) / len(part) if part else None)
+    top = max((place for place in places if place is not None), default=0.0)
+    # What is more than nothing shows as more than nothing.
+    return "".join(
+        " " if place is None else _BLOCKS[max(2, round(place / top * 8))] if place > 0 else _BLOCKS[1]
+        for place in places
+    )
+
+
+def _meter(share: float, width: int) -> Text:
+    full = min(width, round(share * width + (0.5 if 0 < share < 0.5 / width else 0)))
+    style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
+    return Text("█" * full, style).append("░" * (width - full), "dim")
+
+
+def _promised(row: dict[str, Any]) -> float:
+    return float(row["kv_reserved_tokens"] / row["kv_cache_tokens"])
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value) if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def percent(share: float | None) -> str:
+    """A share as a person reads it."""
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds as a person reads them, in 6 places at most."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0 s"
+    if value < 0.9995:
+        return f"{value * 1e3:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    if value < 599.5:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 36_000 else f"{value / 3600:.0f} h"

@@ -1,0 +1,281 @@
+"""`hetlb`, the default policy: late binding to where a request costs everybody the least time.
+
+Promise: a request is bound only to an instance that has a place for it; the KV cache decides who has room,
+not who is fast. Every figure is a time in seconds from the latency model, or says how full an instance is.
+
+Four questions, in this order:
+
+1. Who has room? Fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below
+   a mark with one more mean request. What this request itself needs is left out: else a full instance would
+   be left with small requests only, whatever it is good at.
+2. Who costs least? The request's own time there (its first token counted many times over, since people wait
+   for it, and more so where it comes late by the standard of the fleet), and the time by which it delays
+   those who run there already: their steps get longer while it decodes, and wait while its prompt is read.
+3. Is it worth it? An instance is passed over where the faster ones can finish all that waits, and what keeps
+   arriving meanwhile, before it had finished one long answer. So at the end of a burst nobody waits for the
+   slowest, and under load that the fast ones cannot carry everybody works.
+4. Who waits that suits this instance better? Of the first few in the queue, the one whose prompt and answer
+   cost least here compared with what they cost the fleet: a machine that is slow at reading gets those with
+   much to write. The head of the queue is overtaken a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from hetlb.core.admission import Queued
+from hetlb.core.demand import Demand, size_of
+from hetlb.core.instance import Instance
+from hetlb.core.latency import ideal_batch, processing_s
+from hetlb.core.policy import MAX_WORKLOAD_S, Choice, Policy, Question
+from hetlb.core.types import Candidate
+
+#: An engine is kept this much fuller than it can run at once, so that a place that frees is taken in the
+#: same iteration and not a round trip later.
+_OVERBOOK = 1.125
+#: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
+_KV_MARK = 0.9
+#: A second until the first token weighs as many seconds of the whole...
+_FIRST_TOKEN_WEIGHT = 20.0
+#: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
+_LATE = 8.0
+#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
+#: who have just been admitted have all before them.
+_THINNING = 2.0
+#: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
+_LULL_S, _LULL_SHARE = 16.0, 0.05
+#: So many of those who wait are looked at for an instance; one must suit it this much better to overtake.
+_LOOKAHEAD, _BETTER = 16, 0.95
+
+_ROOM, _NO_PLACE, _NO_MEMORY, _PASSED_OVER = range(4)
+
+
+class _View:
+    """What one decision rests on: a figure per instance in each list, in their order.
+
+    Kept as plain lists, since it is made for every request; people get `candidates`.
+    """
+
+    __slots__ = (
+        "first_s",
+        "instances",
+        "kv_tokens",
+        "others_s",
+        "own_s",
+        "passed_over",
+        "question",
+        "scores",
+        "states",
+    )
+
+    def __init__(self, question: Question, instances: Sequence[Instance]) -> None:
+        self.question = question
+        self.instances = instances
+        #: Seconds that a long answer takes there, and in which the faster ones are done with all.
+        self.passed_over: dict[int, tuple[float, float]] = {}
+        self._weigh()
+        if len(instances) > 1:
+            self._pass_over()
+
+    def lowest(self) -> int | None:
+        """The index of the instance with room and the lowest score, the first of several."""
+        index: int | None = None
+        least = math.inf
+        for i, (state, score) in enumerate(zip(self.states, self.scores, strict=True)):
+            if state == _ROOM and score < least:
+                index, least = i, score
+        return index
+
+    def _weigh(self) -> None:
+        """Who has room, and what the request would cost there: one flat loop over all instances."""
+        question = self.question
+        request, mix = question.request, question.demand.mix
+        sequences = request.sequences
+        prompt, output = request.prompt_tokens, question.predicted_output
+        own_context = prompt + output / 2.0
+        # Of those who run there: they are on average half-grown.
+        half_grown = mix.output / 2.0
+        mean_prompt, mean_tokens = mix.prompt, 2.0 * (mix.prompt + half_grown)
+        new_tokens = prompt * sequences
+        usual_s = math.inf
+        weighed = []
+        for instance in self.instances:
+            k1, k2, k4, k5, k6, k7, k8, budget, places, cache = instance.figures
+            batch, tokens, pending = instance.sequences, instance.kv_tokens, instance.pending_prompt_tokens
+            state = _ROOM
+            cached = 0.0
+            if batch or tokens:
+                prompts = instance.prompt_tokens
+                if batch + sequences >= places * _OVERBOOK + 1.0:
+                    state = _NO_PLACE
+                elif tokens + prompts + mean_tokens > 2.0 * _KV_MARK * cache:
+                    # Every answer is on average half-grown: half of what is promised beyond the prompts.
+                    state = _NO_MEMORY
+                cached = prompts + batch * half_grown
+                if batch > places:
+                    cached *= places / batch
+                    batch = places
+            # What one more request makes a step longer, and reading its prompt.
+            more_s = (k5 * own_context + k6) * sequences
+            read_s = (k1 * prompt + k2) * sequences
+            step_s = k5 * cached + k6 * batch + k7 * own_context + k8 + more_s
+            # The prompts before it are read first, in iterations in which everybody decodes too.
+            first_s = k1 * pending + read_s + k4 + (1.0 + (pending + new_tokens) / budget) * step_s
+            others_s = batch * (read_s + output * more_s)
+            weighed.append((state, first_s, first_s + output * step_s, others_s, tokens))
+            mean_s = k1 * mean_prompt + k2 + k4 + k8
+            if mean_s < usual_s:
+                usual_s = mean_s
+        states, self.first_s, self.own_s, self.others_s, self.kv_tokens = zip(*weighed, strict=True)
+        self.states = list(states)
+        late_s = _LATE * usual_s
+        self.scores = scores = [
+            _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s for _, first_s, own_s, others_s, _ in weighed
+        ]
+        if usual_s > 0.0:
+            for i, first_s in enumerate(self.first_s):
+                if first_s > late_s:
+                    scores[i] += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+
+    def _pass_over(self) -> None:
+        """Mark those with room on which a long answer would end after the faster ones are done with all.
+
+        While requests keep coming this asks only whether it is worth not to wait for a faster one that is
+        full; once they have stopped coming, whether what is left should go to a slower one at all.
+        """
+        question, states = self.question, self.states
+        if _ROOM not in states:
+            return
+        mix, demand, now = question.demand.mix, question.demand, question.now
+        total, order = mix.fleet(self.instances)
+        ending = demand.rate(_LULL_S, now) < _LULL_SHARE * total
+        if not ending and not any(states):
+            return
+        instances = self.instances
+        todo = question.waiting + size_of(question.request, question.predicted_output)
+        shortest_s = _long_answer_s(question, instances[order[0]], last=True)
+        speed = 0.0
+        for i in order:
+            if states[i] == _ROOM:
+                long_s = _long_answer_s(question, instances[i])
+                # Nothing arriving is the best that can be: the rate is asked for only where it can matter.
+                if speed > 0.0 and todo / speed + shortest_s < long_s:
+                    spare = speed - demand.rate(long_s, now)
+                    done_s = todo / spare + shortest_s if spare > 0.0 else math.inf
+                    if done_s < long_s:
+                        self.passed_over[i] = (long_s, done_s)
+                        states[i] = _PASSED_OVER
+                if states[i] == _ROOM and not ending:
+                    return  # the fastest with room: the slower ones are as good as their scores
+            speed += mix.speed(instances[i])
+
+    def candidates(self) -> list[Candidate]:
+        """For people. The instances may have changed meanwhile: only their constants are read."""
+        return [self._candidate(i) for i in range(len(self.instances))]
+
+    def _candidate(self, i: int) -> Candidate:
+        instance = self.instances[i]
+        batch, t_s, workload = _paper_work(self.question, instance)
+        terms = {"first_token_s": self.first_s[i], "own_s": self.own_s[i], "others_s": self.others_s[i]}
+        reason = ""
+        if self.states[i] == _NO_PLACE:
+            reason = "full: every place is taken"
+        elif self.states[i] == _NO_MEMORY:
+            reason = f"full: over {_KV_MARK:.2f} of the KV cache expected in use"
+        elif self.states[i] == _PASSED_OVER:
+            long_s, done_s = self.passed_over[i]
+            reason = (
+                f"passed over: a long answer takes {long_s:.3g} s here, "
+                f"the faster ones are done with all in {done_s:.3g} s"
+            )
+        return Candidate(
+            instance=instance.name,
+            score=self.scores[i],
+            eligible=self.states[i] == _ROOM,
+            reason=reason,
+            ideal_batch=batch,
+            processing_s=t_s,
+            kv_utilization=self.kv_tokens[i] / instance.kv_cache_tokens,
+            workload=workload,
+            terms=terms,
+        )
+
+
+class Hetlb(Policy):
+    """`hetlb`, the default."""
+
+    name = "hetlb"
+    reads_demand = True
+    lookahead = _LOOKAHEAD
+
+    def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
+        view = _View(question, instances)
+        index = view.lowest()
+        work_s = 0.0 if index is None else _paper_work(question, instances[index])[2]
+        return Choice(index, work_s, view.candidates)
+
+    def overtaking(
+        self,
+        chosen: Instance | None,
+        entries: Sequence[Queued],
+        demand: Demand,
+        instances: Sequence[Instance],
+    ) -> Iterable[Queued]:
+        if chosen is None or len(instances) < 2:
+            return ()
+        mix = demand.mix
+        fleet_prompt = fleet_output = 0.0
+        for instance in instances:
+            speed, prompt_s, output_s, _ = mix.costs(instance)
+            fleet_prompt += speed * prompt_s
+            fleet_output += speed * output_s
+        _, prompt_s, output_s, _ = mix.costs(chosen)
+        found = entries[0]
+        least = math.inf
+        for entry in entries:
+            prompt, output = entry.request.prompt_tokens, entry.predicted_output
+            everywhere = fleet_prompt * prompt + fleet_output * output
+            share = (prompt_s * prompt + output_s * output) / everywhere if everywhere > 0.0 else math.inf
+            if share < least:
+                found = entry
+                least = share if least < math.inf else share * _BETTER
+        return () if found is entries[0] else (found,)
+
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
+        return _View(question, instances).candidates()
+
+
+def _long_answer_s(question: Question, instance: Instance, last: bool = False) -> float:
+    """Seconds that one long answer takes on an instance from now on.
+
+    The prompts that wait there are read first. Where lengths are known (`long` differs from request to
+    request) shorter ones keep coming behind a longer one, so for what it has more than the mean one the
+    batch stays full and prompts are read between its steps; then the batch thins out. `last`: nobody comes
+    behind it.
+    """
+    k, mix, request = instance.latency, question.demand.mix, question.request
+    long = question.long_output
+    running = min(instance.sequences, instance.max_num_seqs)
+    thinning = long if last else min(long, mix.long)
+    share = 1.0
+    if thinning > 0.0:
+        left = max(1.0, mix.residual)
+        share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
+    own_context = request.prompt_tokens + long / 2.0
+    context = instance.prompt_tokens / max(1, instance.sequences) + mix.output / 2.0
+    others_s = k.k5 * context + k.k6
+    alone_s = (k.k5 + k.k7) * own_context + k.k6 + k.k8
+    reading_s = running / max(1.0, mix.output) * (k.k1 * mix.prompt + k.k2)
+    full_s = alone_s + others_s * running + reading_s
+    thin_s = alone_s + others_s * running * share
+    read_s = k.prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
+    return read_s + (long - thinning) * full_s + thinning * thin_s
+
+
+def _paper_work(question: Question, instance: Instance) -> tuple[int, float, float]:
+    """Ideal batch, processing time and workload (what the ledger books), as the paper defines them."""
+    request, predicted = question.request, question.predicted_output
+    batch = ideal_batch(instance.kv_cache_tokens, request.prompt_tokens, predicted, instance.max_num_seqs)
+    t_s = processing_s(instance.latency, batch, request.prompt_tokens, predicted)
+    return batch, t_s, min(t_s * request.sequences, MAX_WORKLOAD_S)

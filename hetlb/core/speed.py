@@ -1,0 +1,103 @@
+"""How fast an instance is, as its answers show, against what its latency model says.
+
+Promise: one factor on all durations of the model, bounded, and exactly 1 while the model is about right: a
+profile that was measured is believed until the evidence speaks clearly against it.
+
+An answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were read
+meanwhile. What that should have taken, by the model, is compared with what it took; the ratio of the sums
+over the answers of about the last `MEMORY_S` seconds is the factor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+from hetlb.core.latency import LatencyModel
+
+#: Evidence this old counts 1/e, in seconds.
+MEMORY_S = 15.0
+#: Seconds of answers in agreement with the model that stand against the first evidence.
+PRIOR_S = 5.0
+#: A measured profile is corrected only when it is further off than this, and at most so many times.
+TRUST, MOST_PROFILED = 1.2, 4.0
+#: The default model, used without a profile, is corrected by so much at most.
+MOST_UNPROFILED = 64.0
+#: A factor is put in force when it differs from the one in force by more than this share.
+_CHANGE = 0.05
+
+#: Sequence-seconds, token-seconds in the KV cache, and prompt tokens and prompts read, since the beginning.
+Mark: TypeAlias = tuple[float, float, int, int]
+
+
+class SpeedTracker:
+    """The evidence about one instance: what ran on it when, and how long answers took."""
+
+    __slots__ = (
+        "_at",
+        "_expected_s",
+        "_last",
+        "_most",
+        "_observed_s",
+        "_profiled",
+        "_prompt_tokens",
+        "_prompts",
+        "_sequence_s",
+        "_token_s",
+        "factor",
+    )  # fmt: skip
+
+    def __init__(self, profiled: bool, now: float) -> None:
+        self._profiled = profiled
+        self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
+        self._last = self._at = now
+        self._sequence_s = self._token_s = 0.0
+        self._prompt_tokens = self._prompts = 0
+        # The default model is a guess: the first answer may replace it.
+        self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
+        #: What the model's durations are to be multiplied with.
+        self.factor = 1.0
+
+    def elapsed(self, running: float, tokens: float, now: float) -> None:
+        """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
+        since = now - self._last
+        if since > 0.0:
+            self._sequence_s += since * running
+            self._token_s += since * tokens
+            self._last = now
+
+    def read(self, prompts: int, tokens: int) -> None:
+        """Prompts of so many tokens together have been read."""
+        self._prompts += prompts
+        self._prompt_tokens += tokens
+
+    def mark(self) -> Mark:
+        """What has happened so far, `elapsed` up to now."""
+        return (self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
+
+    def answered(self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float) -> bool:
+        """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed.
+
+        `model` is the uncorrected one.
+        """
+        if seconds <= 0.0 or steps < 1.0:
+            return False
+        running = max(1.0, (self._sequence_s - since[0]) / seconds)
+        tokens = (self._token_s - since[1]) / seconds
+        step_s = model.k5 * tokens + model.k6 * running + model.k7 * tokens / running + model.k8
+        expected_s = steps * step_s
+        expected_s += model.k1 * (self._prompt_tokens - since[2]) + model.k2 * (self._prompts - since[3])
+        keep = math.exp(-(now - self._at) / MEMORY_S)
+        self._at = now
+        self._observed_s = self._observed_s * keep + seconds
+        self._expected_s = self._expected_s * keep + expected_s
+        if self._expected_s <= 0.0:
+            return False
+        ratio = min(self._most, max(1.0 / self._most, self._observed_s / self._expected_s))
+        if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
+            ratio = 1.0
+        if abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0:
+            return False
+        changed = ratio != self.factor
+        self.factor = ratio
+        return changed

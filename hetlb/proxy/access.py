@@ -1,0 +1,303 @@
+"""Who may come in and what is shown to whom: tokens, keys, certificates and networks.
+
+Promise: files and variables are read whole at start and at reload, never for a request; an error names the
+key of the fleet file and where it points, never what stands there, and no secret is in a `repr`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from hetlb.config import EngineSource, Fleet, SecretSource, TlsTable, load_api_keys, secret_source
+from hetlb.errors import ConfigError
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+#: Where clouds hand out credentials, besides the link-local addresses.
+_METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
+)
+#: IPv6 addresses that lead to the IPv4 address in their last four bytes (RFC 6052).
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """How one engine is reached.
+
+    `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
+    `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
+    once and for all.
+    """
+
+    authorization: bytes | None = field(default=None, repr=False)
+    passthrough: bool = False
+    tls: ssl.SSLContext | None = None
+    address: str | None = None
+
+
+#: How an engine is reached of which nothing is said: no key, no TLS.
+PLAIN_ACCESS = EngineAccess()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The owner of a client's key; `models` None is all of them."""
+
+    name: str
+    models: frozenset[str] | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Whether this key is for that model."""
+        return self.models is None or model in self.models
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """All of it, for one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
+
+    engines: Mapping[str, EngineAccess]
+    model_keys: Mapping[str, bytes] = field(repr=False)
+    admin_token: bytes | None = field(repr=False)
+    tenants: Mapping[bytes, Tenant] | None = field(repr=False)
+    tls: ssl.SSLContext | None
+    admin_tls: ssl.SSLContext | None
+    networks: tuple[Network, ...]
+
+
+def load_access(fleet: Fleet) -> Access:
+    """Read what the fleet names. Raises `ConfigError`."""
+    where, base, proxy, admin = fleet.where, fleet.base, fleet.proxy, fleet.admin
+    if proxy.passthrough_authorization and proxy.api_keys_file is not None:
+        raise ConfigError(
+            f"{where}proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
+            "got true: the engines would see those keys"
+        )
+    networks = tuple(_network(text, where) for text in admin.registration_networks)
+    if admin.registration and not networks:
+        _check_unconfined(fleet)
+    token = secret_source(admin.token_file, admin.token_env, f"{where}admin.token", base)
+    if token is None and not is_loopback(admin.host):
+        raise ConfigError(
+            f"{where}admin.host: expected a loopback address like 127.0.0.1 where neither admin.token_file "
+            f"nor admin.token_env is set, got {admin.host!r}"
+        )
+    model_keys = {name: read_secret(source) for name, source in fleet.model_keys.items()}
+    authorities = _Authorities()
+    return Access(
+        engines={
+            spec.name: EngineAccess(
+                authorization=_bearer(_engine_key(fleet.engines[spec.name], model_keys.get(spec.model))),
+                passthrough=proxy.passthrough_authorization,
+                tls=authorities.context(fleet.engines[spec.name]) if spec.url.startswith("https:") else None,
+            )
+            for spec in fleet.instances
+        },
+        model_keys=model_keys,
+        admin_token=None if token is None else read_secret(token),
+        tenants=None if proxy.api_keys_file is None else _tenants(base / proxy.api_keys_file),
+        tls=_listener_context(fleet.listen.tls, f"{where}listen.tls", base),
+        admin_tls=_listener_context(admin.tls, f"{where}admin.tls", base),
+        networks=networks,
+    )
+
+
+def _check_unconfined(fleet: Fleet) -> None:
+    """Raise `ConfigError` where registration in any network would reach or give away too much."""
+    expected = f"{fleet.where}admin.registration_networks: expected the networks "
+    if fleet.model_keys:
+        model = next(iter(fleet.model_keys))
+        raise ConfigError(f"{expected}to which the api key of {model!r} may be sent, but the key is missing")
+    if fleet.proxy.passthrough_authorization:
+        raise ConfigError(f"{expected}to which the clients' keys may be sent, but the key is missing")
+    if not is_loopback(fleet.admin.host):
+        raise ConfigError(
+            f"{expected}in which instances may be registered where admin.host is not on loopback, "
+            "but the key is missing"
+        )
+
+
+def registered_access(
+    url: str, model_key: bytes | None, *, passthrough: bool, address: str | None
+) -> EngineAccess:
+    """How an instance is reached that is in no file: the system's authorities, the key of its model."""
+    tls = _Authorities().context(EngineSource(key="instance")) if url.startswith("https:") else None
+    return EngineAccess(_bearer(model_key), passthrough, tls, address)
+
+
+# --- secrets -----------------------------------------------------------------------------------------
+
+
+def read_secret(source: SecretSource) -> bytes:
+    """The secret of a file (without the line end) or of a variable. Raises `ConfigError`."""
+    if source.file is not None:
+        key, shown = f"{source.key}_file", repr(str(source.file))
+        try:
+            data = source.file.read_bytes().strip()
+        except OSError as caught:
+            raise ConfigError(
+                f"{key}: expected a readable file, got {shown}: {os.strerror(caught.errno or 0)}"
+            ) from caught
+    else:
+        assert source.env is not None, "expected a file or a variable"
+        # Whoever put the secret itself here must not find it in a log.
+        key = f"{source.key}_env"
+        shown = repr(source.env) if re.fullmatch("[A-Z_][A-Z0-9_]*", source.env) else "something else"
+        text = os.environ.get(source.env)
+        if text is None:
+            raise ConfigError(f"{key}: expected the name of a variable that is set, got {shown}")
+        data = text.strip().encode("utf-8", "surrogateescape")
+    if not re.fullmatch(rb"[!-~]{1,4096}", data):
+        raise ConfigError(f"{key}: expected one word of visible ASCII in {shown}, got something else")
+    return data
+
+
+def _engine_key(source: EngineSource, model_key: bytes | None) -> bytes | None:
+    return model_key if source.api_key is None else read_secret(source.api_key)
+
+
+def _bearer(key: bytes | None) -> bytes | None:
+    return None if key is None else b"Bearer " + key
+
+
+def _tenants(path: Path) -> dict[bytes, Tenant]:
+    return {
+        bytes.fromhex(key.sha256): Tenant(key.name, None if key.models is None else frozenset(key.models))
+        for key in load_api_keys(path)
+    }
+
+
+# --- certificates ------------------------------------------------------------------------------------
+
+
+def _listener_context(table: TlsTable | None, key: str, base: Path) -> ssl.SSLContext | None:
+    return None if table is None else server_context(table, key, base)
+
+
+def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
+    """What a listener needs to speak TLS, 1.2 or newer. Raises `ConfigError` naming `key`."""
+    cert_path, key_path = base / table.cert, base / table.key
+    for name, path, label in (("cert", cert_path, b"CERTIFICATE"), ("key", key_path, b"PRIVATE KEY")):
+        if label + b"-----" not in _pem(path, f"{key}.{name}"):
+            raise ConfigError(f"{key}.{name}: expected a PEM {label.decode().lower()}, got {str(path)!r}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A client could make this process compute handshakes on one connection for ever.
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # Without a password at hand OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(cert_path, key_path, password=lambda: b"")
+    except (ssl.SSLError, OSError) as caught:
+        reason = getattr(caught, "reason", None) or "it cannot be read, or is encrypted"
+        raise ConfigError(
+            f"{key}.key: expected the unencrypted private key of {str(cert_path)!r}, "
+            f"got {str(key_path)!r}: {reason}"
+        ) from caught
+    return context
+
+
+class _Authorities:
+    """Contexts for connections to engines, one per file: reading the system's authorities takes a while."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[Path | None, ssl.SSLContext] = {}
+
+    def context(self, source: EngineSource) -> ssl.SSLContext:
+        """Certificates are verified, the name in them too; TLS 1.2 or newer. Raises `ConfigError`."""
+        path = source.ca_file
+        if path not in self._contexts:
+            if path is not None:
+                _pem(path, f"{source.key}.ca_file")
+            try:
+                context = ssl.create_default_context(cafile=path)
+            except (ssl.SSLError, OSError) as caught:
+                raise ConfigError(
+                    f"{source.key}.ca_file: expected PEM certificates of authorities, got {str(path)!r}"
+                ) from caught
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            self._contexts[path] = context
+        return self._contexts[path]
+
+
+def _pem(path: Path, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as caught:
+        raise ConfigError(
+            f"{key}: expected a readable file, got {str(path)!r}: {os.strerror(caught.errno or 0)}"
+        ) from caught
+
+
+# --- networks ----------------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a listener on `host` is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _network(text: str, where: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as caught:
+        raise ConfigError(
+            f"{where}admin.registration_networks: expected networks like 10.0.0.0/8, got {text!r}"
+        ) from caught
+
+
+def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
+    """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
+
+    With `networks` it is one in them. Where nobody serves a model and much can be learnt (link-local and
+    metadata addresses, and those that are not one machine's) it is refused unless a network of such
+    addresses, or the address itself, is listed.
+    """
+    refused = ""
+    for text in addresses:
+        address = _plain(ipaddress.ip_address(text))
+        listed = [network for network in networks if address in network]
+        if _is_special(address):
+            allowed = any(network.is_link_local or network.num_addresses == 1 for network in listed)
+        else:
+            allowed = bool(listed) or not networks
+        if allowed:
+            return text
+        refused = refused or text
+    inside = f"one in {', '.join(map(str, networks))}" if networks else "no link-local or metadata address"
+    raise ConfigError(f"url: expected an address that may be registered ({inside}), got {refused}")
+
+
+def _is_special(address: Address) -> bool:
+    broadcast = address == ipaddress.IPv4Address(0xFFFFFFFF)
+    return (
+        address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+        or broadcast
+        or address in _METADATA
+    )
+
+
+def _plain(address: Address) -> Address:
+    """The IPv4 address that an IPv6 one stands for, or the address itself."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address.sixtofour is not None:
+            return address.sixtofour
+        if address in _NAT64:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address

@@ -1,0 +1,693 @@
+// The dashboard: what the proxy's admin listener says, once a second over one event stream.
+// Nothing is loaded from elsewhere. The token, where one is asked for, stays in this tab's session storage.
+"use strict";
+
+import { Scatter, TimeChart } from "./charts.js";
+import { age, byId, choices, count, difference, make, percent, plural, rate, say, seconds, set } from "./dom.js";
+
+const STORED_TOKEN = "hetlb-admin-token";
+const STORED_THEME = "hetlb-theme";
+/** A stream that says nothing for this long is taken to be dead; the proxy speaks once a second. */
+const SILENCE_MS = 5000;
+const RETRY_MS = 1000;
+/** A report of an engine older than this is shown as old. */
+const STALE_S = 5;
+/** Candidates of a decision shown before one asks for all. */
+const CANDIDATES = 12;
+const COLOURS = 8;
+
+// --- asking the proxy -----------------------------------------------------------------------------------
+
+class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const asking = { open: null };
+
+/** The token the operator types; everybody who needs one waits for the same dialog. */
+function askToken(wrong) {
+  asking.open ??= new Promise((resolve) => {
+    const dialog = byId("ask");
+    byId("token").value = "";
+    say(byId("ask-why"), wrong ? "That was not the token." : "");
+    dialog.addEventListener("close", () => {
+      asking.open = null;
+      const token = byId("token").value.trim();
+      byId("token").value = "";
+      if (token) sessionStorage.setItem(STORED_TOKEN, token);
+      resolve();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking.open;
+}
+
+/** Fetch a path of the admin listener, with the token; asks for it where it is wanted. */
+async function ask(path, options = {}) {
+  for (;;) {
+    const token = sessionStorage.getItem(STORED_TOKEN);
+    const headers = token ? { Authorization: `Bearer ${token}` } : {};
+    // The text of a token may hold what no header can.
+    const reply = await fetch(path, { cache: "no-store", ...options, headers });
+    if (reply.ok) return reply;
+    if (reply.status === 401) {
+      sessionStorage.removeItem(STORED_TOKEN);
+      await askToken(token !== null);
+      continue;
+    }
+    let message = `status ${reply.status}`;
+    try {
+      message = (await reply.json()).error.message;
+    } catch {
+      // Not one of the proxy's own answers: its status has to do.
+    }
+    throw new Refused(reply.status, message);
+  }
+}
+
+const tell = (method, path, body) => ask(path, { method, body: body === undefined ? undefined : JSON.stringify(body) });
+
+/** Do what was clicked; what goes wrong is shown and read aloud. */
+async function act(what) {
+  try {
+    await what();
+    trouble("");
+  } catch (error) {
+    trouble(error instanceof Refused ? error.message : `The proxy does not answer: ${error.message}`);
+  }
+}
+
+function trouble(text) {
+  say(byId("trouble"), text);
+  byId("trouble").hidden = !text;
+}
+
+/** Said to screen readers, and nothing else. */
+function announce(text) {
+  byId("news").textContent = text;
+}
+
+// --- the one event stream -------------------------------------------------------------------------------
+
+const page = { stream: null, snapshot: null, linked: false };
+
+function linked(state, text) {
+  const link = byId("link");
+  set(link, "data-state", state);
+  say(link, text);
+  document.body.classList.toggle("cut", state === "bad");
+}
+
+async function listen() {
+  const stream = new AbortController();
+  page.stream = stream;
+  let watch = null;
+  const heard = () => {
+    clearTimeout(watch);
+    watch = setTimeout(() => stream.abort(), SILENCE_MS);
+  };
+  try {
+    const reply = await ask("v1/events", { signal: stream.signal });
+    heard();
+    const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    let pending = "";
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      heard();
+      const events = (pending + value).split("\n\n");
+      pending = events.pop();
+      // A tab that fell behind shows the newest only.
+      const newest = events.findLast((event) => event.startsWith("event: snapshot\ndata: "));
+      if (newest !== undefined) shown(JSON.parse(newest.slice(newest.indexOf("data: ") + 6)));
+    }
+    throw new Error("the stream ended");
+  } catch (error) {
+    if (page.stream !== stream) return;
+    const refused = error instanceof Refused;
+    if (page.linked || refused) announce("The connection to the proxy is lost.");
+    page.linked = false;
+    linked("bad", refused ? "refused" : "no connection");
+    if (refused) trouble(error.message);
+  } finally {
+    clearTimeout(watch);
+    stream.abort();
+  }
+  setTimeout(() => page.stream === stream && listen(), RETRY_MS);
+}
+
+function hush() {
+  const stream = page.stream;
+  page.stream = null;
+  stream?.abort();
+}
+
+// Nobody looks at a hidden page: it costs the proxy nothing.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) hush();
+  else if (page.stream === null) listen();
+});
+
+function shown(snapshot) {
+  const before = page.snapshot;
+  page.snapshot = snapshot;
+  if (!page.linked) {
+    page.linked = true;
+    linked("good", "live");
+    trouble("");
+    if (before !== null) announce("The connection to the proxy is back.");
+  }
+  // A token cannot be sent by following a link.
+  byId("links").hidden = sessionStorage.getItem(STORED_TOKEN) !== null;
+  say(byId("version"), snapshot.version);
+  tiles(snapshot);
+  policies(snapshot);
+  fleet(snapshot);
+  if (before !== null) news(before, snapshot);
+  charts(snapshot);
+  decisions(snapshot);
+  accuracy(snapshot);
+  whatIf(snapshot);
+}
+
+const everybody = (snapshot) => snapshot.fleet.models.flatMap((model) => model.instances);
+
+// --- now ------------------------------------------------------------------------------------------------
+
+const TILES = [
+  ["up", "Instances up"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
+  ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV tokens promised"],
+];
+const tileValues = new Map(TILES.map(([name, title]) => {
+  const value = make("dd");
+  byId("tiles").append(make("div", {}, make("dt", { text: title }), value));
+  return [name, value];
+}));
+
+/** A figure and, smaller, what belongs to it. */
+function tile(name, figure, rest, state = "") {
+  const value = tileValues.get(name);
+  if (value.dataset.shown === `${figure}|${rest}`) return;
+  value.dataset.shown = `${figure}|${rest}`;
+  set(value, "data-state", state);
+  value.replaceChildren(figure, make("small", { text: ` ${rest}` }));
+}
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
+
+function tiles(snapshot) {
+  const instances = everybody(snapshot);
+  const { queue } = snapshot.fleet;
+  const { series } = snapshot;
+  const lately = (column) => series[column].slice(-5);
+  const up = instances.filter((instance) => instance.health === "up" && instance.state === "ready").length;
+  tile("up", String(up), `of ${instances.length}`, up === instances.length ? "" : up ? "warn" : "bad");
+  tile("flight", count(instances.reduce((sum, instance) => sum + instance.in_flight, 0)), "requests");
+  tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "nobody waits");
+  tile("requests", rate(mean(lately("ok_per_s"))), "/s");
+  tile("tokens", rate(mean(lately("output_tokens_per_s"))), "tokens/s");
+  const ttft = lately("ttft_p50_s").filter((value) => value !== null);
+  tile("ttft", ttft.length ? seconds(mean(ttft)) : "–", "last 10 s");
+  const promised = instances.reduce((sum, instance) => sum + instance.kv_reserved_tokens, 0);
+  const there = instances.reduce((sum, instance) => sum + instance.kv_cache_tokens, 0);
+  tile("kv", percent(there ? promised / there : null), `of ${count(there)}`);
+}
+
+function policies(snapshot) {
+  const select = byId("policy");
+  const inForce = snapshot.fleet.policy;
+  choices(select, snapshot.policies, inForce);
+  select.disabled = false;
+  if (select.dataset.inForce !== inForce) {
+    select.dataset.inForce = inForce;
+    select.value = inForce;
+  }
+  byId("policy-set").disabled = select.value === inForce;
+}
+
+byId("policy").addEventListener("change", () => policies(page.snapshot));
+byId("policy-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const name = byId("policy").value;
+  act(async () => {
+    await tell("PUT", "v1/policy", { name });
+    announce(`Policy ${name} is in force.`);
+  });
+});
+
+// --- the fleet ------------------------------------------------------------------------------------------
+
+const HEALTH = { up: "good", suspect: "warn", ejected: "bad" };
+const STATES = ["ready", "drain", "maint"];
+const STATE_WORDS = { ready: "ready", drain: "draining", maint: "in maintenance" };
+/** Tables by model, rows by instance. */
+const tables = new Map();
+
+const ORDERS = {
+  "": null,
+  health: (row) => (row.health !== "up" ? 2 : 0) + (row.state !== "ready" ? 1 : 0),
+  workload: (row) => row.workload,
+  kv: (row) => Math.max(row.kv_reserved_tokens / row.kv_cache_tokens, row.kv_reported ?? 0),
+  in_flight: (row) => row.in_flight,
+};
+
+function fleet(snapshot) {
+  const models = snapshot.fleet.models;
+  const names = models.map((model) => model.name);
+  if (names.join("\n") !== Array.from(tables.keys()).join("\n")) {
+    tables.clear();
+    for (const name of names) tables.set(name, new FleetTable(name));
+    byId("models").replaceChildren(...Array.from(tables.values(), (table) => table.element));
+  }
+  const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  let visible = 0;
+  for (const model of models) {
+    visible += tables.get(model.name).update(model, words, snapshot.fleet.queue.models[model.name] ?? 0);
+  }
+  const all = everybody(snapshot).length;
+  byId("shown").hidden = !words.length;
+  say(byId("shown"), words.length ? `${visible} of ${plural(all, "instance")} shown` : "");
+}
+
+class FleetTable {
+  #rows = new Map();
+  #body = make("tbody");
+  #name;
+  #summary = make("span", { class: "soft" });
+
+  constructor(model) {
+    this.#name = model;
+    const columns = [
+      ["Instance", "left"], ["Health", "left"], ["In flight", "", "dispatched and not ended"],
+      ["Runs", "", "running, as the engine reports"], ["Waits", "", "waiting, as the engine reports"],
+      ["KV cache", "left", "promised and reported share of the tokens there are"],
+      ["Work", "", "assigned and not completed"], ["Report", "", "age of the engine's last report"], ["State", "left"],
+    ];
+    this.element = make("div", { class: "model" },
+      make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Instances of ${model || "all models"}` },
+        make("table", {},
+          make("caption", {}, make("b", { text: model || "(no model known yet)" }), " ", this.#summary),
+          make("thead", {}, make("tr", {}, ...columns.map(([text, kind, title]) =>
+            make("th", { scope: "col", class: kind || null, title, text })))),
+          this.#body)));
+  }
+
+  /** Returns how many instances are shown. */
+  update(model, words, queued) {
+    const up = model.instances.filter((row) => row.health === "up").length;
+    say(this.#summary, `${up} of ${model.instances.length} up, ${queued ? `${count(queued)} waiting` : "nobody waits"}`);
+    const names = new Set(model.instances.map((row) => row.name));
+    for (const [name, row] of this.#rows) {
+      if (!names.has(name)) {
+        row.element.remove();
+        this.#rows.delete(name);
+      }
+    }
+    const key = ORDERS[byId("order").value];
+    const sorted = key ? model.instances.toSorted((a, b) => key(b) - key(a)) : model.instances;
+    let visible = 0;
+    let at = this.#body.firstElementChild;
+    for (const instance of sorted) {
+      let row = this.#rows.get(instance.name);
+      if (row === undefined) {
+        row = new FleetRow(instance, this.#name);
+        this.#rows.set(instance.name, row);
+      }
+      row.update(instance);
+      const text = `${instance.name} ${instance.health} ${instance.state} ${instance.url}`.toLowerCase();
+      const wanted = words.every((word) => text.includes(word));
+      row.element.hidden = !wanted;
+      visible += wanted;
+      // Moved only where it stands elsewhere, and never under the focus, which a move would take away.
+      if (row.element === at) at = at.nextElementSibling;
+      else if (!row.element.contains(document.activeElement)) this.#body.insertBefore(row.element, at);
+    }
+    return visible;
+  }
+}
+
+class FleetRow {
+  #cells;
+  #pill = make("span", { class: "pill" });
+  #why = make("span", { class: "why" });
+  #promised = make("i");
+  #reported = make("i");
+  #track;
+  #figures = make("span", { class: "number" });
+  #buttons;
+
+  constructor(instance, model) {
+    this.#track = make("span", { class: "track", "aria-hidden": "true" }, this.#promised, this.#reported);
+    this.#buttons = STATES.map((state) => make("button", {
+      type: "button", "data-state": state, text: state,
+      on: { click: () => this.#switch(instance.name, model, state) },
+    }));
+    this.#cells = ["in_flight", "running", "waiting"].map(() => make("td"));
+    this.workload = make("td");
+    this.age = make("td");
+    this.element = make("tr", {},
+      make("th", { scope: "row", text: instance.name, title: instance.url }),
+      make("td", { class: "left" }, this.#pill, " ", this.#why),
+      ...this.#cells,
+      make("td", { class: "left kv" }, this.#track, " ", this.#figures),
+      this.workload, this.age,
+      make("td", { class: "left" },
+        make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons)));
+  }
+
+  update(row) {
+    set(this.element, "data-health", row.health);
+    set(this.element, "data-state", row.state);
+    set(this.#pill, "data-state", HEALTH[row.health] ?? "warn");
+    say(this.#pill, row.health);
+    const why = row.health === "up" ? "" : row.health_reason;
+    say(this.#why, why);
+    set(this.#why, "title", why);
+    [row.in_flight, row.running, row.waiting].forEach((value, index) => say(this.#cells[index], count(value)));
+    const promised = row.kv_reserved_tokens / row.kv_cache_tokens;
+    this.#promised.style.width = `${Math.min(100, promised * 100).toFixed(1)}%`;
+    this.#reported.style.width = `${Math.min(100, (row.kv_reported ?? 0) * 100).toFixed(1)}%`;
+    set(this.#track, "data-over", String(promised > 1));
+    say(this.#figures, `${percent(promised)} / ${percent(row.kv_reported)}`);
+    set(this.#figures, "title", `${count(row.kv_reserved_tokens)} of ${count(row.kv_cache_tokens)} tokens promised, `
+      + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
+    say(this.workload, seconds(row.workload));
+    say(this.age, seconds(row.signal_age_s));
+    this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
+    for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === row.state));
+  }
+
+  #switch(name, model, state) {
+    const now = page.snapshot.fleet.models.find((each) => each.name === model)?.instances ?? [];
+    const others = now.some((row) => row.name !== name && row.state === "ready" && row.health !== "ejected");
+    const mine = now.find((row) => row.name === name);
+    if (mine === undefined || mine.state === state) return;
+    if (state !== "ready" && mine.state === "ready" && !others
+      && !confirm(`${name} is the last instance of ${model} that takes requests. Without it they wait and then fail. Go on?`)) return;
+    act(async () => {
+      await tell("PUT", `v1/fleet/instances/${encodeURIComponent(name)}/state`, { state });
+      for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === state));
+    });
+  }
+}
+
+byId("filter").addEventListener("input", () => page.snapshot && fleet(page.snapshot));
+byId("order").addEventListener("change", () => page.snapshot && fleet(page.snapshot));
+
+/** What changed, for those who do not see it. */
+function news(before, snapshot) {
+  const old = new Map(everybody(before).map((row) => [row.name, row]));
+  const changes = [];
+  for (const row of everybody(snapshot)) {
+    const was = old.get(row.name);
+    if (was === undefined) changes.push(`${row.name} was added`);
+    else if (was.health !== row.health) changes.push(`${row.name} is ${row.health}: ${row.health_reason}`);
+    else if (was.state !== row.state) changes.push(`${row.name} is ${STATE_WORDS[row.state]}`);
+    old.delete(row.name);
+  }
+  for (const name of old.keys()) changes.push(`${name} was removed`);
+  if (before.fleet.policy !== snapshot.fleet.policy) changes.push(`policy ${snapshot.fleet.policy} is in force`);
+  if (changes.length) announce(`${changes.slice(0, 4).join("; ")}${changes.length > 4 ? `; and ${changes.length - 4} more` : ""}.`);
+}
+
+// --- the last minutes -----------------------------------------------------------------------------------
+
+const CHARTS = [
+  new TimeChart("Requests per second", [["ok_per_s", "ok", "k0"], ["not_ok_per_s", "others", "k1"]], rate),
+  new TimeChart("Output tokens per second", [["output_tokens_per_s", "tokens", "k2"]], rate),
+  new TimeChart("Time to first token", [["ttft_p50_s", "median", "k0"], ["ttft_p99_s", "p99", "k3 dash"]], seconds),
+  new TimeChart("Whole request", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 dash"]], seconds),
+];
+byId("charts").append(...CHARTS.map((chart) => chart.element));
+
+function charts(snapshot) {
+  for (const chart of CHARTS) chart.update(snapshot.series);
+  const ended = Object.entries(snapshot.series.outcomes).sort((a, b) => b[1] - a[1]);
+  say(byId("outcomes"), ended.length
+    ? `Ended in this time: ${ended.map(([outcome, number]) => `${count(number)} ${outcome.replaceAll("_", " ")}`).join(", ")}. A request counts, with its tokens, when it ends.`
+    : "No request ended in this time. A request counts, with its tokens, when it ends.");
+}
+
+// --- the last decisions ---------------------------------------------------------------------------------
+
+const decisionRows = new Map();
+
+function decisions(snapshot) {
+  const { last, total } = snapshot.decisions;
+  byId("no-decisions").hidden = last.length > 0 || decisionRows.size > 0;
+  byId("decision-table").hidden = !byId("no-decisions").hidden;
+  const hold = byId("hold").checked;
+  if (!hold) page.shownTotal = total;
+  const newer = total - (page.shownTotal ?? total);
+  say(byId("held"), hold && newer ? `${plural(newer, "newer decision")} not shown` : "");
+  const byLease = new Map(last.map((each) => [each.lease, each]));
+  const body = byId("decision-rows");
+  if (!hold) {
+    for (const [lease, row] of decisionRows) {
+      if (!byLease.has(lease)) {
+        row.remove();
+        decisionRows.delete(lease);
+      }
+    }
+    let at = body.firstElementChild;
+    for (const each of last) {
+      let row = decisionRows.get(each.lease);
+      if (row === undefined) {
+        row = new DecisionRow(each);
+        decisionRows.set(each.lease, row);
+        body.insertBefore(row.element, at);
+        body.insertBefore(row.detail, at);
+      } else {
+        at = row.detail.nextElementSibling;
+      }
+    }
+  }
+  for (const [lease, row] of decisionRows) row.update(byLease.get(lease), snapshot.clock_s);
+}
+
+class DecisionRow {
+  #decision;
+  #button;
+  #turn = make("span", { class: "turn", "aria-hidden": "true", text: "▸" });
+  #age = make("span", { class: "age" });
+  #came = make("td");
+
+  constructor(decision) {
+    this.#decision = decision;
+    const id = `decision-${decision.lease}`;
+    this.#button = make("button", {
+      type: "button", class: "open", "aria-expanded": "false", "aria-controls": id,
+      "aria-label": `Why request ${decision.request_id} went to ${decision.chosen}`,
+      on: { click: () => this.#toggle() },
+    }, this.#turn, this.#age);
+    this.element = make("tr", { class: "decision" },
+      make("td", { class: "left" }, this.#button),
+      make("th", { scope: "row", class: "left", text: String(decision.request_id) }),
+      make("td", { class: "left", text: decision.model }),
+      make("td", { text: count(decision.prompt_tokens) + (decision.sequences > 1 ? ` × ${decision.sequences}` : "") }),
+      make("td", { text: count(decision.predicted_output) }),
+      this.#came,
+      make("td", { class: "left" }, make("b", { text: decision.chosen })),
+      make("td", { class: "left", text: decision.policy }));
+    this.detail = make("tr", { class: "detail", id, hidden: true }, make("td", { colspan: "8" }));
+  }
+
+  update(decision, clock) {
+    if (decision !== undefined) this.#decision = decision;
+    const { dispatched_at_s: at, output_tokens: tokens, sequences, ended } = this.#decision;
+    say(this.#age, `${age(clock - at)} ago`);
+    if (decision !== undefined) say(this.#came, ended ? count(tokens / sequences) : `${count(tokens / sequences)} so far`);
+  }
+
+  remove() {
+    this.element.remove();
+    this.detail.remove();
+  }
+
+  async #toggle() {
+    const open = this.detail.hidden;
+    set(this.#button, "aria-expanded", String(open));
+    say(this.#turn, open ? "▾" : "▸");
+    this.detail.hidden = !open;
+    if (!open) return;
+    if (!byId("hold").checked) {
+      byId("hold").checked = true;
+      announce("The list is held while you read.");
+    }
+    if (!this.detail.dataset.read) {
+      await act(async () => {
+        const reply = await ask(`v1/decisions/${this.#decision.lease}`);
+        this.detail.firstElementChild.replaceChildren(candidates(await reply.json()));
+        this.detail.dataset.read = "true";
+      });
+    }
+  }
+}
+
+byId("hold").addEventListener("change", (event) => {
+  if (event.target.checked) return;
+  for (const row of decisionRows.values()) row.remove();
+  decisionRows.clear();
+  decisions(page.snapshot);
+});
+
+/** A number of a score: enough digits to tell two apart. */
+const figure = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 }));
+
+/** Every candidate of a decision with its terms, the best first. */
+function candidates(decision) {
+  const all = decision.candidates;
+  const chosen = all.find((each) => each.instance === decision.chosen);
+  const rank = (each) => (each === chosen ? 0 : each.eligible && each.score !== null ? 1 : 2);
+  const sorted = all.toSorted((a, b) => rank(a) - rank(b) || (a.score ?? Infinity) - (b.score ?? Infinity));
+  const terms = Array.from(new Set(all.flatMap((each) => Object.keys(each.terms ?? {}))));
+  const columns = [
+    ...terms.map((name) => [name.replace(/_s$/, " s").replaceAll("_", " "), (each) => figure(each.terms?.[name])]),
+    ["Ideal batch", (each) => count(each.ideal_batch)],
+    ["Processing s", (each) => figure(each.processing_s)],
+    ["KV promised", (each) => percent(each.kv_utilization)],
+    ["Work booked s", (each) => figure(each.workload)],
+  ].filter(([, cell]) => all.some((each) => cell(each) !== "–"));
+  const able = all.filter((each) => each.eligible && each.score !== null).length;
+  const why = (each) => {
+    if (each === chosen) return able > 1 ? `chosen: the lowest score of ${able}` : "chosen: the only one that could take it";
+    if (!each.eligible || each.score === null) return each.reason || "could not take it";
+    if (!chosen || chosen.score === null) return each.reason;
+    const more = each.score - chosen.score;
+    if (more === 0) return "the same score, later in the file";
+    const share = chosen.score > 0 ? ` (${difference(each.score, chosen.score)})` : "";
+    return `score higher by ${figure(more)}${share}`;
+  };
+  const body = make("tbody");
+  const show = (number) => body.replaceChildren(...sorted.slice(0, number).map((each) =>
+    make("tr", { "data-chosen": String(each === chosen), "data-able": String(rank(each) < 2) },
+      make("th", { scope: "row", text: each.instance }),
+      make("td", { text: figure(each.score) }),
+      ...columns.map(([, cell]) => make("td", { text: cell(each) })),
+      make("td", { class: "reason", text: why(each) }))));
+  show(CANDIDATES);
+  const box = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Candidates for request ${decision.request_id}` },
+    make("table", {},
+      make("caption", { class: "soft", text: `${plural(all.length, "candidate")}, ${able} could take it; the lowest score wins (policy ${decision.policy}).` }),
+      make("thead", {}, make("tr", {},
+        make("th", { scope: "col", text: "Instance" }), make("th", { scope: "col", text: "Score" }),
+        ...columns.map(([name]) => make("th", { scope: "col", text: name })),
+        make("th", { scope: "col", class: "left", text: "Why" }))),
+      body));
+  if (sorted.length > CANDIDATES) {
+    box.append(make("button", {
+      type: "button", text: `Show all ${sorted.length}`,
+      on: { click: (event) => { show(sorted.length); event.target.remove(); box.focus(); } },
+    }));
+  }
+  return box;
+}
+
+// --- predicted against actual ---------------------------------------------------------------------------
+
+const LENGTHS = new Scatter("Output tokens", count);
+const TIMES = new Scatter("Seconds from dispatch to the end", seconds);
+byId("scatters").append(LENGTHS.element, TIMES.element);
+
+function accuracy(snapshot) {
+  const { instances, points } = snapshot.accuracy;
+  // A colour stays with its instance: by its place in the fleet. Beyond the colours there are, all are alike.
+  const order = everybody(snapshot).map((row) => row.name);
+  const colour = (name) => {
+    const place = order.indexOf(name);
+    return place >= 0 && place < COLOURS - 1 ? place : COLOURS - 1;
+  };
+  const colours = instances.map(colour);
+  LENGTHS.update(points.map(([index, predicted, actual]) => [colours[index], predicted, actual]));
+  TIMES.update(points.map(([index, , , predicted, actual]) => [colours[index], predicted, actual]));
+  const named = order.slice(0, COLOURS - 1).filter((name) => instances.includes(name));
+  const others = instances.some((name) => colour(name) === COLOURS - 1);
+  const shown = [...named, ...(others ? [""] : [])];
+  const legend = byId("scatter-legend");
+  if (legend.dataset.shown !== JSON.stringify(shown)) {
+    legend.dataset.shown = JSON.stringify(shown);
+    legend.replaceChildren(...shown.map((name) => make("span", { class: "key spot" },
+      make("i", { class: `k${name ? colour(name) : COLOURS - 1}` }), name || "all others")));
+  }
+}
+
+// --- what if --------------------------------------------------------------------------------------------
+
+function whatIf(snapshot) {
+  const state = snapshot.what_if;
+  const models = snapshot.fleet.models.map((model) => model.name);
+  const inForce = snapshot.fleet.policy;
+  choices(byId("whatif-model"), models);
+  choices(byId("whatif-policy"), snapshot.policies, snapshot.policies.find((name) => name !== inForce && name === "rr") ?? inForce);
+  const running = state.state === "running";
+  const obstacle = state.obstacles[byId("whatif-model").value] ?? "";
+  byId("whatif-start").disabled = running || obstacle !== "";
+  byId("whatif-cancel").hidden = !running;
+  let text = obstacle;
+  if (running) text = `Simulating ${state.policy} for ${age(snapshot.clock_s - state.started_s)}, in a process of its own…`;
+  else if (state.state === "failed") text = state.message;
+  else if (state.state === "done") {
+    const left = Object.entries(state.left_out);
+    text = `${plural(state.requests, "request")} of ${state.model}`
+      + `${state.not_replayed ? `, ${count(state.not_replayed)} that did not end well left out` : ""}`
+      + `${state.whole_window ? "" : "; the hour had more than is kept"}`
+      + `${left.length ? `; without ${left.map(([name, why]) => `${name} (${why})`).join(", ")}` : ""}. It took ${seconds(state.took_s)}.`;
+  }
+  // The seconds of a run are for the eye; aloud they would never stop.
+  set(byId("whatif-state"), "aria-live", running ? "off" : "polite");
+  say(byId("whatif-state"), text);
+  const result = byId("whatif-result");
+  const key = state.state === "done" ? `${state.started_s}` : "";
+  if (result.dataset.shown !== key) {
+    result.dataset.shown = key;
+    result.replaceChildren(...(key ? [outcome(state)] : []));
+  }
+}
+
+function outcome(state) {
+  const columns = [
+    ["Tokens/s", "total_token_throughput", rate, 1], ["TTFT median", "median_ttft_ms", ms, -1], ["TTFT p99", "p99_ttft_ms", ms, -1],
+    ["Whole, median", "median_e2el_ms", ms, -1], ["Whole, p99", "p99_e2el_ms", ms, -1], ["Last answer", "duration", seconds, -1],
+  ];
+  const [current, other = current] = state.runs;
+  const row = (title, run, base) => make("tr", {},
+    make("th", { scope: "row", text: title }),
+    ...columns.map(([, key, text, sign]) => {
+      const change = base ? run[key] / base[key] - 1 : 0;
+      const kind = Math.abs(change) < 0.02 ? "same" : change * sign > 0 ? "better" : "worse";
+      return make("td", {}, text(run[key]), base ? make("small", { class: kind, text: ` ${difference(run[key], base[key])}` }) : "");
+    }));
+  const rows = [row("as it was", state.measured), row(`${state.current}, simulated`, current)];
+  if (other !== current) rows.push(row(`${state.policy}, simulated`, other, current));
+  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What the replay gave" },
+    make("table", {},
+      make("caption", { class: "soft", text: "Compare the simulated rows with each other; how far the first two differ says how well the simulation knows this fleet." }),
+      make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left", text: "Run" }), ...columns.map(([title]) => make("th", { scope: "col", text: title })))),
+      make("tbody", {}, ...rows)));
+}
+
+const ms = (value) => seconds(value / 1e3);
+
+byId("whatif-model").addEventListener("change", () => whatIf(page.snapshot));
+byId("whatif-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  act(() => tell("POST", "v1/what-if", { model: byId("whatif-model").value, policy: byId("whatif-policy").value }));
+});
+byId("whatif-cancel").addEventListener("click", () => act(() => tell("DELETE", "v1/what-if")));
+
+// --- colours, and begin ---------------------------------------------------------------------------------
+
+const theme = byId("theme");
+theme.value = localStorage.getItem(STORED_THEME) ?? "";
+if (theme.selectedIndex < 0) theme.value = "";
+function colours() {
+  document.documentElement.dataset.theme = theme.value;
+  localStorage.setItem(STORED_THEME, theme.value);
+}
+theme.addEventListener("change", colours);
+colours();
+
+if (!document.hidden) listen();

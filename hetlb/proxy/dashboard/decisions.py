@@ -1,0 +1,52 @@
+"""Decisions as documents: what was asked, who was considered, who was chosen, and what came of it.
+
+Promise: a summary costs no candidate; the candidates of a decision, with every term of its score, are made
+only for whoever opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from hetlb.core.types import Dispatch
+
+
+def decision_summary(dispatch: Dispatch) -> dict[str, Any]:
+    """A decision without its candidates. `lease` is its number, which a request that is retried has anew.
+
+    Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
+    """
+    lease = dispatch.lease
+    return {
+        "request_id": dispatch.request_id,
+        "lease": lease.id,
+        "policy": dispatch.reason,
+        "model": lease.request.model,
+        "prompt_tokens": lease.request.prompt_tokens,
+        "sequences": lease.request.sequences,
+        "predicted_output": lease.predicted_output,
+        "dispatched_at_s": lease.dispatched_at,
+        "output_tokens": lease.output_tokens,
+        "ended": lease.ended,
+        "chosen": lease.instance,
+    }
+
+
+def decision_document(dispatch: Dispatch) -> dict[str, Any]:
+    """One entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
+    return {
+        **decision_summary(dispatch),
+        "candidates": [candidate.document() for candidate in dispatch.candidates],
+    }
+
+
+def newest(decisions: Sequence[Dispatch], count: int) -> list[dict[str, Any]]:
+    """Summaries of the last decisions, the newest first."""
+    return [decision_summary(dispatch) for dispatch in islice(reversed(decisions), count)]
+
+
+def find(decisions: Sequence[Dispatch], lease: int) -> Dispatch | None:
+    """The decision with this number, None if it is not kept any more."""
+    return next((dispatch for dispatch in reversed(decisions) if dispatch.lease.id == lease), None)

@@ -1,0 +1,64 @@
+"""Histograms that cost the hot path next to nothing: counts in a list, sums when somebody asks.
+
+Promise: an observation is one search in a short tuple and two additions, no allocation; a gap between two
+tokens is one addition to a list that is there already. Counts only grow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+#: Gaps below this many milliseconds are counted by the millisecond.
+FINE_MS = 2048
+
+
+class Histogram:
+    """How often a value was at most each bound, in Prometheus' sense."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        #: By the first bound that is not below the value; the last one for values above all.
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def figures(self) -> tuple[Sequence[float], list[int], float]:
+        """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
+        return self._bounds, list(accumulate(self._counts)), self._sum
+
+
+class Gaps:
+    """Times between the tokens of streams, to the millisecond.
+
+    The owner of a stream adds one to `fine[milliseconds]` itself, since it does so for every token; what is
+    `FINE_MS` or longer is given to `long`. Bounds are in seconds, whole milliseconds.
+    """
+
+    __slots__ = ("_bounds", "_long", "fine")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._long = Histogram(bounds)
+        self.fine = [0] * FINE_MS
+
+    def long(self, gap_s: float) -> None:
+        """Count a gap of `FINE_MS` milliseconds or more."""
+        self._long.observe(gap_s)
+
+    def figures(self) -> tuple[Sequence[float], list[int], float]:
+        """As `Histogram.figures`."""
+        _, counts, total_s = self._long.figures()
+        sums = list(accumulate(self.fine))
+        for index, bound in enumerate(self._bounds):
+            counts[index] += sums[min(FINE_MS - 1, round(bound * 1e3))]
+        counts[-1] += sums[-1]
+        return self._bounds, counts, total_s + sum(map(mul, self.fine, range(FINE_MS))) / 1e3

@@ -1,0 +1,346 @@
+"""Many simulations of one fleet: every policy at every rate for every seed, on as many processes as asked.
+
+Promise: the results depend on what is asked for alone, not on the number of processes nor on who is ready
+first. Yardsticks (`bound`, `split`) are made once for all runs that share them. However a sweep ends, also
+by Ctrl-C or because its own process is killed, none of its processes is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from ctypes import c_longlong
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any, TypeAlias
+
+from hetlb.core.arrivals import LengthsRow, PlannedRequest, make_plan
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.latency import IterationRule
+from hetlb.core.predictor import make_predictor
+from hetlb.errors import HetlbError
+from hetlb.sim.contents import Named, TraceContents
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.reference import References, at_once, run_alone
+from hetlb.sim.series import Series
+
+#: The arrivals that the trace recorded, in place of a rate.
+TRACE = "trace"
+_INFINITE = float("inf")
+#: How often progress is looked at while other processes work, seconds.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of every run: rows of a trace, how many of them, and how evenly they arrive.
+
+    With `contents` (of these rows) the engines have prefix caches.
+    """
+
+    rows: Sequence[LengthsRow]
+    num_prompts: int | None = None
+    burstiness: float = 1.0
+    contents: TraceContents | None = None
+
+    @property
+    def count(self) -> int:
+        """Requests of a run."""
+        return len(self.rows) if self.num_prompts is None else self.num_prompts
+
+    def plan(self, rate: float | str, seed: int) -> list[PlannedRequest]:
+        """When each request is due. Raises `ValueError` for `TRACE` on rows without arrival times."""
+        return make_plan(self.rows, self.num_prompts, rate, random.Random(seed), self.burstiness)
+
+    def named(self, rate: float | str) -> list[Named] | None:
+        """The contents of every request of a plan at such a rate, None without prefix caches."""
+        if self.contents is None:
+            return None
+        order = list(range(min(self.count, len(self.rows))))
+        if rate == TRACE:
+            order.sort(key=lambda row: self.rows[row].arrival_s or 0.0)
+        return [self.contents.of(order[i % len(order)], i // len(order)) for i in range(self.count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What all runs of a sweep have in common. The set-up's own policy and seed are not used."""
+
+    setup: SchedulerSetup
+    engines: Mapping[str, EngineSpec]
+    model: str
+    rule: IterationRule
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run. `rate`: requests/s, infinity (all at once) or `TRACE`; `watched` keeps what pictures need."""
+
+    policy: str
+    rate: float | str
+    seed: int
+    watched: bool = False
+
+
+@dataclass(slots=True)
+class Watched:
+    """What a picture shows of one run: latencies of the completed requests in seconds, and the fleet."""
+
+    ttft_s: list[float]
+    tpot_s: list[float]
+    e2el_s: list[float]
+    series: Series
+
+
+@dataclass(slots=True)
+class Ran:
+    """One run: figures as `hetlb.core.records` names them, the yardsticks beside it, what was watched."""
+
+    cell: Cell
+    summary: dict[str, Any]
+    bound: dict[str, float]
+    split: dict[str, float] | None
+    watched: Watched | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One instance alone with all requests at once, in the order of the rows or of their arrival."""
+
+    instance: str
+    rate: float | str
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The fixed division of all requests at once."""
+
+    seed: int
+    alone_tok_s: tuple[tuple[str, float], ...]
+
+
+_Task: TypeAlias = Cell | _Alone | _Split
+_Report: TypeAlias = Callable[[int], None]
+
+
+def run_sweep(
+    study: Study,
+    cells: Sequence[Cell],
+    *,
+    jobs: int = 1,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Ran]:
+    """Run every cell on `jobs` processes; results in the order of `cells`.
+
+    `on_progress` is told how many requests have been simulated, and of how many. Raises `HetlbError` if a
+    process is killed, and whatever a run raises.
+    """
+    # Alike engines are alike alone; and the order of the requests is the rows', unless arrivals are replayed.
+    kinds = {study.engines[spec.name]: spec.name for spec in reversed(study.setup.specs)}
+    orders = {_order(cell.rate) for cell in cells}
+    alones = [_Alone(name, order) for order in sorted(orders, key=str) for name in kinds.values()]
+    split_seeds = list(dict.fromkeys(cell.seed for cell in cells if cell.rate == _INFINITE))
+    tasks = len(alones) + len(split_seeds) + len(cells)
+    with _Workers(study, min(jobs, tasks), tasks, on_progress) as workers:
+        alone = {task: workers.submit(task) for task in alones}
+        runs = [workers.submit(cell) for cell in cells]
+        workers.wait(alone.values())
+        alone_tok_s = {
+            order: {
+                spec.name: alone[_Alone(kinds[study.engines[spec.name]], order)].result()
+                for spec in study.setup.specs
+            }
+            for order in orders
+        }
+        splits = {
+            seed: workers.submit(_Split(seed, tuple(alone_tok_s[_INFINITE].items()))) for seed in split_seeds
+        }
+        workers.wait([*runs, *splits.values()])
+    ran = []
+    for cell, future in zip(cells, runs, strict=True):
+        summary, watched = future.result()
+        bound = {"total_token_throughput": sum(alone_tok_s[_order(cell.rate)].values())}
+        split = splits[cell.seed].result() if cell.rate == _INFINITE else None
+        ran.append(Ran(cell, summary, bound, split, watched))
+    return ran
+
+
+def _order(rate: float | str) -> float | str:
+    """A rate whose plan has the requests in the same order."""
+    return TRACE if rate == TRACE else _INFINITE
+
+
+# --- one task, in whichever process ---------------------------------------------------------------------
+
+
+def _perform(study: Study, task: _Task, report: _Report) -> Any:
+    if isinstance(task, Cell):
+        return _run(study, task, report)
+    if isinstance(task, _Alone):
+        summary = run_alone(
+            study.setup,
+            study.engines,
+            at_once(study.load.plan(task.rate, 0)),
+            task.instance,
+            model=study.model,
+            rule=study.rule,
+            contents=study.load.named(task.rate),
+            on_progress=report,
+        )
+        return summary["total_token_throughput"]
+    plan = study.load.plan(_INFINITE, task.seed)
+    references = References(
+        study.setup,
+        study.engines,
+        plan,
+        model=study.model,
+        rule=study.rule,
+        alone_tok_s=dict(task.alone_tok_s),
+        contents=study.load.named(_INFINITE),
+    )
+    oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
+    setup = study.setup
+    return references.split(
+        make_predictor(setup.predictor, rng=random.Random(task.seed), lengths=setup.lengths, oracle=oracle)
+    )
+
+
+def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Watched | None]:
+    series = Series(spec.name for spec in study.setup.specs) if cell.watched else None
+    result = FleetSimulation(
+        replace(study.setup, policy=cell.policy, seed=cell.seed),
+        study.engines,
+        study.load.plan(cell.rate, cell.seed),
+        model=study.model,
+        rule=study.rule,
+        series=series,
+        on_progress=report,
+        contents=study.load.named(cell.rate),
+    ).run()
+    if series is None:
+        return result.summary(), None
+    done = [record for record in result.records if record.ok]
+    watched = Watched(
+        [ttft for record in done if (ttft := record.ttft_s) is not None],
+        [tpot for record in done if (tpot := record.tpot_s) is not None],
+        [record.e2el_s for record in done],
+        series,
+    )
+    return result.summary(), watched
+
+
+# --- processes ------------------------------------------------------------------------------------------
+
+
+class _Workers:
+    """Performs tasks in `jobs` processes, or here if that is one."""
+
+    def __init__(self, study: Study, jobs: int, tasks: int, on_progress: Callable[[int, int], None]) -> None:
+        self._study = study
+        self._each = study.load.count
+        self._total = tasks * self._each
+        self._on_progress = on_progress
+        self._submitted: list[Future[Any]] = []
+        self._others = frozenset(multiprocessing.active_children())
+        self._pool: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            # Not forked: whoever calls may have threads.
+            context = multiprocessing.get_context("spawn")
+            self._done = context.RawArray(c_longlong, tasks)
+            self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study, self._done))
+        else:
+            self._done = (c_longlong * tasks)()
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if kind is None:
+            self._pool.shutdown()
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        children = [child for child in multiprocessing.active_children() if child not in self._others]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.join()
+
+    def submit(self, task: _Task) -> Future[Any]:
+        """The result of a task, in time."""
+        slot = len(self._submitted)
+        if self._pool is None:
+            future: Future[Any] = Future()
+            future.set_result(_perform(self._study, task, lambda ended: self._report(slot, ended)))
+            self._report(slot, self._each)
+        else:
+            with _interrupts_blocked():
+                future = self._pool.submit(_perform_in_worker, task, slot)
+        self._submitted.append(future)
+        return future
+
+    def wait(self, futures: Iterable[Future[Any]]) -> None:
+        """Until all of these are done. Raises what the first that fails raises."""
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            for slot, future in enumerate(self._submitted):
+                if future.done():
+                    self._done[slot] = self._each
+            self._on_progress(sum(self._done), self._total)
+            for future in done:
+                try:
+                    future.result()
+                except BrokenProcessPool as error:
+                    raise HetlbError(
+                        "a process of the simulation was killed, perhaps for want of memory: fewer --jobs?"
+                    ) from error
+
+    def _report(self, slot: int, ended: int) -> None:
+        self._done[slot] = ended
+        self._on_progress(sum(self._done), self._total)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes started here inherit that Ctrl-C is not for them; one that comes meanwhile comes after."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_worker: tuple[Study, Any] | None = None
+
+
+def _begin_worker(study: Study, done: Any) -> None:
+    global _worker
+    _worker = (study, done)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "expected a process that was started by another"
+    wait_for_any([parent.sentinel])
+    os._exit(1)
+
+
+def _perform_in_worker(task: _Task, slot: int) -> Any:
+    assert _worker is not None, "expected a process begun by _begin_worker"
+    study, done = _worker
+
+    def report(ended: int) -> None:
+        done[slot] = ended
+
+    return _perform(study, task, report)

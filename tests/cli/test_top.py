@@ -1,0 +1,412 @@
+"""`hetlb top`: every line fits, keys do what they say, and a proxy that goes away is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from proxy.services import Engine, document, serving
+from rich.console import Console
+
+from hetlb.cli.main import main
+from hetlb.cli.top import ORDERS, View, seconds, sparkline
+
+PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
+ROOM = (24, 80)
+#: Ends a test that has failed.
+LIMIT_S = 30.0
+
+
+def instance(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": f"node-{number:03}",
+        "url": "http://127.0.0.1:1",
+        "state": "ready",
+        "health": "up",
+        "health_reason": "probe answered",
+        "in_flight": number,
+        "queued": 0,
+        "workload": number / 10,
+        "kv_reserved_tokens": 10 * number,
+        "kv_cache_tokens": 10_000,
+        "kv_reported": 0.5,
+        "signal_age_s": 0.4,
+        "running": number,
+        "waiting": None,
+        **more,
+    }
+
+
+def snapshot(*instances: dict[str, Any], waiting: int = 0, decisions: int = 25) -> dict[str, Any]:
+    columns = (
+        "ok_per_s",
+        "not_ok_per_s",
+        "output_tokens_per_s",
+        "ttft_p50_s",
+        "ttft_p99_s",
+        "e2e_p50_s",
+        "e2e_p99_s",
+    )
+    return {
+        "version": "0.1.0",
+        "clock_s": 1000.0,
+        "policies": ["rr", "hetlb"],
+        "fleet": {
+            "policy": "hetlb",
+            "models": [{"name": "a-model", "instances": list(instances)}],
+            "queue": {"requests": waiting, "bytes": 0, "models": {}, "oldest_s": 3.2 if waiting else None},
+        },
+        "series": {"bin_s": 2.0, **{name: [None] * 100 + [float(n) for n in range(50)] for name in columns}},
+        "decisions": {
+            "total": decisions,
+            "last": [
+                {
+                    "request_id": 900 - number, "lease": number, "policy": "hetlb", "model": "a-model",
+                    "prompt_tokens": 120, "sequences": 1, "predicted_output": 50.4, "dispatched_at_s": 999.0,
+                    "output_tokens": 17, "ended": number % 2 == 0, "chosen": "node-001",
+                }
+                for number in range(decisions)
+            ],
+        },
+    }  # fmt: skip
+
+
+def frame(view: View, width: int = 80, height: int | None = 24) -> list[str]:
+    """The lines as the terminal shows them."""
+    console = Console(width=width, height=height, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(view.render(width, height))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def viewing(*instances: dict[str, Any], **more: Any) -> View:
+    view = View("http://127.0.0.1:8081")
+    view.snapshot = snapshot(*instances, **more)
+    return view
+
+
+# --- the frame ---
+
+
+@pytest.mark.parametrize("width", [80, 81, 100, 132, 200])
+@pytest.mark.parametrize("height", [None, 8, 24, 60])
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_every_line_fits(width: int, height: int | None, count: int) -> None:
+    long = {"name": "a-server-with-a-name-that-is-longer-than-any-column", "health": "ejected"}
+    rows = [instance(n) for n in range(count - 1)] + [
+        instance(
+            9, **long, health_reason="3 probes failed in a row " * 9, in_flight=123_456, workload=98_765.4
+        )
+    ]
+    lines = frame(viewing(*rows, waiting=12_345), width, height)
+    assert max(map(len, lines)) <= width
+    if height is not None:
+        assert len(lines) <= height
+        assert sum(line.startswith(("node-", "a-server")) and " is " not in line for line in lines) >= 1
+
+
+def test_the_figures_of_an_instance() -> None:
+    lines = frame(viewing(instance(7), instance(3, state="drain"), waiting=4))
+    assert lines[0].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
+    assert lines[0].endswith("live")
+    assert lines[1] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV promised 0% of 20,000"
+    [row] = [line for line in lines if line.startswith("node-007")]
+    assert row.split() == [
+        "node-007",
+        "up",
+        "ready",
+        "7",
+        "7",
+        "-",
+        "█░░░░░░░░░░",
+        "1%",
+        "50%",
+        "700",
+        "ms",
+        "400",
+        "ms",
+    ]
+    assert any(re.match("node-003 +up +drain", line) for line in lines)
+
+
+def test_who_is_not_up_and_why() -> None:
+    lines = frame(viewing(instance(1), instance(2, health="ejected", health_reason="connection refused")))
+    assert "node-002 is ejected: connection refused" in lines
+
+
+def test_the_last_decisions_and_away_with_them() -> None:
+    view = viewing(instance(1))
+    lines = frame(view)
+    assert "  1.0 s       900     120        50        17  node-001 (hetlb)" in lines
+    assert any("17…" in line for line in lines)
+    view.press("d")
+    assert not any("node-001 (hetlb)" in line for line in frame(view))
+
+
+def test_orders() -> None:
+    rows = [instance(1), instance(5, kv_reported=0.1), instance(3, health="suspect", kv_reported=0.9)]
+    view = viewing(*rows)
+    seen = {}
+    for order in ORDERS:
+        lines = frame(view)
+        assert lines[-1].endswith(order)
+        seen[order] = [line.split()[0] for line in lines if re.match(r"node-\d+ +(up|suspect)", line)]
+        view.press("o")
+    assert seen == {
+        "as configured": ["node-001", "node-005", "node-003"],
+        "trouble": ["node-003", "node-001", "node-005"],
+        "work": ["node-005", "node-003", "node-001"],
+        "KV cache": ["node-003", "node-001", "node-005"],
+        "in flight": ["node-005", "node-003", "node-001"],
+    }
+
+
+def test_scrolling_stays_within_the_fleet() -> None:
+    view = viewing(*(instance(n) for n in range(200)))
+    assert "1 to 15 of 200, as configured" in frame(view)[-1]
+    for _ in range(3):
+        view.press("down")
+    assert "4 to 18 of 200" in frame(view)[-1]
+    for _ in range(1000):
+        view.press("j")
+    assert "186 to 200 of 200" in frame(view)[-1]
+    for _ in range(1000):
+        view.press("up")
+    assert "1 to 15 of 200" in frame(view)[-1]
+
+
+def test_a_connection_that_is_lost_is_said_and_the_last_state_stays() -> None:
+    view = viewing(instance(1))
+    view.trouble = "no connection: Connection refused"
+    lines = frame(view)
+    assert lines[0].endswith("no connection: Connection refused; trying again")
+    assert any(line.startswith("node-001") for line in lines)
+    view.trouble = "no connection: " + "because " * 30
+    assert len(frame(view)[0]) <= 80
+    view.snapshot = None
+    assert len(frame(view)) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([], 10, ""),
+        ([1.0], 0, ""),
+        ([None, 0.0, 1e-9, 4.0, 8.0], 10, " ▁▂▄█"),
+        ([0.0, 0.0, 8.0, 8.0], 2, "▁█"),
+        ([None, 4.0, None, None], 2, "█ "),
+    ],
+)
+def test_sparklines(values: list[float | None], width: int, drawn: str) -> None:
+    assert sparkline(values, width) == drawn
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0 s"), (0.0124, "12 ms"), (0.99999, "1.0 s"), (9.94, "9.9 s"), (9.96, "10 s"),
+     (600.0, "10 min"), (40_000.0, "11 h")],
+)  # fmt: skip
+def test_seconds(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+    assert len(text) <= 6
+
+
+# --- against a proxy ---
+
+
+async def test_one_frame_and_one_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        await running.ask()
+        url = f"http://127.0.0.1:{running.service.admin_address[1]}/"
+        assert await asyncio.to_thread(main, ["top", "--url", url, "--once"]) == 0
+        text = capfd.readouterr().out
+        assert re.search(r"^i0 +up +ready", text, re.MULTILINE)
+        assert "i0 (rr)" in text
+        assert await asyncio.to_thread(main, ["top", "--url", url, "--json"]) == 0
+        shown = json.loads(capfd.readouterr().out)
+        assert shown["fleet"]["models"][0]["instances"][0]["name"] == "i0"
+        # Output that is no terminal gets one frame.
+        assert await asyncio.to_thread(main, ["top", "--url", url]) == 0
+
+
+async def test_the_token_comes_from_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("sesame")
+    fleet = document(admin={"token_file": str(tmp_path / "token")})
+    async with Engine() as engine:
+        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
+        async with serving(tmp_path, fleet) as running:
+            url = f"http://127.0.0.1:{running.service.admin_address[1]}"
+            monkeypatch.delenv("HETLB_ADMIN_TOKEN", raising=False)
+            for command in (["top", "--once"], ["explain", "--last", "1"]):
+                assert await asyncio.to_thread(main, [*command, "--url", url]) == 2
+                err = capfd.readouterr().err
+                assert "401 Unauthorized: expected the admin token in HETLB_ADMIN_TOKEN" in err
+                assert err.count(f"hetlb {command[0]}: ") == 1
+                monkeypatch.setenv("MINE", "sesame")
+                assert await asyncio.to_thread(main, [*command, "--url", url, "--token-env", "MINE"]) == 0
+                monkeypatch.setenv("HETLB_ADMIN_TOKEN", "sesame")
+                assert await asyncio.to_thread(main, [*command, "--url", url]) == 0
+                monkeypatch.delenv("HETLB_ADMIN_TOKEN")
+                capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "status"),
+    [
+        (["--url", "127.0.0.1:8081"], "--url: expected an admin address like http://127.0.0.1:8081, got", 2),
+        (["--url", "http://u:p@h:1"], "--url: expected an admin address", 2),
+        (["--url", "http://h:99999"], "--url: expected an admin address", 2),
+        (["--token-env", "NOT_SET_AT_ALL"], "--token-env: expected a variable with the admin token, but", 2),
+        (
+            ["--url", "http://127.0.0.1:1", "--once"],
+            "http://127.0.0.1:1: no connection: Connection refused",
+            1,
+        ),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str, status: int) -> None:
+    assert main(["top", *flags]) == status
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+async def test_an_address_that_is_another_servers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with Engine() as engine:
+        assert await asyncio.to_thread(main, ["top", "--url", engine.url, "--once"]) == 2
+    assert "there is no hetlb proxy at this address" in capfd.readouterr().err
+
+
+# --- in a terminal ---
+
+
+class Terminal:
+    """A command in a terminal of 24 lines and 80 columns."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.fd, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", *ROOM, 0, 0))
+        self.child = child
+        self.before = termios.tcgetattr(child)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", *arguments],
+            stdin=child, stdout=child, stderr=child, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+        )  # fmt: skip
+        self.seen = ""
+
+    def until(self, pattern: str) -> None:
+        """Read until the screen has shown this since the last call."""
+        seen = ""
+        while not re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+            ready, _, _ = select.select([self.fd], [], [], LIMIT_S)
+            assert ready, f"{pattern!r} did not come; the screen showed {seen[-4000:]!r}"
+            seen += os.read(self.fd, 65_536).decode("utf-8", "replace")
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.fd, keys)
+
+    def ended(self) -> int:
+        """Wait for the end while reading what it still says."""
+        while self.process.poll() is None:
+            if select.select([self.fd], [], [], 0.05)[0]:
+                os.read(self.fd, 65_536)
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+        os.close(self.child)
+
+
+class Processes:
+    """`hetlb` commands that print where they listen."""
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> list[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.running.append(process)
+        assert process.stdout is not None
+        return [
+            word.strip("()\n") for word in process.stdout.readline().split() if word.startswith("http://")
+        ]
+
+    def kill_last(self) -> None:
+        process = self.running.pop()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    while processes.running:
+        processes.kill_last()
+
+
+def test_in_a_terminal_until_q_and_through_a_restart(tmp_path: Path, processes: Processes) -> None:
+    [engine] = processes.start("engine", "--profile", str(PROFILE), "--port", "0", "--served-model-name", "m")
+    path = tmp_path / "fleet.yaml"
+    fleet = {
+        "version": 1,
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "models": [{"name": "m", "instances": [{"name": "one", "url": engine}]}],
+    }
+    path.write_text(yaml.safe_dump(fleet))
+    _, admin = processes.start("serve", "--config", str(path))
+    terminal = Terminal("top", "--url", admin)
+    try:
+        terminal.until(r"one +up +ready")
+        terminal.press(b"o")
+        terminal.until("1 to 1 of 1, trouble")
+        terminal.press(b"\x1b[B\x1b[A")
+        terminal.until("live")
+        processes.kill_last()
+        terminal.until("trying again")
+        fleet["admin"] = {"port": int(admin.rpartition(":")[2])}
+        path.write_text(yaml.safe_dump(fleet))
+        processes.start("serve", "--config", str(path))
+        terminal.until("live")
+        terminal.press(b"q")
+        assert terminal.ended() == 0
+        # The terminal is as it was found.
+        assert termios.tcgetattr(terminal.child) == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_ends_it_and_leaves_the_terminal_whole() -> None:
+    terminal = Terminal("top", "--url", "http://127.0.0.1:1")
+    try:
+        terminal.until("no connection: Connection refused; trying again")
+        os.killpg(terminal.process.pid, 2)
+        assert terminal.ended() == 1
+        assert termios.tcgetattr(terminal.child) == terminal.before
+    finally:
+        terminal.close()

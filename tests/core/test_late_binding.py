@@ -1,0 +1,122 @@
+"""The default policy: room, cost, worth, and who in the queue suits a free instance."""
+
+from __future__ import annotations
+
+from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.latency import LatencyModel
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+
+#: As fast as `FAST` in decoding, fifty times as slow at reading.
+SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
+
+
+def capacity(places: int, kv: int = 1_000_000) -> Capacity:
+    return Capacity(kv_cache_tokens=kv, kv_tokens_per_request=kv, max_num_seqs=places)
+
+
+def test_a_long_prompt_goes_where_it_is_read_fast() -> None:
+    scheduler = make_scheduler([InstanceSpec("reads-slowly", MODEL, latency=SLOW_READER), spec("a")], "hetlb")
+    assert dispatched(scheduler.on_arrival(request(1, prompt=5000), 0.0)).instance == "a"
+
+
+def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
+    scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", slower=1.2, kv=1_000_000)], "hetlb")
+    chosen = [dispatched(scheduler.on_arrival(request(i, prompt=4000), 0.0)).instance for i in range(2)]
+    assert chosen == ["a", "b"]
+
+
+def test_terms_add_up_to_something_one_can_read() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], "hetlb")
+    command = scheduler.on_arrival(request(1), 0.0)[0]
+    assert isinstance(command, Dispatch)
+    a, b = command.candidates
+    assert a.terms is not None
+    assert b.terms is not None
+    assert set(a.terms) == {"first_token_s", "own_s", "others_s"}
+    assert 0 < a.terms["first_token_s"] < a.terms["own_s"]
+    assert b.terms["own_s"] > a.terms["own_s"]
+    assert a.terms["others_s"] == 0.0
+
+
+def filled(scheduler: Scheduler) -> list[Lease]:
+    """Requests of the mean size until one has to wait."""
+    leases: list[Lease] = []
+    for i in range(10_000):
+        commands = scheduler.on_arrival(request(i, prompt=1000, max_tokens=400), 0.0)
+        if not commands:
+            return leases
+        leases.append(dispatched(commands))
+    raise AssertionError("it never fills")
+
+
+def test_who_suits_a_free_instance_overtakes_but_the_head_is_not_starved() -> None:
+    fleet = [
+        InstanceSpec("reads-slowly", MODEL, latency=SLOW_READER, capacity=capacity(8)),
+        spec("a", capacity=capacity(8)),
+    ]
+    scheduler = make_scheduler(fleet, "hetlb")
+    leases = filled(scheduler)
+    head = next(iter(scheduler.queue)).request.id
+    for i in range(100):  # behind it come short prompts, which may take what the head was passed over for
+        commands = scheduler.on_arrival(request(100_000 + i, prompt=10, max_tokens=400), 0.0)
+        leases += [command.lease for command in commands if isinstance(command, Dispatch)]
+    assert len(scheduler.queue) > 50
+    slow = [lease for lease in leases if lease.instance == "reads-slowly"]
+    taken: list[int] = []
+    for now in range(1, 60):
+        lease = slow.pop(0)
+        lease.output_tokens = 400
+        for command in scheduler.on_lease_ended(lease, Outcome.OK, now / 10):
+            assert isinstance(command, Dispatch)
+            taken.append(command.request_id)
+            if command.lease.instance == "reads-slowly":
+                slow.append(command.lease)
+        if head in taken:
+            break
+    assert taken[0] != head, "a short prompt suits the slow reader better"
+    assert head in taken
+    assert len(taken) <= 17, "the head is overtaken 16 times at most"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4000), st.integers(1, 500), st.integers(0, 3)), min_size=1, max_size=80
+    ),
+    st.integers(1, 5),
+)
+def test_nobody_waits_for_ever_and_all_is_given_back(
+    asked: list[tuple[int, int, int]], instances: int
+) -> None:
+    fleet = [spec(f"i{i}", slower=1.0 + 3 * i, capacity=capacity(2 + i, 20_000)) for i in range(instances)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    running: list[Lease] = []
+    seen: set[int] = set()
+
+    def take(commands: list[object]) -> None:
+        for command in commands:
+            assert isinstance(command, Dispatch)
+            assert command.request_id not in seen
+            seen.add(command.request_id)
+            running.append(command.lease)
+
+    now = 0.0
+    for i, (prompt, output, gap) in enumerate(asked):
+        now += gap
+        take(scheduler.on_arrival(request(i, prompt=prompt, max_tokens=output), now))  # type: ignore[arg-type]
+    for _ in range(len(asked)):
+        if not running:
+            break
+        lease = running.pop(0)
+        now += 0.5
+        scheduler.on_first_token(lease, now)
+        lease.output_tokens = lease.request.max_tokens or 1
+        now += 0.5
+        take(scheduler.on_lease_ended(lease, Outcome.OK, now))  # type: ignore[arg-type]
+        scheduler.check_integrity()
+    assert seen == set(range(len(asked)))
+    assert len(scheduler.queue) == 0
+    assert all(instance.sequences == 0 for instance in scheduler.instances)

@@ -1,0 +1,33 @@
+"""Ended requests for the page's figures, made without a proxy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hetlb.core.types import Outcome
+from hetlb.proxy.exchange import Exchange
+
+
+def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> Exchange:
+    """An exchange that ended at `at`, with the attributes that are taken down."""
+    took_s, ttft_s = more.get("took_s", 1.0), more.get("ttft_s", 0.25)
+    lease = SimpleNamespace(
+        dispatched_at=at - took_s,
+        instance=more.get("instance", "a"),
+        predicted_output=more.get("predicted", 8.0),
+        output_tokens=more.get("tokens", 10),
+    )
+    return cast(
+        Exchange,
+        SimpleNamespace(
+            ended_at=at,
+            arrived_at=at - took_s,
+            first_byte_at=at - took_s + ttft_s,
+            expected_s=more.get("expected_s", 0.5),
+            prompt_tokens_used=more.get("used"),
+            lease=lease if placed else None,
+            request=SimpleNamespace(prompt_tokens=100, model="m", sequences=more.get("sequences", 1)),
+            outcome=outcome,
+        ),
+    )

@@ -1,0 +1,235 @@
+"""The page's part of the admin listener: its files, its one stream, single decisions, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from proxy.conftest import turns_until
+from proxy.services import Engine, Running, document, serving
+
+from hetlb.proxy.dashboard import events
+from hetlb.proxy.dashboard.events import EventStream
+from hetlb.proxy.dashboard.routes import DECISIONS_SHOWN
+
+FILES = {
+    "/": "text/html; charset=utf-8",
+    "/dashboard.css": "text/css; charset=utf-8",
+    "/dashboard.js": "text/javascript; charset=utf-8",
+    "/charts.js": "text/javascript; charset=utf-8",
+    "/dom.js": "text/javascript; charset=utf-8",
+}
+
+
+@asynccontextmanager
+async def listening(running: Running, **headers: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The open event stream."""
+    url = f"http://127.0.0.1:{running.service.admin_address[1]}/v1/events"
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as reply:
+        yield reply
+
+
+async def next_snapshot(reply: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The next event."""
+    lines = [await reply.content.readuntil(b"\n") for _ in range(3)]
+    assert lines[0] == b"event: snapshot\n"
+    assert lines[2] == b"\n"
+    snapshot: dict[str, Any] = msgspec.json.decode(lines[1].removeprefix(b"data: "))
+    return snapshot
+
+
+async def test_the_files_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        for path, kind in FILES.items():
+            reply = await running.admin("GET", path)
+            assert (reply.status, reply.headers["content-type"]) == (200, kind), path
+            policy = reply.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "unsafe" not in policy
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            urls = set(re.findall(r"https?://[^\s\"'%]+", reply.body.decode()))
+            assert urls <= {"http://www.w3.org/2000/svg"}, path
+
+
+async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:
+    async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
+        for _ in range(3):
+            await running.ask()
+        await running.settled()
+        async with listening(running) as reply:
+            assert reply.headers["content-type"] == "text/event-stream"
+            snapshot = await next_snapshot(reply)
+        fleet = (await running.admin("GET", "/v1/fleet")).json
+        shown = snapshot["fleet"]
+        assert [each["name"] for each in shown["models"][0]["instances"]] == ["i0", "i1"]
+        for mine, theirs in zip(
+            shown["models"][0]["instances"], fleet["models"][0]["instances"], strict=True
+        ):
+            assert mine.pop("health_reason") == "probe answered"
+            assert mine.keys() == theirs.keys()
+        assert shown["queue"] == {"requests": 0, "bytes": 0, "models": {}, "oldest_s": None}
+        assert (shown["policy"], snapshot["policies"][0]) == ("rr", "rr")
+        assert snapshot["decisions"]["total"] == 3
+        assert [each["chosen"] for each in snapshot["decisions"]["last"]] == ["i0", "i1", "i0"]
+        assert "candidates" not in snapshot["decisions"]["last"][0]
+        assert snapshot["accuracy"]["instances"] == ["i0", "i1"]
+        assert snapshot["what_if"]["state"] == "idle"
+        assert (
+            "latency profile of every instance; i0, i1 are without" in snapshot["what_if"]["obstacles"]["m"]
+        )
+
+
+async def test_what_waits_is_counted_by_model_and_age(tmp_path: Path) -> None:
+    fleet = document(*[], policy={"name": "hetlb"})
+    async with Engine() as engine:
+        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
+        async with serving(tmp_path, fleet) as running:
+            await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})
+            asking = asyncio.create_task(running.ask())
+            await turns_until(lambda: len(running.scheduler.queue) == 1)
+            async with listening(running) as reply:
+                queue = (await next_snapshot(reply))["fleet"]["queue"]
+            assert (queue["requests"], queue["models"]) == (1, {"m": 1})
+            assert queue["oldest_s"] >= 0
+            await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "ready"})
+            assert (await asking).status == 200
+
+
+async def test_one_decision_with_its_candidates(tmp_path: Path) -> None:
+    async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
+        for _ in range(DECISIONS_SHOWN + 2):
+            await running.ask()
+        async with listening(running) as reply:
+            last = (await next_snapshot(reply))["decisions"]["last"]
+        assert len(last) == DECISIONS_SHOWN
+        assert last[0]["lease"] > last[1]["lease"]
+        decision = (await running.admin("GET", f"/v1/decisions/{last[1]['lease']}")).json
+        assert {name: decision[name] for name in last[1]} == last[1]
+        assert [each["instance"] for each in decision["candidates"]] == ["i0", "i1"]
+        assert decision["ended"] is True
+        gone = await running.admin("GET", "/v1/decisions/123456789")
+        assert (gone.status, gone.message) == (404, "this decision is not kept any more")
+        for path in ("/v1/decisions/x", "/v1/decisions/-1", "/v1/decisions/1234567890123456789"):
+            assert (await running.admin("GET", path)).status == 404
+
+
+async def test_with_a_token_only_the_files_are_public(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame")
+    fleet = document(admin={"token_file": str(tmp_path / "token")})
+    async with Engine() as engine:
+        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
+        async with serving(tmp_path, fleet) as running:
+            await running.ask()
+            for path in FILES:
+                assert (await running.admin("GET", path)).status == 200, path
+            for method, path in (
+                ("GET", "/v1/events"), ("GET", "/v1/decisions/1"), ("GET", "/v1/what-if"),
+                ("POST", "/v1/what-if"), ("DELETE", "/v1/what-if"),
+            ):  # fmt: skip
+                assert (await running.admin(method, path)).status == 401, path
+            async with listening(running, authorization="Bearer sesame") as reply:
+                assert (await next_snapshot(reply))["fleet"]["models"][0]["name"] == "m"
+
+
+async def test_another_page_in_the_browser_hears_nothing(tmp_path: Path) -> None:
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        for path in ("/v1/events", "/v1/decisions/1", "/v1/what-if"):
+            assert (await running.admin("GET", path, origin="http://evil.example")).status == 403
+
+
+# --- the stream ---
+
+
+class Counted:
+    """Snapshots that say how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> bytes:
+        self.count += 1
+        return b"%d" % self.count
+
+
+@asynccontextmanager
+async def served(stream: EventStream) -> AsyncIterator[str]:
+    """A server with the stream alone; its address."""
+    app = web.Application()
+    app.router.add_get("/", stream.serve)
+    app.on_shutdown.append(lambda _: asyncio.sleep(0, stream.close()))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+async def test_nothing_is_computed_while_nobody_listens() -> None:
+    counted = Counted()
+    stream = EventStream(counted, interval_s=0.01)
+    async with served(stream) as url, aiohttp.ClientSession() as session:
+        assert counted.count == 0
+        async with session.get(url) as reply:
+            await reply.content.readuntil(b"\n\n")
+            assert stream.listeners == 1
+        await turns_until(lambda: stream.listeners == 0 and stream._timer is None)
+        before = counted.count
+        # Whoever comes then gets a fresh one.
+        async with session.get(url) as reply:
+            assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: %d\n\n" % (before + 1)
+
+
+async def test_all_listeners_share_one_snapshot() -> None:
+    counted = Counted()
+    async with served(EventStream(counted, interval_s=3600)) as url, aiohttp.ClientSession() as session:
+        for _ in range(3):
+            async with session.get(url) as reply:
+                assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 1\n\n"
+        assert counted.count == 1
+
+
+async def test_the_stream_goes_on_and_ends_with_the_server() -> None:
+    counted = Counted()
+    async with aiohttp.ClientSession() as session:
+        async with served(EventStream(counted, interval_s=0.01)) as url:
+            reply = await session.get(url)
+            for number in range(1, 4):
+                assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: %d\n\n" % number
+        assert await reply.read() == b""
+
+
+async def test_there_are_no_more_listeners_than_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "LISTENERS_MAX", 2)
+    stream = EventStream(Counted(), interval_s=3600)
+    async with served(stream) as url, aiohttp.ClientSession() as session:
+        async with session.get(url) as one, session.get(url) as two, session.get(url) as refused:
+            assert (one.status, two.status, refused.status) == (200, 200, 503)
+            assert await refused.text() == "2 pages are open, no more are served"
+
+
+async def test_a_snapshot_that_fails_is_not_the_last_one() -> None:
+    counted = Counted()
+
+    def sometimes() -> bytes:
+        text = counted()
+        if counted.count == 2:
+            raise ValueError("expected by this test")
+        return text
+
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    async with served(EventStream(sometimes, interval_s=0.01)) as url, aiohttp.ClientSession() as session:
+        async with session.get(url) as reply:
+            assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 1\n\n"
+            assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 3\n\n"
+    assert ["expected by this test" in str(context["exception"]) for context in told] == [True]

@@ -1,0 +1,117 @@
+"""The Grafana dashboard and the alert rules name only metrics and labels that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hetlb.core.types import AdminState, Health, Outcome
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"
+ALERTS = ROOT / "configs" / "alerts" / "hetlb.yaml"
+#: What Prometheus itself or the functions used add to every series.
+EVERYWHERE = {"instance", "job", "le"}
+
+
+def described() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of every metric in docs/metrics.md; another test holds that page to the truth."""
+    found = {}
+    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
+            labels = {label for label in re.split(r"[, ]+", cells[3]) if label}
+            found[cells[0].strip("`")] = (cells[1], labels)
+    return found
+
+
+METRICS = described()
+
+
+def panels() -> list[dict[str, Any]]:
+    document = json.loads(DASHBOARD.read_text())
+    found: list[dict[str, Any]] = [panel for panel in document["panels"] if panel["type"] != "row"]
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    [group] = yaml.safe_load(ALERTS.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for rule in rules():
+        yield rule["alert"], rule["expr"]
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_every_metric_and_label_named_is_one(where: str, expression: str) -> None:
+    names = set(re.findall(r"\b((?:hetlb|process)_[a-z_0-9]+)", expression))
+    assert names
+    labels: set[str] = set()
+    for name in names:
+        family = re.sub(r"_(bucket|sum|count)$", "", name)
+        histogram = METRICS.get(family, ("", set()))[0] == "histogram"
+        kind, own = METRICS[family if histogram else name]
+        labels |= own
+        assert (kind == "histogram") == (name != family), f"{where}: {name}"
+        assert (kind != "counter") or re.search(r"(rate|increase)\(" + name, expression), f"{where}: {name}"
+    matchers = re.findall(r"[{,]\s*([a-z_]+)\s*(?:=~|!~|!=|=)", expression)
+    grouped = [
+        label for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in group.split(",")
+    ]
+    for label in (*matchers, *(label.strip() for label in grouped if label.strip())):
+        assert label in labels | EVERYWHERE, f"{where}: {label}"
+
+
+def test_values_of_labels_are_those_there_are() -> None:
+    known = {"outcome": {each.value for each in Outcome}, "state": {each.value for each in AdminState},
+             "health": {each.value for each in Health}, "result": {"done", "refused"}}  # fmt: skip
+    seen = 0
+    for where, expression in expressions():
+        for label, values in re.findall(r'\b(outcome|state|health|result)[=!]~?"([^"]*)"', expression):
+            assert set(values.split("|")) <= known[label], where
+            seen += 1
+    assert seen > 5
+
+
+def test_panels_do_not_overlap_and_say_their_unit() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        box = panel["gridPos"]
+        cells = {
+            (x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])
+        }
+        assert box["x"] + box["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+
+
+def test_alerts_say_who_and_what() -> None:
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names) > 10
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
+        for label in re.findall(r"\$labels\.([a-z_]+)", rule["annotations"]["summary"]):
+            assert label in {"instance", "server", "model"}, rule["alert"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on this machine")
+def test_promtool_accepts_the_rules() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,300 @@
+"""The prefix cache finds what vLLM's would: blocks from the beginning on, least recently used evicted first.
+
+`NaiveCache` is vLLM's block pool written down block by block: a queue of free blocks in the order in which
+they will be taken, whatever they hold, and a map from contents to blocks. It is the oracle for one request
+at a time; together, the fast engine must agree with itself step by step and its books must add up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.latency import LatencyModel
+from hetlb.sim.contents import TraceContents
+from hetlb.sim.engine import EngineLimits, EngineModel, Sequence, SequenceState
+from hetlb.traces import TraceRow
+
+LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
+
+
+# --- the oracle --------------------------------------------------------------------------------------
+
+
+class NaiveCache:
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size = size
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self.holds: dict[int, tuple[Hashable, ...]] = {}
+        self.where: dict[tuple[Hashable, ...], int] = {}
+
+    def run(self, tokens: list[Hashable], prompt: int) -> int:
+        """One request alone, from its prompt to its last token in the cache; the tokens that were found."""
+        size = self.size
+        mine: list[int] = []
+        for end in range(size, prompt, size):  # never the last token of the prompt
+            block = self.where.get(tuple(tokens[:end]))
+            if block is None:
+                break
+            mine.append(block)
+        for block in mine:
+            del self.free[block]
+        found = len(mine) * size
+        while len(mine) * size < len(tokens):
+            block, _ = self.free.popitem(last=False)
+            if block in self.holds:
+                del self.where[self.holds.pop(block)]
+            mine.append(block)
+        for index in range(found // size, len(tokens) // size):
+            content = tuple(tokens[: (index + 1) * size])
+            if content not in self.where:
+                self.where[content] = mine[index]
+                self.holds[mine[index]] = content
+        for block in reversed(mine):
+            self.free[block] = None
+        return found
+
+
+@dataclass(frozen=True)
+class Ask:
+    pieces: tuple[tuple[Hashable, int], ...]
+    own: int  # prompt tokens that nobody else has
+    output: int
+    answer: Hashable | None
+
+    @property
+    def prompt(self) -> int:
+        return sum(tokens for _, tokens in self.pieces) + self.own
+
+    def sequence(self) -> Sequence:
+        return Sequence(self.prompt, self.output, pieces=self.pieces, answer=self.answer)
+
+    def tokens(self) -> list[Hashable]:
+        """Every token that gets into the cache, by what it is."""
+        named: list[Hashable] = [(key, i) for key, tokens in self.pieces for i in range(tokens)]
+        named += [("own", id(self), i) for i in range(self.own)]
+        answer = ("out", id(self)) if self.answer is None else self.answer
+        return named + [(answer, i) for i in range(self.output - 1)]
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> list[Ask]:
+    """Paths through a small tree of pieces, each with a tail of its own; and the turns of conversations."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=9, max_size=9))
+    found = []
+    for _ in range(draw(st.integers(1, 25))):
+        path = draw(st.lists(st.integers(0, 2), max_size=3))
+        pieces = tuple(((depth, key), lengths[3 * depth + key]) for depth, key in enumerate(path))
+        found.append(Ask(pieces, draw(st.integers(1, 20)), draw(st.integers(1, 30)), None))
+    for session in range(draw(st.integers(0, 3))):
+        said: tuple[tuple[Hashable, int], ...] = ()
+        for turn in range(draw(st.integers(1, 5))):
+            said = (*said, (("says", session, turn), draw(st.integers(1, 20))))
+            answer, output = ("answer", session, turn), draw(st.integers(1, 20))
+            found.append(Ask(said, 0, output, answer))
+            said = (*said, (answer, output))
+    return draw(st.permutations(found)) if draw(st.booleans()) else found
+
+
+def cached_engine(blocks: int, size: int, *, seqs: int = 6, batched: int = 24) -> EngineModel:
+    return EngineModel(LATENCY, EngineLimits(blocks * size, size, seqs, batched), prefix_cache=True)
+
+
+@settings(deadline=None, max_examples=200)
+@given(asks(), st.integers(1, 8), st.integers(45, 200))
+def test_one_after_the_other_finds_what_the_block_pool_finds(
+    requests: list[Ask], size: int, blocks: int
+) -> None:
+    engine, oracle = cached_engine(blocks, size), NaiveCache(blocks, size)
+    for ask in requests:
+        if not engine.fits(ask.prompt, ask.output) or (not ask.own and ask.prompt % size == 0):
+            continue  # a last block that is computed again is kept twice by vLLM, and once here
+        before, computed = engine.prefix_hit_tokens, engine.prefilled_tokens
+        engine.submit(ask.sequence())
+        while engine.begin_stretch() is not None:
+            engine.check_integrity()
+            engine.end_iteration()
+            engine.check_integrity()
+        found = engine.prefix_hit_tokens - before
+        assert found == oracle.run(ask.tokens(), ask.prompt)
+        assert engine.prefilled_tokens - computed == ask.prompt - found
+        assert engine.pool.used_blocks == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(asks(), st.integers(1, 8), st.integers(12, 90), st.data())
+def test_together_stretches_equal_steps_and_the_books_add_up(
+    requests: list[Ask], size: int, blocks: int, data: st.DataObject
+) -> None:
+    fast, slow = cached_engine(blocks, size), cached_engine(blocks, size)
+    sent: list[tuple[Sequence, Sequence]] = []
+    waiting = [ask for ask in requests if fast.fits(ask.prompt, ask.output)]
+    while waiting or not fast.idle:
+        for _ in range(data.draw(st.integers(0 if sent else 1, 4), label="arrivals")):
+            if waiting:
+                ask = waiting.pop()
+                sent.append((ask.sequence(), ask.sequence()))
+                fast.submit(sent[-1][0])
+                slow.submit(sent[-1][1])
+        stretch = fast.begin_stretch()
+        if stretch is None:
+            continue
+        steps = data.draw(st.integers(1, stretch.steps), label="steps")
+        stretch = fast.cut(stretch.elapsed_s(steps) if steps < stretch.steps else stretch.duration_s)
+        took = 0.0
+        for _ in range(stretch.steps):
+            took += slow.begin_iteration() or 0.0
+            slow.check_integrity()
+            slow.end_iteration()
+            slow.check_integrity()
+        assert took == pytest.approx(stretch.duration_s)
+        fast.check_integrity()
+        fast.end_iteration()
+        fast.check_integrity()
+        for mine, other in sent:
+            assert (mine.state, fast.generated(mine)) == (other.state, slow.generated(other))
+        assert fast.pool.used_blocks == slow.pool.used_blocks
+        assert fast.prefix_hit_tokens == slow.prefix_hit_tokens
+        if data.draw(st.integers(0, 9), label="abort") == 0:
+            for mine, other in sent[-1:]:
+                fast.abort(mine)
+                slow.abort(other)
+            fast.check_integrity()
+    assert fast.pool.used_blocks == slow.pool.used_blocks == 0
+    assert all(mine.state in (SequenceState.FINISHED, SequenceState.ABORTED) for mine, _ in sent)
+    assert fast.generated_tokens == slow.generated_tokens
+
+
+@settings(deadline=None, max_examples=50)
+@given(asks(), st.integers(1, 8))
+def test_without_anything_in_common_and_with_room_it_changes_nothing(requests: list[Ask], size: int) -> None:
+    limits = EngineLimits(4000 * size, size, 6, 24)
+    durations = []
+    for prefix_cache in (False, True):
+        engine = EngineModel(LATENCY, limits, prefix_cache=prefix_cache)
+        for ask in requests:
+            engine.submit(Sequence(ask.prompt, ask.output))
+        took = []
+        while (stretch := engine.begin_stretch()) is not None:
+            took.append(stretch)
+            engine.end_iteration()
+        durations.append(took)
+        assert engine.prefix_hit_tokens == 0
+    assert durations[0] == durations[1]
+
+
+# --- single cases ------------------------------------------------------------------------------------
+
+
+def run(engine: EngineModel, *sequences: Sequence) -> int:
+    """What was found for these, sent together."""
+    before = engine.prefix_hit_tokens
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.begin_stretch() is not None:
+        engine.end_iteration()
+        engine.check_integrity()
+    return engine.prefix_hit_tokens - before
+
+
+def test_two_that_arrive_together_share_the_prompt_that_the_first_computes() -> None:
+    engine = cached_engine(100, 16, batched=2048)
+    system = (("system", 64),)
+    assert run(engine, Sequence(100, 5, pieces=system), Sequence(90, 5, pieces=system)) == 64
+    assert engine.kv_peak_blocks == 7 + (6 - 4)
+
+
+def test_the_next_turn_finds_the_last_ones_prompt_and_answer() -> None:
+    engine = cached_engine(100, 16, batched=2048)
+    first = (("t0", 50),)
+    assert run(engine, Sequence(50, 40, pieces=first, answer="a0")) == 0
+    # 50 + 39 tokens were in the cache (the last one never is): five whole blocks.
+    second = (*first, ("a0", 40), ("t1", 30))
+    assert run(engine, Sequence(120, 10, pieces=second, answer="a1")) == 80
+
+
+def test_a_turn_sent_before_the_last_answer_has_ended_keeps_blocks_of_its_own() -> None:
+    engine = cached_engine(100, 16, batched=64)
+    first = (("t0", 48),)
+    early = (*first, ("a0", 64), ("t1", 100))
+    assert (
+        run(engine, Sequence(48, 64, pieces=first, answer="a0"), Sequence(212, 9, pieces=early, answer="a1"))
+        == 48
+    )
+    assert engine.pool.used_blocks == 0
+    late = (*early, ("a1", 9), ("t2", 20))
+    assert run(engine, Sequence(241, 3, pieces=late)) >= 96
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    engine = cached_engine(4, 16)
+    prompt = (("p", 64),)
+    assert run(engine, Sequence(64, 1, pieces=prompt)) == 0
+    assert run(engine, Sequence(64, 1, pieces=prompt)) == 48
+    assert run(engine, Sequence(64, 1, pieces=prompt)) == 48
+
+
+def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -> None:
+    engine = cached_engine(10, 16, batched=2048)
+
+    def ask(name: str, tokens: int = 65) -> int:
+        return run(engine, Sequence(tokens, 1, pieces=((name, 64),)))
+
+    assert [ask("a"), ask("b"), ask("a")] == [0, 0, 64]
+    run(engine, Sequence(33, 1))  # three blocks, of b and of the tails of their own
+    assert ask("b") < 64
+    assert ask("b") == 64
+
+
+def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
+    engine = cached_engine(12, 16, batched=2048)
+    first, second = Sequence(80, 60), Sequence(80, 60)
+    assert run(engine, first, second) > 0
+    assert second.preemptions > 0
+    assert engine.generated_tokens == 120
+
+
+# --- what traces say ---------------------------------------------------------------------------------
+
+
+def row(prompt: int, output: int, **extra: str) -> TraceRow:
+    return TraceRow(None, prompt, output, extra)
+
+
+def test_hash_ids_are_blocks_and_the_last_one_may_be_short() -> None:
+    contents = TraceContents([row(1200, 5, hash_ids="0 1 2"), row(1100, 5, hash_ids="0 1 2")])
+    first, second = contents.of(0), contents.of(1)
+    assert first.pieces[:2] == second.pieces[:2] == (("0", 512), ("1", 512))
+    assert first.pieces[2] != second.pieces[2]
+    assert sum(tokens for _, tokens in first.pieces) == 1200
+    assert first.answer is None
+    again = contents.of(0, 1)
+    assert [tokens for _, tokens in again.pieces] == [512, 512, 176]
+    assert not {key for key, _ in again.pieces} & {key for key, _ in first.pieces}
+
+
+def test_turns_of_a_session_begin_with_what_was_said() -> None:
+    rows = [
+        row(10, 20, session_id="s", turn="0"),
+        row(7, 5, session_id="other", turn="0"),
+        row(45, 0, session_id="s", turn="1"),
+        row(60, 5, session_id="s", turn="2"),
+        row(30, 5, session_id="s", turn="3"),
+    ]
+    contents = TraceContents(rows)
+    named = [contents.of(i) for i in range(len(rows))]
+    assert named[2].pieces[:2] == (*named[0].pieces, (named[0].answer, 20))
+    assert named[3].pieces[:4] == (*named[2].pieces, (named[2].answer, 1))
+    assert [sum(tokens for _, tokens in each.pieces) for each in named] == [10, 7, 45, 60, 30]
+    assert len(named[4].pieces) == 1, "expected a shorter prompt to begin anew"
+    assert len({each.answer for each in named}) == 5
+
+
+def test_a_trace_without_such_columns_says_so() -> None:
+    with pytest.raises(ValueError, match="hash_ids, or session_id and turn"):
+        TraceContents([row(5, 5)])

@@ -1,0 +1,207 @@
+"""A sweep gives what its runs give one by one, on however many processes, and leaves no process behind."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.types import Capacity, Health, InstanceSpec
+from hetlb.errors import HetlbError
+from hetlb.sim.engine import EngineLimits, EngineModel, Sequence
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.reference import References
+from hetlb.sim.series import Series
+from hetlb.sim.sweep import TRACE, Cell, Load, Study, run_sweep
+from hetlb.traces import TraceRow
+
+FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
+CELLS = [
+    Cell(policy, rate, seed)
+    for rate in (20.0, math.inf, TRACE)
+    for policy in ("random", "paper", "hetlb")
+    for seed in (0, 5)
+]
+
+
+def study(*speeds: float, count: int = 60, predictor: str = "normal") -> Study:
+    rng = random.Random(1)
+    rows = [TraceRow(0.1 * i, rng.randrange(10, 900), rng.choice((5, 60, 300))) for i in range(count)]
+    capacity = Capacity(kv_cache_tokens=30_000, kv_tokens_per_request=30_000, max_num_seqs=64)
+    specs = tuple(
+        InstanceSpec(f"i{i}", "m", latency=FAST.scaled(speed), capacity=capacity)
+        for i, speed in enumerate(speeds)
+    )
+    limits = EngineLimits.from_capacity(capacity)
+    setup = SchedulerSetup(
+        specs=specs,
+        policy="rr",
+        params=PolicyParams(),
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor=predictor,
+        seed=0,
+        lengths=LengthDistribution(row.output_tokens for row in rows),
+        initial_health=Health.UP,
+    )
+    engines = {spec.name: EngineSpec(spec.latency or FAST, limits) for spec in specs}
+    return Study(setup, engines, "m", IterationRule.TOKEN, Load(rows))
+
+
+def test_processes_change_nothing() -> None:
+    here, there = (run_sweep(study(1.0, 3.0), CELLS, jobs=jobs) for jobs in (1, 2))
+    assert here == there
+    assert [each.cell for each in here] == CELLS
+    assert all(each.summary["completed"] == 60 for each in here)
+    assert [each.split is not None for each in here] == [each.cell.rate == math.inf for each in here]
+
+
+def test_a_cell_in_company_is_what_it_is_alone() -> None:
+    for index in (1, 8, 16):
+        assert run_sweep(study(1.0, 3.0), [CELLS[index]]) == [run_sweep(study(1.0, 3.0), CELLS)[index]]
+
+
+def test_yardsticks_are_those_of_the_references() -> None:
+    whole = study(1.0, 3.0, 1.0)
+    ran = run_sweep(whole, [Cell("paper", math.inf, 7)])[0]
+    plan = whole.load.plan(math.inf, 7)
+    references = References(whole.setup, whole.engines, plan, model="m", rule=whole.rule)
+    assert ran.bound == references.bound()
+    predictor = make_predictor("normal", rng=random.Random(7), lengths=whole.setup.lengths)
+    assert ran.split == references.split(predictor)
+
+
+def test_progress_ends_with_everything_done() -> None:
+    for jobs in (1, 2):
+        seen: list[tuple[int, int]] = []
+        run_sweep(
+            study(1.0, 3.0),
+            CELLS[:3],
+            jobs=jobs,
+            on_progress=lambda done, total, to=seen: to.append((done, total)),
+        )
+        assert seen == sorted(seen)
+        assert seen[-1] == ((2 + 3) * 60, (2 + 3) * 60)
+
+
+def test_an_interrupted_sweep_leaves_no_process() -> None:
+    started: list[int] = []
+
+    def interrupt(done: int, total: int) -> None:
+        started.extend(child.sentinel for child in multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(study(1.0, 3.0, count=500), CELLS, jobs=2, on_progress=interrupt)
+    assert started
+    assert sorted(map(str, wait(started, timeout=0))) == sorted(map(str, started)), "expected all to be gone"
+
+
+def test_a_process_that_is_killed_is_one_line() -> None:
+    def kill(done: int, total: int) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(HetlbError, match=r"a process of the simulation was killed.*--jobs"):
+        run_sweep(study(1.0, 3.0, count=500), CELLS * 3, jobs=2, on_progress=kill)
+
+
+ENDLESS = """
+import math, sys
+sys.path.insert(0, {folder!r})
+from test_sweep import CELLS, study
+from hetlb.sim.sweep import run_sweep
+def say(done, total):
+    if done:
+        print("running", flush=True)
+if __name__ == "__main__":
+    run_sweep(study(1.0, 3.0, count=20_000), CELLS, jobs=2, on_progress=say)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Any, number: int) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS.format(folder=os.path.dirname(__file__)))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    # The workers hold the other end too: it ends when the last of them is gone.
+    process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == -number
+
+
+def test_watching_changes_nothing_and_sees_the_fleet() -> None:
+    whole = study(1.0, 3.0, count=300)
+    cells = [Cell("hetlb", 20.0, 0), Cell("hetlb", 20.0, 0, watched=True)]
+    plain, watched = run_sweep(whole, cells)
+    assert plain.summary == watched.summary
+    assert plain.watched is None
+    seen = watched.watched
+    assert seen is not None
+    assert len(seen.ttft_s) == len(seen.e2el_s) == 300
+    assert 0 < len(seen.tpot_s) <= 300
+    series = seen.series
+    gaps = [after - before for before, after in zip(series.times_s, series.times_s[1:], strict=False)]
+    assert gaps == pytest.approx([series.interval_s] * len(gaps))
+    assert 200 < len(series.times_s) <= 801
+    assert series.times_s[-1] <= plain.summary["duration"] < series.times_s[-1] + series.interval_s
+    for entry in plain.summary["instances"]:
+        instance = series.instances[entry["name"]]
+        assert len(instance.kv_usage) == len(instance.waiting) == len(series.times_s) == len(series.held)
+        assert entry["kv_peak"] * 0.8 < max(instance.kv_usage) <= entry["kv_peak"]
+        assert max(instance.running) > 0
+
+
+def test_who_waits_is_seen_at_the_proxy_and_in_the_engines() -> None:
+    early, late = run_sweep(
+        study(1.0, 3.0, count=600),
+        [Cell(policy, math.inf, 0, watched=True) for policy in ("rr", "hetlb")],
+    )
+    assert early.watched is not None
+    assert late.watched is not None
+    assert max(early.watched.series.held) == 0
+    assert max(early.watched.series.instances["i1"].waiting) > 100
+    assert max(late.watched.series.held) > 100
+
+
+def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
+    limits = EngineLimits(kv_cache_tokens=4000, block_size=16, max_num_seqs=8)
+    fast, slow = EngineModel(FAST, limits), EngineModel(FAST, limits)
+    for engine in (fast, slow):
+        for prompt, output in ((100, 300), (37, 900), (500, 40)):
+            engine.submit(Sequence(prompt, output))
+    longest = 0
+    while (stretch := fast.begin_stretch()) is not None:
+        for step in range(stretch.steps):
+            slow.begin_iteration()
+            middle_s = (stretch.elapsed_s(step) + stretch.elapsed_s(step + 1)) / 2
+            assert fast.kv_used_blocks_at(middle_s) == slow.pool.used_blocks
+            slow.end_iteration()
+        longest = max(longest, stretch.steps)
+        fast.end_iteration()
+        assert fast.kv_used_blocks_at(0.0) == slow.pool.used_blocks
+    assert longest > 100
+
+
+def test_a_long_run_has_no_more_moments_than_a_short_one() -> None:
+    series = Series(["i0", "i1"])
+    whole = study(1.0, 3.0, count=2000)
+    FleetSimulation(whole.setup, whole.engines, whole.load.plan(1.0, 0), model="m", series=series).run()
+    assert series.times_s[-1] > 1900
+    assert 400 <= len(series.times_s) <= 801
+    assert len(series.held) == len(series.times_s) == len(series.instances["i0"].running)
