@@ -33,6 +33,8 @@ from hetlb.profiler.sweep import REPEATS, BusyError, Progress, Sweep, learn_max_
 
 _PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 _DEFAULT_BUDGET = "5m"
+#: The fit and the picture belong to the budget too: so many seconds are kept for them.
+_FINISH_S = 5.0
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -149,7 +151,7 @@ async def _measure(
                 facts,
                 sizes,
                 journal,
-                budget_s=budget_s - (time.monotonic() - started),
+                budget_s=budget_s - (time.monotonic() - started) - min(_FINISH_S, 0.05 * budget_s),
                 repeats=args.repeats,
                 force=args.force,
                 max_num_batched_tokens=args.max_num_batched_tokens,

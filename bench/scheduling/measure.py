@@ -1,0 +1,400 @@
+"""Runs the cases: single simulations in parallel processes, and the studies that are made of them.
+
+Promises: every run completes every request with its exact number of tokens, or it raises; policies of one
+case meet the same requests at the same times; nothing depends on the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cases import FLEETS, MODEL, TRACES, Kind, Lab, scaled
+from rich.console import Console
+from rich.progress import track
+
+import hetlb.core.late_binding as late_binding
+import hetlb.core.speed as speed
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.core.latency import IterationRule
+from hetlb.core.predictor import make_predictor
+from hetlb.core.types import InstanceSpec, Outcome
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.reference import References
+
+OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
+RATES = (0.5, 0.8, 0.95)
+#: Fleets drawn at random from the measured layouts, and orders of the traces that no rule was chosen on.
+HELD_OUT = 12
+HELD_OUT_SEED = 1000
+SLOWED, SLOW = 0.5, 3.0
+BURST_S, BURST = 20.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation. `rate` is requests/s; `factors` multiply the times that the scheduler believes in.
+
+    `slowed_at_s`: from then on the first instance takes three times as long. `without` names the ingredient
+    of `hetlb` that is taken out.
+    """
+
+    fleet: str
+    kinds: tuple[Kind, ...]
+    trace: str
+    predictor: str
+    policy: str
+    rate: float = math.inf
+    seed: int = 0
+    factors: tuple[float, ...] = ()
+    slowed_at_s: float | None = None
+    burst: bool = False
+    without: str = ""
+
+
+_lab: Lab | None = None
+_per_instance = 1500
+
+
+def _start(data: Path, per_instance: int) -> None:
+    global _lab, _per_instance
+    _lab = Lab(data / "hw", data / "traces")
+    _per_instance = per_instance
+
+
+def _plan(lab: Lab, case: Case, count: int) -> list[PlannedRequest]:
+    plan = lab.plan(case.trace, count, case.rate, case.seed)
+    if not case.burst:
+        return plan
+    # From the middle on what would come in 200 s comes in 20.
+    middle = plan[len(plan) // 2].scheduled_s
+    squeezed = []
+    for planned in plan:
+        late = planned.scheduled_s - middle
+        if late > 0.0:
+            in_burst = min(late, BURST_S * BURST)
+            late = in_burst / BURST + (late - in_burst)
+        squeezed.append(replace(planned, scheduled_s=min(planned.scheduled_s, middle) + max(0.0, late)))
+    return squeezed
+
+
+def _without(name: str) -> Callable[[], None]:
+    """Take one ingredient of `hetlb` out; gives what puts it back."""
+    owner: Any
+    owner, attribute, value = {
+        "": (late_binding, "_LATE", late_binding._LATE),
+        "lookahead": (late_binding.Hetlb, "lookahead", 1),
+        "passing over": (late_binding._View, "_pass_over", lambda self: None),
+        "first token weight": (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
+        "lateness": (late_binding, "_LATE", math.inf),
+        "overbooking": (late_binding, "_OVERBOOK", 1.0),
+        "late binding": (late_binding, "_OVERBOOK", 1e9),
+        "speed correction": (speed, "TRUST", math.inf),
+    }[name]
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    return lambda: setattr(owner, attribute, before)
+
+
+def simulate(case: Case) -> dict[str, float]:
+    """Run one case. Raises `AssertionError` unless all requests completed exactly."""
+    assert _lab is not None, "expected the data to be read"
+    specs, engines = _lab.fleet(case.kinds)
+    plan = _plan(_lab, case, _per_instance * len(specs))
+    if case.slowed_at_s is not None:
+        first = specs[0].name
+        engines[first] = replace(engines[first], changes=((case.slowed_at_s, SLOW),))
+    believed = scaled(specs, case.factors) if case.factors else specs
+    setup = _lab.setup(believed, case.policy, case.predictor, case.trace, case.seed)
+    put_back = _without(case.without)
+    try:
+        result = FleetSimulation(setup, engines, plan, model=MODEL).run()
+    finally:
+        put_back()
+    assert all(outcome is Outcome.OK for outcome in result.outcomes), f"{case}: a request failed"
+    exact = all(r.output_tokens == max(1, p.output_tokens) for r, p in zip(result.records, plan, strict=True))
+    assert exact, f"{case}: a request has another length"
+    summary = result.summary()
+    keys = ("total_token_throughput", "request_throughput", "p99_ttft_ms", "p99_e2el_ms", "mean_e2el_ms")
+    figures = {key: float(summary[key]) for key in (*keys, "duration")}
+    figures["tail_ms"] = _p99_after(result.records, plan, case)
+    return figures
+
+
+def _p99_after(records: Sequence[Any], plan: Sequence[PlannedRequest], case: Case) -> float:
+    """p99 of the whole time (ms) of what is due more than a minute after an instance was slowed, else 0."""
+    if case.slowed_at_s is None:
+        return 0.0
+    late = sorted(
+        record.last_token_s - planned.scheduled_s
+        for record, planned in zip(records, plan, strict=True)
+        if planned.scheduled_s > case.slowed_at_s + 60.0
+    )
+    return 1e3 * late[int(0.99 * (len(late) - 1))] if late else 0.0
+
+
+def refer(case: Case) -> dict[str, float]:
+    """`bound` and `split` of a case, tokens/s."""
+    assert _lab is not None, "expected the data to be read"
+    specs, engines = _lab.fleet(case.kinds)
+    plan = _plan(_lab, case, _per_instance * len(specs))
+    setup = _lab.setup(specs, "rr", case.predictor, case.trace, case.seed)
+    references = References(setup, engines, plan, model=MODEL, rule=IterationRule.TOKEN)
+    oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
+    predictor = make_predictor(
+        case.predictor, rng=random.Random(case.seed), lengths=setup.lengths, oracle=oracle
+    )
+    return {
+        "bound": references.bound()["total_token_throughput"],
+        "split": references.split(predictor)["total_token_throughput"],
+    }
+
+
+class Runs:
+    """Runs cases in parallel processes and remembers them, so that none is run twice."""
+
+    def __init__(self, data: Path, per_instance: int, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = context.Pool(jobs, _start, (data, per_instance))
+        self._known: dict[tuple[Any, Case], dict[str, float]] = {}
+
+    def __call__(
+        self, what: Callable[[Case], dict[str, float]], cases: Iterable[Case], title: str
+    ) -> dict[Case, dict[str, float]]:
+        wanted = list(dict.fromkeys(cases))
+        missing = [case for case in wanted if (what, case) not in self._known]
+        # The longest first, so that no process is left with one at the end.
+        missing.sort(key=lambda case: -sum(kind.count for kind in case.kinds))
+        done = self._pool.imap(what, missing)
+        shown = track(done, title, total=len(missing), console=Console(stderr=True))
+        self._known.update(((what, case), figures) for case, figures in zip(missing, shown, strict=True))
+        return {case: self._known[what, case] for case in wanted}
+
+    def close(self) -> None:
+        self._pool.terminate()
+
+
+def held_out_fleets(layouts: Sequence[tuple[str, str, int]]) -> dict[str, tuple[Kind, ...]]:
+    """Fleets of 2 to 9 instances drawn from all layouts of one model, unlike those of the grid."""
+    rng = random.Random(HELD_OUT_SEED)
+    models = sorted({model for _, model, _ in layouts})
+    fleets: dict[str, tuple[Kind, ...]] = {}
+    while len(fleets) < HELD_OUT:
+        model = rng.choice(models)
+        choices = [(system, tp) for system, of, tp in layouts if of == model]
+        if len(choices) < 2:
+            continue
+        kinds = tuple(
+            Kind(system, model, tp, rng.randint(1, 3))
+            for system, tp in rng.sample(choices, rng.randint(2, min(3, len(choices))))
+        )
+        name = " + ".join(f"{k.count} x {k.system.split('_')[0]} TP {k.tp}" for k in kinds)
+        fleets[f"{model}: {name}"] = kinds
+    return fleets
+
+
+def at_once(
+    runs: Runs, fleets: dict[str, tuple[Kind, ...]], predictors: Sequence[str], seed: int
+) -> list[Any]:
+    """Every policy with all requests at once, as shares of the bound."""
+    keys = [(f, t, p) for f in fleets for t in TRACES for p in predictors]
+    base = {key: Case(key[0], fleets[key[0]], key[1], key[2], "hetlb", seed=seed) for key in keys}
+    # Policies that predict nothing are the same under every predictor.
+    of = {
+        (key, policy): replace(
+            base[key], policy=policy, predictor=key[2] if policy in PREDICTING else "empirical"
+        )
+        for key in keys
+        for policy in (*OTHERS, "hetlb")
+    }
+    references = runs(refer, base.values(), "bound and split")
+    figures = runs(simulate, of.values(), "all at once")
+    rows = []
+    for key, case in base.items():
+        bound, split = references[case]["bound"], references[case]["split"]
+        shares = {p: figures[of[key, p]]["total_token_throughput"] / bound for p in (*OTHERS, "hetlb")}
+        rows.append(
+            {
+                "fleet": key[0],
+                "trace": key[1],
+                "predictor": key[2],
+                "bound": bound,
+                "split": split / bound,
+                **shares,
+            }
+        )
+    return rows
+
+
+PREDICTING = ("paper", "hetlb")
+
+
+def moderate(runs: Runs, full: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Any]:
+    """Medians over the seeds at shares of what `hetlb` does at once (requests/s)."""
+    cases = {
+        (f, t, share, policy): [
+            Case(f, FLEETS[f], t, "empirical", policy, rate=share * rate, seed=seed) for seed in seeds
+        ]
+        for (f, t), rate in full.items()
+        for share in RATES
+        for policy in (*OTHERS, "hetlb")
+    }
+    figures = runs(simulate, (case for each in cases.values() for case in each), "at 50, 80, 95 %")
+
+    def middle(key: tuple[str, str, float, str], figure: str) -> float:
+        return statistics.median(figures[case][figure] for case in cases[key])
+
+    rows = []
+    for f, t in full:
+        for share in RATES:
+            row: dict[str, Any] = {"fleet": f, "trace": t, "rate": share}
+            for figure in ("request_throughput", "p99_ttft_ms", "p99_e2el_ms", "mean_e2el_ms"):
+                best = max if figure == "request_throughput" else min
+                other = best(OTHERS, key=lambda p: middle((f, t, share, p), figure))
+                own, others = middle((f, t, share, "hetlb"), figure), middle((f, t, share, other), figure)
+                row[figure] = {"hetlb": own, "best_other": others, "by": other, "ratio": own / others}
+            rows.append(row)
+    return rows
+
+
+def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
+    """Wrong profiles, a slowed instance and a burst, each beside the run without it."""
+    rows = []
+    wanted: list[Case] = []
+    for (f, t), rate in full.items():
+        kinds = FLEETS[f]
+        count = sum(kind.count for kind in kinds)
+        right = Case(f, kinds, t, "empirical", "hetlb")
+        high = tuple(1.3 if i % 2 else 0.7 for i in range(count))
+        low = tuple(0.7 if i % 2 else 1.3 for i in range(count))
+        steady = replace(right, rate=0.5 * rate)
+        slowed_at = SLOWED * count * _per_instance / (0.5 * rate)
+        slowed = replace(steady, slowed_at_s=slowed_at)
+        wanted += [right, replace(right, factors=high), replace(right, factors=low), steady, slowed]
+        told = replace(slowed, without="speed correction")
+        paper = replace(slowed, policy="paper")
+        burst = replace(steady, burst=True)
+        wanted += [told, paper, burst, replace(burst, policy="paper")]
+        rows.append((right, high, low, steady, slowed, told, paper, burst))
+    figures = runs(simulate, wanted, "mishaps")
+    table = []
+    for right, high, low, steady, slowed, told, paper, burst in rows:
+        true = figures[right]["total_token_throughput"]
+        table.append(
+            {
+                "fleet": right.fleet,
+                "trace": right.trace,
+                "wrong_up": figures[replace(right, factors=high)]["total_token_throughput"] / true,
+                "wrong_down": figures[replace(right, factors=low)]["total_token_throughput"] / true,
+                "steady_throughput": figures[steady]["request_throughput"],
+                "slowed_throughput": figures[slowed]["request_throughput"]
+                / figures[steady]["request_throughput"],
+                "slowed_p99_s": figures[slowed]["tail_ms"] / 1e3,
+                "slowed_uncorrected_p99_s": figures[told]["tail_ms"] / 1e3,
+                "slowed_paper_p99_s": figures[paper]["tail_ms"] / 1e3,
+                "burst_p99_ttft": figures[burst]["p99_ttft_ms"] / 1e3,
+                "burst_paper_p99_ttft": figures[replace(burst, policy="paper")]["p99_ttft_ms"] / 1e3,
+            }
+        )
+    return table
+
+
+ABLATIONS = (
+    "", "late binding", "passing over", "lookahead", "overbooking", "first token weight", "lateness",
+    "speed correction",
+)  # fmt: skip
+
+
+def ablate(runs: Runs, full: dict[tuple[str, str], float], bounds: dict[tuple[str, str], float]) -> list[Any]:
+    """`hetlb` without each ingredient: shares of the bound at once, tails at 80 %, wrong profiles."""
+    cases = {}
+    for name in ABLATIONS:
+        for (f, t), rate in full.items():
+            once = Case(f, FLEETS[f], t, "empirical", "hetlb", without=name)
+            count = sum(kind.count for kind in FLEETS[f])
+            wrong = replace(once, factors=tuple(1.3 if i % 2 else 0.7 for i in range(count)))
+            cases[name, f, t] = (once, replace(once, rate=0.8 * rate), wrong)
+    figures = runs(simulate, (case for each in cases.values() for case in each), "ablations")
+    rows = []
+    for name in ABLATIONS:
+        own = [cases[name, *key] for key in full]
+        whole = [cases["", *key] for key in full]
+        shares = [figures[c[0]]["total_token_throughput"] / bounds[c[0].fleet, c[0].trace] for c in own]
+        wrong = [figures[c[2]]["total_token_throughput"] / bounds[c[0].fleet, c[0].trace] for c in own]
+
+        def tail(figure: str, own: list[Any] = own, whole: list[Any] = whole) -> float:
+            ratios = [figures[a[1]][figure] / figures[b[1]][figure] for a, b in zip(own, whole, strict=True)]
+            return statistics.geometric_mean(ratios)
+
+        rows.append(
+            {
+                "without": name or "nothing",
+                "mean_share": statistics.mean(shares),
+                "min_share": min(shares),
+                "wrong_mean_share": statistics.mean(wrong),
+                "wrong_min_share": min(wrong),
+                "p99_ttft": tail("p99_ttft_ms"),
+                "p99_e2el": tail("p99_e2el_ms"),
+                "mean_e2el": tail("mean_e2el_ms"),
+            }
+        )
+    return rows
+
+
+def decision_times(data: Path) -> list[Any]:
+    """Microseconds of one arrival and of the policy's part of it, medians, by number of instances."""
+    lab = Lab(data / "hw", data / "traces")
+    rows = []
+    for copies in (1, 4, 16):
+        kinds = tuple(replace(kind, count=copies) for kind in FLEETS["4 kinds tp2"])
+        specs, engines = lab.fleet(kinds)
+        for load, rate in (("half full", 20.0 * copies), ("all at once", math.inf)):
+            rows.append(_time_decisions(lab, specs, engines, load, rate))
+    return rows
+
+
+def _time_decisions(
+    lab: Lab, specs: tuple[InstanceSpec, ...], engines: dict[str, EngineSpec], load: str, rate: float
+) -> dict[str, Any]:
+    plan = lab.plan("azure", 600 * len(specs), rate, 0)
+    simulation = FleetSimulation(
+        lab.setup(specs, "hetlb", "empirical", "azure", 0), engines, plan, model=MODEL
+    )
+    scheduler = simulation.scheduler
+    arrivals: list[float] = []
+    arrive = scheduler.on_arrival
+
+    def timed(request: Any, now: float) -> Any:
+        began = time.perf_counter()
+        commands = arrive(request, now)
+        arrivals.append(time.perf_counter() - began)
+        return commands
+
+    scheduler.on_arrival = timed  # type: ignore[method-assign]
+    choices: list[float] = []
+    choose = late_binding.Hetlb.choose
+
+    def timed_choice(self: Any, question: Any, instances: Any) -> Any:
+        began = time.perf_counter()
+        choice = choose(self, question, instances)
+        choices.append(time.perf_counter() - began)
+        return choice
+
+    late_binding.Hetlb.choose = timed_choice  # type: ignore[method-assign]
+    try:
+        simulation.run()
+    finally:
+        late_binding.Hetlb.choose = choose  # type: ignore[method-assign]
+    return {
+        "instances": len(specs),
+        "load": load,
+        "arrival_us": 1e6 * statistics.median(arrivals),
+        "choice_us": 1e6 * statistics.median(choices),
+    }
