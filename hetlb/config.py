@@ -441,9 +441,10 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
-    `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
-    the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_connections`
-    of clients None is half of the process's file descriptors: the other half is for engines.
+    `session_header` names a conversation; `api_keys_file` lists the clients' keys;
+    `passthrough_authorization` lets a client's own key through to the engines. `heartbeat_s` is how often a
+    stream that waits gets a comment, 0 for never. `max_connections` of clients None is half of the process's
+    file descriptors: the other half is for engines.
     """
 
     extra_paths: tuple[str, ...] = ()
@@ -459,6 +460,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_multipart_bytes: PositiveInt = 64 << 20
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
+    session_header: str = "x-session-id"
     api_keys_file: str | None = None
     passthrough_authorization: bool = False
     heartbeat_s: NonNegative = 0.0

@@ -137,6 +137,11 @@ class RecordingScheduler(Scheduler):
         return self._record("tick", now, super().on_tick(now))
 
 
+def _read_request(raw: dict[str, Any]) -> Request:
+    beginnings = tuple((str(name), tokens) for name, tokens in raw.pop("beginnings", ()))
+    return Request(**raw, beginnings=beginnings)
+
+
 def encode_command(command: Command) -> list[Any]:
     """A command as a short JSON list: its kind, then what identifies it."""
     if isinstance(command, Dispatch):
@@ -269,7 +274,7 @@ class Replay:
     def _feed(self, raw: dict[str, Any]) -> list[Command]:
         scheduler, now, kind = self.scheduler, raw["t"], raw["kind"]
         if kind == "arrival":
-            return scheduler.on_arrival(Request(**raw["request"]), now)
+            return scheduler.on_arrival(_read_request(raw["request"]), now)
         if kind == "first_token":
             return scheduler.on_first_token(self._leases[raw["lease"]], now)
         if kind == "lease_ended":

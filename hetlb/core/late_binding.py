@@ -127,6 +127,8 @@ class _View:
             mean_s = k1 * mean_prompt + k2 + k4 + k8
             if mean_s < usual_s:
                 usual_s = mean_s
+        if question.held:
+            self._spare_reading(weighed)
         states, self.first_s, self.own_s, self.others_s, self.kv_tokens = zip(*weighed, strict=True)
         self.states = list(states)
         late_s = _LATE * usual_s
@@ -137,6 +139,23 @@ class _View:
             for i, first_s in enumerate(self.first_s):
                 if first_s > late_s:
                     scores[i] += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+
+    def _spare_reading(self, weighed: list[tuple[int, float, float, float, int]]) -> None:
+        """Take off the seconds of reading what an instance may hold already."""
+        held, sequences = self.question.held, self.question.request.sequences
+        for i, instance in enumerate(self.instances):
+            tokens = held.get((instance.name, instance.incarnation))
+            if tokens is not None:
+                state, first_s, own_s, others_s, kv_tokens = weighed[i]
+                spared_s = instance.latency.k1 * tokens * sequences
+                running = min(instance.sequences, instance.max_num_seqs)
+                weighed[i] = (
+                    state,
+                    first_s - spared_s,
+                    own_s - spared_s,
+                    others_s - running * spared_s,
+                    kv_tokens,
+                )
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -100,7 +100,8 @@ def paper_terms(
 class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 
-    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model.
+    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held`
+    are tokens of its prompt that an instance, by name and incarnation, may have in its prefix cache.
     """
 
     request: Request
@@ -109,6 +110,7 @@ class Question:
     waiting: int
     demand: Demand
     now: float
+    held: Mapping[tuple[str, int], int]
 
 
 @dataclass(frozen=True, slots=True)

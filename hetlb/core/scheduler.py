@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetlb.core.admission import Lane, Queue, QueueLimits
+from hetlb.core.affinity import Affinity
 from hetlb.core.demand import Demand, size_of
 from hetlb.core.health import HealthTracker
 from hetlb.core.instance import Instance
@@ -55,6 +56,7 @@ RETRY_SHARE = 0.2
 RETRY_FLOOR = 3
 
 _INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
+_NOTHING: Mapping[tuple[str, int], int] = {}
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
 
 
@@ -156,6 +158,7 @@ class Scheduler:
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
         self._demands: dict[str, Demand] = {}
+        self._affinity = Affinity()
         self._next_lease = 1
         self._next_incarnation = 1
         self._last_tick = now
@@ -462,7 +465,8 @@ class Scheduler:
         if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
-        return Question(request, predicted, long, waiting, demand, now)
+        held = self._affinity.held(request) if request.beginnings else _NOTHING
+        return Question(request, predicted, long, waiting, demand, now, held)
 
     def _score(
         self, request: Request, predicted: float, instances: Sequence[Instance], now: float, waiting: int
@@ -527,6 +531,8 @@ class Scheduler:
         )
         self._next_lease += 1
         instance.acquire(lease)
+        if request.beginnings:
+            self._affinity.sent(request, instance, predicted)
         self._leased[lease.id] = instance
         self._policy.committed(instance, found.able)
         considered, excluded = choice.candidates, found.excluded

@@ -104,6 +104,8 @@ class Request:
     the client's cap on the output of each sequence, None if it gave none. `generates` is False for
     embeddings, scores, tokenize and the like, which have no output. `prompt_exact` says that the length
     was counted, not estimated from bytes. `pinned` names the one instance that can answer.
+    `beginnings` name what its prompt begins with, each with its tokens: None for all that a conversation has
+    had so far.
     """
 
     id: RequestId
@@ -116,6 +118,7 @@ class Request:
     body_bytes: int = 0
     prompt_exact: bool = False
     pinned: str | None = None
+    beginnings: tuple[tuple[str, int | None], ...] = ()
 
 
 class Lease:

@@ -25,6 +25,7 @@ from hetlb.config import ProxyTable
 from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
+from hetlb.proxy.beginnings import beginnings_of
 from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
@@ -504,6 +505,10 @@ class ClientConnection(asyncio.Protocol):
         else:
             text = label.decode("ascii")
         now = driver.now()
+        beginnings: tuple[tuple[str, int | None], ...] = ()
+        if kind.generates and prompts == 1:
+            session = head.header(self._server.table.session_header.lower().encode())
+            beginnings = beginnings_of(session, call.text, each)
         request = Request(
             id=request_id,
             model=model,
@@ -515,6 +520,7 @@ class ClientConnection(asyncio.Protocol):
             body_bytes=len(body),
             prompt_exact=exact,
             pinned=pinned,
+            beginnings=beginnings,
         )
         owner = None if tenant is None else tenant.name
         exchange = Exchange(driver, self, head, kind, call, request, body, text, now, owner)

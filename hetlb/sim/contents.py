@@ -31,10 +31,14 @@ class ContentsRow(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The contents of one request: pieces of its prompt from the beginning, and its answer."""
+    """The contents of one request: pieces of its prompt from the beginning, and its answer.
+
+    `beginnings` are what the scheduler is told of it.
+    """
 
     pieces: tuple[Piece, ...] = ()
     answer: Hashable | None = None
+    beginnings: tuple[tuple[str, int | None], ...] = ()
 
 
 class TraceContents:
@@ -55,7 +59,8 @@ class TraceContents:
         if cycle == 0:
             return named
         pieces = tuple(((cycle, key), tokens) for key, tokens in named.pieces)
-        return Named(pieces, None if named.answer is None else (cycle, named.answer))
+        beginnings = tuple((f"{cycle}:{name}", tokens) for name, tokens in named.beginnings)
+        return Named(pieces, None if named.answer is None else (cycle, named.answer), beginnings)
 
 
 def _of_hash_ids(row: ContentsRow, block_tokens: int) -> Named:
@@ -68,7 +73,13 @@ def _of_hash_ids(row: ContentsRow, block_tokens: int) -> Named:
         # The last block is not whole: its id says nothing of one that is.
         pieces.append((name if tokens == block_tokens else (name, tokens), tokens))
         left -= tokens
-    return Named(tuple(pieces))
+    # At 1, 2, 4, 8... blocks, as the proxy does with the bytes of a prompt.
+    beginnings, tokens = [], 0
+    for count, (name, size) in enumerate(pieces, 1):
+        tokens += size
+        if count & (count - 1) == 0:
+            beginnings.append((f"{count}:{name}", tokens))
+    return Named(tuple(pieces), None, tuple(beginnings))
 
 
 def _of_sessions(rows: Sequence[ContentsRow]) -> list[Named]:
@@ -83,6 +94,6 @@ def _of_sessions(rows: Sequence[ContentsRow]) -> list[Named]:
             pieces, tokens = (), 0
         pieces = (*pieces, ((session, turn, "prompt", tokens), row.input_tokens - tokens))
         answer = (session, turn, "answer")
-        named.append(Named(pieces, answer))
+        named.append(Named(pieces, answer, ((f"session:{session}", None),)))
         before[session] = ((*pieces, (answer, output)), row.input_tokens + output)
     return named

@@ -195,13 +195,14 @@ class FleetSimulation:
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
-        """What the scheduler is told of a planned request: its exact prompt length and nothing else."""
+        """What the scheduler is told of a planned request: its prompt length, and what it begins with."""
         return Request(
             id=planned.index,
             model=self._model,
             prompt_tokens=planned.prompt_tokens,
             longest_prompt_tokens=planned.prompt_tokens,
             prompt_exact=True,
+            beginnings=() if self._contents is None else self._contents[planned.index].beginnings,
         )
 
     # --- events ---

@@ -1,0 +1,33 @@
+"""What a prompt begins with, by name: so that who has read it before can be asked again.
+
+Promise: names are digests or what the client itself called its conversation; no text of a prompt is kept. Of
+a text the first 1, 2, 4, ... 64 KiB have a name each: the next turn of a conversation begins with what the
+last one was, up to its closing bracket.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+
+_FIRST_BYTES, _LAST_BYTES = 1 << 10, 64 << 10
+_SESSION = re.compile(rb"[\x21-\x7e]{1,256}")
+
+
+def beginnings_of(session: bytes | None, text: bytes, tokens: int) -> tuple[tuple[str, int | None], ...]:
+    """Names with their tokens (None: the whole conversation) for a prompt of `tokens` tokens.
+
+    `session` is the value of the session header; one that is no plain word is taken for missing.
+    """
+    found: list[tuple[str, int | None]] = []
+    if session is not None and _SESSION.fullmatch(session) is not None:
+        found.append((f"session:{session.decode('ascii')}", None))
+    length = len(text)
+    if length >= _FIRST_BYTES:
+        digest = blake2b(digest_size=12)
+        done, size = 0, _FIRST_BYTES
+        while size <= length and size <= _LAST_BYTES:
+            digest.update(text[done:size])
+            found.append((f"text:{digest.hexdigest()}", tokens * size // length))
+            done, size = size, size * 2
+    return tuple(found)
