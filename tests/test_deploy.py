@@ -1,0 +1,288 @@
+"""The files under configs/deploy: each is read by its reader, and what they say of hetlb is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from test_walkthrough import free_ports, vllm_accepts
+
+import hetlb.demo
+from hetlb.cli.main import build_parser, main
+from hetlb.config import Fleet, load_fleet
+from hetlb.loadtest.processes import helper_processes
+from hetlb.proxy.service import READINESS_LAG_S
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "configs" / "deploy"
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def manifests(kind: str) -> dict[str, dict[str, Any]]:
+    """The objects of one kind, by name."""
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
+
+
+def fleet_text(which: str) -> str:
+    if which == "kubernetes.yaml":
+        text: str = manifests("ConfigMap")["hetlb"]["data"]["fleet.yaml"]
+        return text
+    return (DEPLOY / which).read_text()
+
+
+def laid_out(folder: Path, text: str) -> Path:
+    """A fleet file and the token beside it, as the pages and the manifest put them into /etc/hetlb."""
+    (folder / "secrets").mkdir()
+    (folder / "secrets" / "admin-token").write_text(f"{TOKEN}\n")
+    path = folder / "fleet.yaml"
+    path.write_text(text)
+    return path
+
+
+FLEETS = ("fleet.yaml", "kubernetes.yaml")
+
+
+def served(arguments: list[str]) -> Any:
+    """The flags of a `hetlb` command line that serves what stands in /etc/hetlb."""
+    args = build_parser(arguments[0]).parse_args(arguments)
+    assert args.command == "serve"
+    assert args.config == Path("/etc/hetlb/fleet.yaml")
+    return args
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_yaml_file_is_one_and_is_known_here(path: Path) -> None:
+    documents = list(yaml.safe_load_all(path.read_text()))
+    assert all(isinstance(each, dict) and each for each in documents)
+    assert path.name in FLEETS
+
+
+@pytest.mark.parametrize("which", FLEETS)
+def test_every_fleet_can_be_served_and_needs_its_token(
+    which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = laid_out(tmp_path, fleet_text(which))
+    assert main(["serve", "--config", str(path), "--check"]) == 0
+    (tmp_path / "secrets" / "admin-token").unlink()
+    assert main(["serve", "--config", str(path), "--check"]) == 2
+    assert "admin.token_file" in capsys.readouterr().err
+
+
+# --- systemd -----------------------------------------------------------------------------------------------
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the unit, each with all its values."""
+    found = defaultdict(list)
+    for line in (DEPLOY / "hetlb.service").read_text().splitlines():
+        if line and line[0] not in "#[":
+            key, _, value = line.partition("=")
+            found[key].append(value)
+    return found
+
+
+def test_the_unit_serves_checks_before_it_reloads_and_waits_for_the_drain(tmp_path: Path) -> None:
+    settings = unit()
+    (start,) = settings["ExecStart"]
+    assert not served(shlex.split(start)[1:]).check
+    check, reload = settings["ExecReload"]
+    assert served(shlex.split(check)[1:]).check
+    assert reload == "/bin/kill -HUP $MAINPID"
+    assert settings["RestartPreventExitStatus"] == [str(main(["serve", "--config", str(tmp_path / "none")]))]
+    grace_s = load_fleet(DEPLOY / "fleet.yaml").proxy.shutdown_grace_s
+    assert float(settings["TimeoutStopSec"][0]) > READINESS_LAG_S + grace_s
+    assert settings["KillMode"] == ["mixed"]  # SIGTERM to hetlb alone, not to a what-if that it runs
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    here = tmp_path / "hetlb.service"
+    text = (DEPLOY / "hetlb.service").read_text()
+    here.write_text(text.replace("/opt/hetlb/bin/hetlb", sys.executable))
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(here)], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# --- the image ---------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the container file in order, continued lines joined."""
+    text = (DEPLOY / "Containerfile").read_text()
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines if line.strip()]
+
+
+def test_the_image_runs_hetlb_as_nobody_on_the_ports_of_the_fleet() -> None:
+    said = dict(instructions())
+    entry, command = json.loads(said["ENTRYPOINT"]), json.loads(said["CMD"])
+    assert entry == ["hetlb"]
+    assert not served(command).check
+    fleet = load_fleet(DEPLOY / "fleet.yaml")
+    assert said["EXPOSE"].split() == [str(fleet.listen.port), str(fleet.admin.port)]
+    security = manifests("Deployment")["hetlb"]["spec"]["template"]["spec"]["securityContext"]
+    assert said["USER"] == f"{security['runAsUser']}:{security['runAsGroup']}"
+
+
+def test_the_image_is_built_from_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = {
+        source
+        for instruction, rest in instructions()
+        if instruction == "COPY" and "--from" not in rest
+        for source in rest.split()[:-1]
+    }
+    assert all((ROOT / source).exists() for source in copied)
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    assert copied == needed
+    extras = {extra for _, rest in instructions() for extra in re.findall(r"(?:\.|hetlb)\[(\w+)\]", rest)}
+    assert extras <= project["project"]["optional-dependencies"].keys()
+    lowest = project["project"]["requires-python"].removeprefix(">=")
+    for instruction, rest in instructions():
+        if instruction == "FROM":
+            (version,) = re.findall(r"python:([0-9.]+)-", rest)
+            assert tuple(map(int, version.split("."))) >= tuple(map(int, lowest.split(".")))
+
+
+# --- Kubernetes --------------------------------------------------------------------------------------------
+
+
+def pod(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = manifests("Deployment")[name]["spec"]["template"]["spec"]
+    return spec
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = pod(name)["containers"]
+    return dict(only)
+
+
+def selected(selector: dict[str, str]) -> list[str]:
+    """The deployments whose pods bear these labels."""
+    return [
+        name
+        for name, each in manifests("Deployment").items()
+        if selector.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+    ]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    """The fleet of the manifest."""
+    return load_fleet(laid_out(tmp_path, fleet_text("kubernetes.yaml")))
+
+
+def test_the_pod_finds_its_files_where_the_fleet_names_them(fleet: Fleet) -> None:
+    served(container("hetlb")["args"])
+    mounts = {each["name"]: each["mountPath"] for each in container("hetlb")["volumeMounts"]}
+    assert mounts["config"] == "/etc/hetlb"
+    (projected,) = (each["projected"] for each in pod("hetlb")["volumes"] if each["name"] == "config")
+    config, secret = projected["sources"]
+    assert "fleet.yaml" in manifests("ConfigMap")[config["configMap"]["name"]]["data"]
+    assert [item["path"] for item in secret["secret"]["items"]] == [fleet.written.admin.token_file]
+    assert {each["name"] for each in pod("hetlb")["volumes"]} == mounts.keys()
+
+
+def test_every_service_leads_to_a_port_of_one_deployment(fleet: Fleet) -> None:
+    services = manifests("Service")
+    for service in services.values():
+        (name,) = selected(service["spec"]["selector"])
+        ports = {each.get("name"): each["containerPort"] for each in container(name)["ports"]}
+        (port,) = service["spec"]["ports"]
+        target = port.get("targetPort", port["port"])
+        assert target in ports or target in ports.values()
+    ports = {each["name"]: each["containerPort"] for each in container("hetlb")["ports"]}
+    assert ports == {"http": fleet.listen.port, "admin": fleet.admin.port}
+    assert {service for service in services if services[service]["metadata"]["labels"]["app"] == "vllm"} == {
+        urlsplit(spec.url).hostname for spec in fleet.instances
+    }
+    for spec in fleet.instances:
+        address = urlsplit(spec.url)
+        (port,) = services[address.hostname or ""]["spec"]["ports"]
+        assert port["port"] == address.port
+
+
+def test_every_selector_finds_its_own_pods() -> None:
+    for name, each in manifests("Deployment").items():
+        assert selected(each["spec"]["selector"]["matchLabels"]) == [name]
+    (policy,) = manifests("NetworkPolicy").values()
+    engines = selected(policy["spec"]["podSelector"]["matchLabels"])
+    assert sorted([*engines, "hetlb"]) == sorted(manifests("Deployment"))
+    ((rule,),) = (rule["from"] for rule in policy["spec"]["ingress"])
+    assert selected(rule["podSelector"]["matchLabels"]) == ["hetlb"]
+
+
+def test_every_pod_has_time_to_drain(fleet: Fleet) -> None:
+    def slept(name: str) -> float:
+        sleep, seconds = container(name)["lifecycle"]["preStop"]["exec"]["command"]
+        assert sleep == "sleep"
+        return float(seconds)
+
+    needed_s = slept("hetlb") + READINESS_LAG_S + fleet.proxy.shutdown_grace_s
+    assert pod("hetlb")["terminationGracePeriodSeconds"] > needed_s
+    for name in selected({"app": "vllm"}):
+        arguments = container(name)["args"]
+        timeout_s = float(arguments[arguments.index("--shutdown-timeout") + 1])
+        assert pod(name)["terminationGracePeriodSeconds"] > slept(name) + timeout_s
+
+
+def test_the_servers_serve_the_model_of_the_fleet(fleet: Fleet) -> None:
+    for name in selected({"app": "vllm"}):
+        arguments = container(name)["args"]
+        assert arguments[arguments.index("--served-model-name") + 1] == fleet.instances[0].model
+        ports = [each["containerPort"] for each in container(name)["ports"]]
+        assert ports == [int(arguments[arguments.index("--port") + 1])]
+
+
+@pytest.mark.vllm
+def test_vllm_knows_the_flags_of_the_manifest() -> None:
+    commands = [[*container(name)["command"], *container(name)["args"]] for name in selected({"app": "vllm"})]
+    assert commands
+    assert all(command[:2] == ["vllm", "serve"] for command in commands)
+    vllm_accepts([command[2:] for command in commands])
+
+
+def status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+@pytest.mark.asyncio
+async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path) -> None:
+    ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True))
+    with helper_processes() as helpers:
+        profile = Path(hetlb.demo.__file__).parent / "fast.yaml"
+        engine = helpers.start(
+            "engine", "engine", "--profile", str(profile), "--port", "0", "--served-model-name", "qwen3-8b"
+        )
+        await engine.ready()
+        text = re.sub(r"http://vllm-[a-z0-9-]+:8000", engine.urls[0], fleet_text("kubernetes.yaml"))
+        text = re.sub(r"\b808[01]\b", lambda found: ports[found[0]], text)
+        proxy = helpers.start("proxy", "serve", "--config", str(laid_out(tmp_path, text)))
+        await proxy.ready()
+        admin = f"http://127.0.0.1:{ports['8081']}"
+        probes = [container("hetlb")[key]["httpGet"] for key in ("readinessProbe", "livenessProbe")]
+        assert [probe["port"] for probe in probes] == ["admin", "admin"]
+        assert [status(admin + probe["path"]) for probe in probes] == [200, 200]
+        assert status(f"{admin}/metrics") == 401

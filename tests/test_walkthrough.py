@@ -1,0 +1,270 @@
+"""The pages that a newcomer walks through: what they show is run, or read by whoever would read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from test_docs import PAGES, keys
+
+from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.config import FleetFile, load_fleet, load_profile
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+GETTING_STARTED = DOCS / "getting-started.md"
+VLLM = ROOT / ".venv-vllm"
+
+#: `<!-- not run: why -->` on the line before a block keeps it from being run.
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+_HERE_DOCUMENT = re.compile(r"<<'EOF'(?P<rest>[^\n]*)\n.*?^EOF$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page. `why` it is not run, None where it is."""
+
+    kind: str
+    text: str
+    line: int
+    why: str | None
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text()
+    return [
+        Block(found["kind"], found["text"], text.count("\n", 0, found.start("kind")) + 1, found["why"])
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def shell_commands(script: str) -> Iterator[list[str]]:
+    """The words of every command of a script, without redirections and variables set for it alone."""
+    script = _HERE_DOCUMENT.sub(r"\g<rest>", script).replace("\\\n", " ")
+    script = re.sub(r"\b[0-9](?=>)", "", script)
+    lexer = shlex.shlex(script, posix=True, punctuation_chars="();<>|&\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    words: list[str] = []
+    redirected = False
+    for token in [*lexer, "\n"]:
+        if set(token) <= set("();<>|&\n"):
+            if ">" not in token and "<" not in token and words:
+                yield words
+                words = []
+            redirected = ">" in token or "<" in token
+        elif redirected:
+            redirected = False
+        elif words or not re.match(r"\w+=", token):
+            words.append(token)
+
+
+def shown(command: str) -> list[tuple[str, list[str]]]:
+    """Every use of `command` in the shell blocks of all pages, with where it stands."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            if block.kind == "sh":
+                for words in shell_commands(block.text):
+                    # `docker stop hetlb` is none of ours; `docker run hetlb serve …` is.
+                    found += [
+                        (f"{page.name}:{block.line}", words[i + 1 :])
+                        for i, word in enumerate(words)
+                        if Path(word).name == command and (i == 0 or words[i + 1 : i + 2] == ["serve"])
+                    ]
+    return found
+
+
+@pytest.mark.parametrize(("where", "arguments"), shown("hetlb"), ids=lambda value: str(value)[:60])
+def test_every_command_in_a_shell_block_is_one(where: str, arguments: list[str]) -> None:
+    if arguments == ["--version"]:
+        return
+    assert arguments[0] in COMMANDS, where
+    build_parser(arguments[0]).parse_args(arguments)
+
+
+def test_shell_blocks_are_read_as_a_shell_reads_them() -> None:
+    script = "A=1 x 'b c' > log 2>&1 &\ncat > f <<'EOF'\nhetlb no\nEOF\ny \\\n  -d '{\n}' | z; w\n"
+    assert list(shell_commands(script)) == [["x", "b c"], ["cat"], ["y", "-d", "{\n}"], ["z"], ["w"]]
+
+
+# --- getting started ---------------------------------------------------------------------------------------
+
+#: The ports of the page, and what is smaller in a test than on the page: time and load, nothing else.
+_PORTS = ("8000", "8001", "8080", "8081")
+_SMALLER = {
+    "hetlb engine --profile": "hetlb engine --time-scale 0.05 --profile",
+    "--num-prompts 240 --request-rate 24": "--num-prompts 24 --request-rate 240",
+    "--budget 1m": "--budget 1m --repeats 1",
+}
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for each in held:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in held]
+    finally:
+        for each in held:
+            each.close()
+
+
+def walk(folder: Path, ports: list[int]) -> str:
+    """Run the blocks of the page in order in one shell; what they printed. Nothing outlives it."""
+    script = ["set -eu"]
+    for block in blocks(GETTING_STARTED):
+        assert block.kind == "sh", f"line {block.line}: expected a block that is run, or marked as not run"
+        if block.why is None:
+            script += [f"echo '=== line {block.line}'", block.text]
+    text = "\n".join([*script, "wait"])
+    for shown_text, smaller in _SMALLER.items():
+        assert shown_text in text
+        text = text.replace(shown_text, smaller)
+    for port, instead in zip(_PORTS, ports, strict=True):
+        assert port in text
+        text = re.sub(rf"\b{port}\b", str(instead), text)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("OPENAI_API_KEY", "HETLB_ADMIN_TOKEN")
+    }
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    output = folder / "output"
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            ["bash", "-c", text], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=stream,
+            stderr=subprocess.STDOUT, process_group=0,
+        )  # fmt: skip
+        try:
+            status = process.wait()
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                left_over = False
+            else:
+                left_over = True
+            process.wait()
+    said = output.read_text()
+    logs = "".join(f"\n--- {log.name}\n{log.read_text()}" for log in sorted(folder.glob("*/*.log")))
+    assert status == 0, said[-4000:] + logs[-4000:]
+    assert not left_over, f"the page leaves processes behind\n{said[-2000:]}"
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(
+    not (shutil.which("curl") and shutil.which("bash")), reason="the page uses curl and a shell"
+)
+def test_getting_started_leads_from_nothing_to_a_report(tmp_path: Path) -> None:
+    ports = free_ports(len(_PORTS))
+    said = walk(tmp_path, ports)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+
+    assert re.search(r"^x-hetlb-instance: (h100|l40s)\r?$", said, re.MULTILINE | re.IGNORECASE)
+
+    compared = json.loads((folder / "compare.json").read_text())
+    assert [run["policy"] for run in compared["runs"]].count("hetlb") == 3
+    assert {run["policy"] for run in compared["runs"]} == {"rr", "least-requests", "hetlb"}
+    for run in compared["runs"]:
+        assert (run["completed"], run["failed"]) == (24, 0)
+        assert {each["name"] for each in run["instances"]} <= {"h100", "l40s"}
+    report = (folder / "report.html").read_text()
+    assert "<svg" in report
+    assert all(f">{policy}<" in report for policy in ("rr", "least-requests", "hetlb"))
+
+    for name in ("h100", "l40s"):
+        profile = load_profile(folder / f"{name}.yaml")
+        assert profile.source is not None
+        assert (profile.source.kind, profile.source.measured) == ("live", True)
+    assert {spec.name: spec.latency is not None for spec in load_fleet(folder / "fleet.yaml").instances} == {
+        "h100": True,
+        "l40s": True,
+    }
+    assert '"reloaded":"2 instances out, 2 in' in said
+
+    fleet, _ = json.JSONDecoder().raw_decode(said, said.index('{"policy"'))
+    states = {each["name"]: each["state"] for each in fleet["models"][0]["instances"]}
+    assert states == {"h100": "ready", "l40s": "drain"}
+
+
+def test_what_getting_started_does_not_run_says_why() -> None:
+    skipped = [block for block in blocks(GETTING_STARTED) if block.why is not None]
+    assert [block.why for block in skipped] == ["installs", "needs two GPUs"]
+    # What needs a GPU differs from what is run in who answers, and in nothing that comes after.
+    real = list(shell_commands(skipped[1].text))
+    assert [words[:2] for words in real] == [["vllm", "serve"]] * 2
+    emulated = "".join(block.text for block in blocks(GETTING_STARTED) if "hetlb engine" in block.text)
+    for words in real:
+        for flag in ("--served-model-name", "--port"):
+            assert f"{flag} {words[words.index(flag) + 1]} " in emulated
+
+
+_VLLM_PARSER = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for arguments in json.load(sys.stdin):
+    make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    print("ok")
+"""
+
+
+def vllm_accepts(commands: list[list[str]]) -> None:
+    """Each is what follows `vllm serve`; vLLM's own parser reads it."""
+    result = subprocess.run(
+        [str(VLLM / "bin" / "python"), "-c", _VLLM_PARSER],
+        input=json.dumps(commands), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.stdout.split() == ["ok"] * len(commands), result.stderr[-2000:]
+
+
+@pytest.mark.vllm
+def test_vllm_knows_the_flags_that_the_pages_show() -> None:
+    commands = [arguments[1:] for _, arguments in shown("vllm")]
+    assert commands
+    vllm_accepts(commands)
+
+
+# --- the other pages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["running-as-a-service.md", "migrating.md"])
+def test_every_fleet_file_shown_is_one(page: str, tmp_path: Path) -> None:
+    shown_here = [block.text for block in blocks(DOCS / page) if block.kind == "yaml"]
+    fleets = [text for text in shown_here if "version" in yaml.safe_load(text)]
+    assert len(fleets) == {"running-as-a-service.md": 0, "migrating.md": 3}[page]
+    for number, text in enumerate(fleets):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        assert len(load_fleet(path).instances) == 2
+
+
+@pytest.mark.parametrize("page", ["getting-started.md", "running-as-a-service.md", "migrating.md"])
+def test_every_key_named_exists(page: str) -> None:
+    known = keys(FleetFile)
+    named = re.findall(
+        r"`((?:listen|admin|policy|queue|scrape|proxy|models\[\])\.[a-z_.\[\]]+)`", (DOCS / page).read_text()
+    )
+    for key in named:
+        assert any(each == key or each.startswith(f"{key}.") for each in known), key
+
+
+def test_the_table_of_contents_has_every_page() -> None:
+    contents = (DOCS / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in contents, page.name
