@@ -354,6 +354,7 @@ async def test_a_fleet_from_addresses_has_nothing_to_reload(tmp_path: Path) -> N
 
 async def test_sighup_reloads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever a test before left: the new handler is waited for
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one)) as running:
         serve = asyncio.create_task(running.service.run())
         await turns_until(lambda: signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL)
