@@ -207,7 +207,7 @@ class Sweep:
             if not droppable:
                 raise InputError(
                     f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
-                    f"slow as this one, got {self._budget_s:g}s"
+                    f"slow as this one, got {self._budget_s:.1f}s for measuring"
                 )
             dearest = max(droppable, key=lambda size: (cost[size], size))
             del taken[dearest]

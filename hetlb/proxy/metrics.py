@@ -25,18 +25,19 @@ from hetlb.proxy.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: vLLM's own bounds, so that its figures and ours can be laid over each other.
+#: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
+#: finer first one.
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-    80.0, 160.0,
+    80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 ITL_S = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0,
+    40.0, 80.0,
 )  # fmt: skip
 E2E_S = (
     0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-    480.0, 960.0,
+    480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 #: Of predictions: predicted over actual.
