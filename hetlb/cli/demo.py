@@ -31,6 +31,7 @@ from rich.progress import Progress as Bars
 from hetlb.config import load_profile
 from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.errors import HetlbError, InputError
+from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
 from hetlb.loadtest.prompts import CompletionBodies
@@ -43,7 +44,6 @@ POLICIES = ("rr", "hetlb")
 #: One `max_tokens` for all, far above every answer: its length is the engine's secret, as in life.
 MAX_TOKENS = 256
 
-_IDLE_TIMEOUT_S = 10.0
 _REDRAW_S = 0.25
 _PLAIN_WIDTH = 100
 
@@ -129,12 +129,13 @@ class _Demo:
         url, admin = await self._start_proxy(urls)
         runs = []
         async with aiohttp.ClientSession() as session:
-            await _wait_idle(session, admin)
+            fleet = FleetAdmin(session, admin)
+            await fleet.idle()
             for policy in POLICIES:
                 say(f"the same load through the proxy, policy {policy}")
-                await _set_policy(session, admin, policy)
+                await fleet.set_policy(policy)
                 runs.append(await self._load(policy, url, list(urls)))
-                await _wait_idle(session, admin)
+                await fleet.idle()
         return {
             "runs": runs,
             "standalone": {
@@ -209,41 +210,6 @@ class _Demo:
         for reason in summary["client"]["reasons"]:
             self._screen.say(f"  {label}: careful: {reason}")
         return summary
-
-
-async def _set_policy(session: aiohttp.ClientSession, admin: str, policy: str) -> None:
-    async with session.put(f"{admin}/v1/policy", json={"name": policy}) as reply:
-        if reply.status != 200:
-            raise HetlbError(f"the proxy did not take the policy {policy}: {await reply.text()}")
-
-
-async def _wait_idle(session: aiohttp.ClientSession, admin: str) -> None:
-    """Return once every instance is up and every figure of the fleet is exactly 0."""
-    deadline = time.monotonic() + _IDLE_TIMEOUT_S
-    while busy := _busy(await _get(session, f"{admin}/v1/fleet")):
-        if time.monotonic() > deadline:
-            raise HetlbError(f"the fleet is not idle after {_IDLE_TIMEOUT_S:.0f} s: {', '.join(busy)}")
-        await asyncio.sleep(0.05)
-
-
-async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with session.get(url) as reply:
-        document: dict[str, Any] = await reply.json()
-        return document
-
-
-def _busy(fleet: Mapping[str, Any]) -> list[str]:
-    """What keeps the fleet from being idle and ready, in words; empty if nothing."""
-    found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
-    for instance in (instance for model in fleet["models"] for instance in model["instances"]):
-        found += [
-            f"{instance['name']}.{key}: {instance[key]}"
-            for key in ("in_flight", "queued", "workload", "kv_reserved_tokens")
-            if instance[key] != 0
-        ]
-        if instance["health"] != "up":
-            found.append(f"{instance['name']} is {instance['health']}")
-    return found
 
 
 # --- what a person sees -------------------------------------------------------------------------------

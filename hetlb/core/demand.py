@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 
-from hetlb.core.instance import Instance
-from hetlb.core.latency import LatencyModel, ideal_batch, processing_s
+from hetlb.core.instance import Figures, Instance
+from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.types import Request
 
 #: What one prompt token weighs against one output token.
@@ -84,8 +84,8 @@ class Mix:
         self._count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0)
-        self._speeds: dict[str, tuple[LatencyModel, tuple[float, float, float, float]]] = {}
-        self._fleet: tuple[list[LatencyModel], float, list[int]] = ([], 0.0, [])
+        self._speeds: dict[str, tuple[Figures, tuple[float, float, float, float]]] = {}
+        self._fleet: tuple[list[Figures], float, list[int]] = ([], 0.0, [])
 
     @property
     def empty(self) -> bool:
@@ -117,13 +117,13 @@ class Mix:
 
     def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
         """The speed of all of them together, and their indices, who has a full batch done soonest first."""
-        models = [instance.latency for instance in instances]
+        figures = [instance.figures for instance in instances]
         known, total, order = self._fleet
-        if len(known) != len(models) or not all(map(is_, known, models)):
+        if len(known) != len(figures) or not all(map(is_, known, figures)):
             costs = [self.costs(instance) for instance in instances]
             total = sum(cost[0] for cost in costs)
             order = sorted(range(len(costs)), key=lambda i: costs[i][3])
-            self._fleet = (models, total, order)
+            self._fleet = (figures, total, order)
         return total, order
 
     def costs(self, instance: Instance) -> tuple[float, float, float, float]:
@@ -132,7 +132,7 @@ class Mix:
         The latter three in seconds.
         """
         known = self._speeds.get(instance.name)
-        if known is not None and known[0] is instance.latency:
+        if known is not None and known[0] is instance.figures:
             return known[1]
         prompt, output = self._measured
 
@@ -146,7 +146,7 @@ class Mix:
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         costs = (speed, max(0.0, of_prompt_s), max(0.0, of_output_s), share_s * batch)
-        self._speeds[instance.name] = (instance.latency, costs)
+        self._speeds[instance.name] = (instance.figures, costs)
         return costs
 
 

@@ -7,6 +7,7 @@ sum over the live leases at every moment; nothing in it can fall below zero.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -73,6 +74,10 @@ class PeakEwma:
         return math.exp(-(now - self._updated_at) / decay_s)
 
 
+#: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
+Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int]
+
+
 class Instance:
     """One incarnation of one vLLM server."""
 
@@ -116,8 +121,8 @@ class Instance:
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
-        #: What a decision reads of it: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
-        self.figures: tuple[float, float, float, float, float, float, float, int, int, int]
+        #: What a decision reads of it.
+        self.figures: Figures = (0.0,) * 7 + (0, 0, 0)
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
@@ -175,9 +180,11 @@ class Instance:
     def _refigure(self) -> None:
         k = self.latency
         budget = self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-        self.figures = (
+        figures = (
             k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8, budget, self.max_num_seqs, self.kv_cache_tokens,
         )  # fmt: skip
+        if figures != self.figures:  # the same object for as long as nothing changes: `Mix` goes by that
+            self.figures = figures
 
     def fits(self, request: Request) -> bool:
         """Whether prompt and the output the client may ask for fit this instance at all."""

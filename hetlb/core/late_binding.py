@@ -22,7 +22,7 @@ Four questions, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
@@ -234,15 +234,9 @@ class Hetlb(Policy):
         work_s = 0.0 if index is None else _paper_work(question, instances[index])[2]
         return Choice(index, work_s, view.candidates)
 
-    def overtaking(
-        self,
-        chosen: Instance | None,
-        entries: Sequence[Queued],
-        demand: Demand,
-        instances: Sequence[Instance],
-    ) -> Iterable[Queued]:
-        if chosen is None or len(instances) < 2:
-            return ()
+    def suited(
+        self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
+    ) -> Queued:
         mix = demand.mix
         fleet_prompt = fleet_output = 0.0
         for instance in instances:
@@ -259,7 +253,7 @@ class Hetlb(Policy):
             if share < least:
                 found = entry
                 least = share if least < math.inf else share * _BETTER
-        return () if found is entries[0] else (found,)
+        return found
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         return _View(question, instances).candidates()

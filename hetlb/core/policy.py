@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -157,18 +157,11 @@ class Policy:
         """One candidate per instance, in their order; an infinite score is never chosen."""
         raise NotImplementedError
 
-    def overtaking(
-        self,
-        chosen: Instance | None,
-        entries: Sequence[Queued],
-        demand: Demand,
-        instances: Sequence[Instance],
-    ) -> Iterable[Queued]:
-        """Those of `entries` (the head of the queue first) that should go before it, best first.
-
-        `chosen` is where the head would go now, None if nowhere.
-        """
-        return ()
+    def suited(
+        self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
+    ) -> Queued:
+        """Which of `entries` (the head of the queue first) should go to `chosen`, where the head would go."""
+        return entries[0]
 
     def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
         """`chosen` out of `instances` got the request."""

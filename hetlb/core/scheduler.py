@@ -586,17 +586,15 @@ class Scheduler:
             self._forget(request.id)
             return self._too_long(request, instances)
         found = self._choose(request, instances, now, self._predict(request), head.size)
-        if head.overtaken < self._policy.lookahead and len(entries) > 1:
-            chosen = None if found is None else found.instance
-            demand = self._demand(request.model)
-            for entry in self._policy.overtaking(chosen, entries, demand, instances):
-                other = self._choose(entry.request, instances, now, entry.predicted_output, entry.size)
-                if other is not None and (found is None or other.instance is found.instance):
-                    found = other
-                    head.overtaken += 1
-                    break
         if found is None:
             return None
+        if head.overtaken < self._policy.lookahead and len(entries) > 1:
+            entry = self._policy.suited(found.instance, entries, self._demand(request.model), instances)
+            if entry is not head:
+                other = self._choose(entry.request, instances, now, entry.predicted_output, entry.size)
+                if other is not None and other.instance is found.instance:
+                    found = other
+                    head.overtaken += 1
         self._queue.remove(found.question.request.id)
         return self._book(found, instances, now)
 

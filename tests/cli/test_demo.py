@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 import hetlb.demo
-from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _busy, _meaning
+from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
 from hetlb.cli.main import main
 from hetlb.cli.simulate import make_study, run_document
 from hetlb.config import load_fleet, load_profile
+from hetlb.loadtest.admin import busy_figures
 from hetlb.sim.sweep import Cell, Load, run_sweep
 from hetlb.traces import read_trace
 
@@ -236,10 +237,10 @@ def fleet(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_idle_fleet_is_one_whose_every_figure_is_zero() -> None:
-    assert _busy(fleet()) == []
-    assert _busy(fleet(workload=1e-9)) == ["fast.workload: 1e-09"]
-    assert _busy(fleet(health="suspect", in_flight=2)) == ["fast.in_flight: 2", "fast is suspect"]
-    assert _busy({**fleet(), "queue": {"requests": 1, "bytes": 0}}) == ["requests in the queue: 1"]
+    assert busy_figures(fleet()) == []
+    assert busy_figures(fleet(workload=1e-9)) == ["fast.workload: 1e-09"]
+    assert busy_figures(fleet(health="suspect", in_flight=2)) == ["fast.in_flight: 2", "fast is suspect"]
+    assert busy_figures({**fleet(), "queue": {"requests": 1, "bytes": 0}}) == ["requests in the queue: 1"]
 
 
 def test_the_result_in_words() -> None:
