@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
@@ -423,12 +424,24 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The bounded queue in front of the instances."""
+    """The bounded queue in front of the instances.
+
+    `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
+    each gets while several wait, by name, 1 for who is not named.
+    """
 
     max_requests: PositiveInt = 16_384
     max_bytes: PositiveInt = 256 << 20
     timeout_s: Positive = 300.0
     no_instance_timeout_s: NonNegative = 30.0
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    tenant_weights: dict[str, Positive] = msgspec.field(default_factory=dict)
+
+
+class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How instances that come back are trusted again. `slow_start_s` 0: at once."""
+
+    slow_start_s: NonNegative = 30.0
 
 
 class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -441,9 +454,10 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
-    `session_header` names a conversation; `api_keys_file` lists the clients' keys;
-    `passthrough_authorization` lets a client's own key through to the engines. `heartbeat_s` is how often a
-    stream that waits gets a comment, 0 for never. `max_connections` of clients None is half of the process's
+    `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
+    `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
+    the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_held_bytes`
+    bounds all bodies together that are being read. `max_connections` of clients None is half of the process's
     file descriptors: the other half is for engines.
     """
 
@@ -458,13 +472,29 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
     max_body_bytes: PositiveInt = 8 << 20
     max_multipart_bytes: PositiveInt = 64 << 20
+    max_held_bytes: PositiveInt = 512 << 20
+    min_body_bytes_per_s: NonNegative = 1024.0
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
+    request_log_format: Literal["keyvalue", "json"] = "keyvalue"
     session_header: str = "x-session-id"
+    tenant_header: str | None = None
     api_keys_file: str | None = None
     passthrough_authorization: bool = False
     heartbeat_s: NonNegative = 0.0
     max_connections: PositiveInt | None = None
+
+
+class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where spans of requests go: a collector's address (OTLP over HTTP).
+
+    `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
+    clients that do not say whether theirs is.
+    """
+
+    otlp_endpoint: str
+    service_name: str = "hetlb"
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
 class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -502,8 +532,10 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     admin: Admin = Admin()
     policy: PolicyTable = PolicyTable()
     queue: QueueTable = QueueTable()
+    health: HealthTable = HealthTable()
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
+    tracing: TracingTable | None = None
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -536,8 +568,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     admin: Admin
     policy: PolicyTable
     queue: QueueTable
+    health: HealthTable
     scrape: ScrapeTable
     proxy: ProxyTable
+    tracing: TracingTable | None
     instances: tuple[InstanceSpec, ...]
     profiles: dict[str, Profile]
     tokenizers: dict[str, Path]
@@ -568,7 +602,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             max_bytes=q.max_bytes,
             timeout_s=q.timeout_s,
             no_instance_timeout_s=q.no_instance_timeout_s,
+            tenant_share=q.tenant_share,
+            tenant_weights=q.tenant_weights,
         )
+
+    @property
+    def health_params(self) -> HealthParams:
+        """The parameters of health in the scheduler's own type."""
+        return HealthParams(slow_start_s=self.health.slow_start_s)
 
     def output_lengths(self) -> LengthDistribution | None:
         """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
@@ -598,6 +639,19 @@ def check_url(url: str, where: str) -> str:
     if re.search(r"[\x00-\x20\x7f]", url):
         raise ConfigError(expected)
     return url.rstrip("/")
+
+
+def _check_endpoint(url: str, where: str) -> None:
+    """Raise `ConfigError` unless spans can be posted to `url`."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and _NETLOC.fullmatch(parts.netloc) is not None
+        right = right and parts.port != 0 and re.search(r"[\x00-\x20\x7f?#]", url) is None
+    except ValueError:
+        right = False
+    if not right:
+        shown = re.sub(r"//[^/]*@", "//***@", url)  # a password may stand there
+        raise ConfigError(f"{where}: expected a URL like http://collector:4318, got {shown!r}")
 
 
 def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
@@ -672,6 +726,11 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
     check_policy(file.policy, where)
+    for tenant, weight in file.queue.tenant_weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}")
+    if file.tracing is not None:
+        _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
     secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
     if not file.models:
         raise ConfigError(f"{where}models: expected at least one model, got none")
@@ -711,7 +770,9 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         admin=file.admin,
         policy=file.policy,
         queue=file.queue,
+        health=file.health,
         scrape=file.scrape,
+        tracing=file.tracing,
         proxy=file.proxy,
         instances=tuple(specs),
         profiles=profiles,
@@ -745,7 +806,9 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
         admin=defaults.admin,
         policy=defaults.policy,
         queue=defaults.queue,
+        health=defaults.health,
         scrape=defaults.scrape,
+        tracing=defaults.tracing,
         proxy=defaults.proxy,
         instances=tuple(instances),
         profiles={},

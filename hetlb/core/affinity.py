@@ -23,7 +23,7 @@ class Affinity:
     __slots__ = ("_homes",)
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[_Key, tuple[str, int, int]] = OrderedDict()
+        self._homes: OrderedDict[_Key, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -34,23 +34,24 @@ class Affinity:
         for name, tokens in request.beginnings:
             key = (request.model, name)
             held = request.prompt_tokens + round(predicted_output) if tokens is None else tokens
-            homes[key] = (instance.name, instance.incarnation, held)
+            homes[key] = (instance.cache_id, held)
             homes.move_to_end(key)
         while len(homes) > REMEMBERED:
             homes.popitem(last=False)
 
-    def held(self, request: Request) -> dict[tuple[str, int], int]:
-        """Tokens of the prompt that an instance, by name and incarnation, may hold; one is always read."""
-        found: dict[tuple[str, int], int] = {}
+    def held(self, request: Request) -> dict[int, int]:
+        """Tokens of the prompt that a prefix cache, by `Instance.cache_id`, may hold; one is always read."""
+        found: dict[int, int] = {}
+        homes, model, most = self._homes, request.model, request.prompt_tokens - 1
         for name, tokens in request.beginnings:
-            home = self._homes.get((request.model, name))
+            home = homes.get((model, name))
             if home is None:
                 continue
-            instance, incarnation, held = home
+            cache_id, held = home
             if tokens is not None and held > tokens:
                 held = tokens
-            held = min(held, request.prompt_tokens - 1)
-            key = (instance, incarnation)
-            if held > found.get(key, 0):
-                found[key] = held
+            if held > most:
+                held = most
+            if held > found.get(cache_id, 0):
+                found[cache_id] = held
         return found

@@ -8,8 +8,10 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from operator import is_
+from itertools import accumulate, islice
 
 from hetlb.core.instance import Figures, Instance
 from hetlb.core.latency import ideal_batch, processing_s
@@ -22,6 +24,10 @@ HORIZONS_S = (1.0, 4.0, 16.0, 64.0, 256.0)
 SLOTS = 16
 #: A slot with more than this many times the median is a burst.
 BURST = 3.0
+#: Arrivals are kept until a horizon is asked for, so many at most.
+_KEPT = 128
+#: Bounds of a rate allow for sums that were added up in another order.
+_BELOW, _ABOVE = 1.0 - 1e-9, 1.0 + 1e-9
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -32,35 +38,73 @@ def size_of(request: Request, predicted_output: float) -> float:
 class _Slots:
     """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
 
-    __slots__ = ("_rate", "_slot", "_sums", "_width_s")
+    __slots__ = ("_rate", "_slot", "_sums", "nothing_in", "taken", "width_s")
 
     def __init__(self, horizon_s: float) -> None:
-        self._width_s = horizon_s / SLOTS
+        self.width_s = horizon_s / SLOTS
         self._slot = 0
         self._sums = [0.0] * SLOTS
         self._rate: float | None = 0.0  # None when it must be computed again
+        #: How many of the arrivals that `Demand` keeps are counted here.
+        self.taken = 0
+        #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
+        self.nothing_in = -1
+
+    def take(self, times: list[float], sizes: list[float]) -> None:
+        """Count the arrivals that are not counted yet, in the order of time."""
+        taken, count = self.taken, len(times)
+        if taken == count:
+            return
+        width_s, sums, slot = self.width_s, self._sums, self._slot
+        if int(times[-1] / width_s) <= slot:  # all in one slot: added up one after the other all the same
+            index = slot % SLOTS
+            sums[index] = deque(accumulate(islice(sizes, taken, None), initial=sums[index]), 1)[0]
+        else:
+            for i in range(taken, count):
+                if int(times[i] / width_s) > slot:
+                    self.advance(times[i])
+                    slot = self._slot
+                sums[slot % SLOTS] += sizes[i]
+        self.taken = count
+        self._rate = None
 
     def advance(self, now: float) -> None:
-        slot = int(now / self._width_s)
+        slot = int(now / self.width_s)
         if slot > self._slot:
             for step in range(min(SLOTS, slot - self._slot)):
                 self._sums[(slot - step) % SLOTS] = 0.0
             self._slot = slot
             self._rate = None
 
-    def add(self, size: float) -> None:
-        self._sums[self._slot % SLOTS] += size
-        self._rate = None
-
     def rate(self) -> float:
         if self._rate is None:
             self._rate = self._steady_rate()
+            if self._rate == 0.0 and self._sums.count(0.0) > SLOTS // 2 + 1:
+                self.nothing_in = self._slot
         return self._rate
 
     def _steady_rate(self) -> float:
         most = BURST * sorted(self._sums)[SLOTS // 2]
         steady = [total for total in self._sums if total <= most]
-        return sum(steady) / (len(steady) * self._width_s)
+        return sum(steady) / (len(steady) * self.width_s)
+
+    def bounds(self) -> tuple[int, float, float]:
+        """The newest slot, and between which rates `rate` stays whatever else arrives in it.
+
+        While the newest slot counts as steady, more in it only raises the rate; once it is a burst, it is
+        left out and the rate is that of the others.
+        """
+        if self.nothing_in == self._slot:
+            return self._slot, 0.0, 0.0
+        newest = self._slot % SLOTS
+        others = sorted(total for index, total in enumerate(self._sums) if index != newest)
+        most = BURST * others[SLOTS // 2]
+        steady = [total for total in others if total <= most]
+        without = sum(steady) / (len(steady) * self.width_s)
+        if self._sums[newest] > most:
+            return self._slot, without * _BELOW, without * _ABOVE
+        highest = (sum(steady) + most) / ((len(steady) + 1) * self.width_s)
+        return self._slot, min(self.rate(), without) * _BELOW, highest * _ABOVE
 
 
 #: The mean request follows the newest so many.
@@ -85,7 +129,7 @@ class Mix:
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0)
         self._speeds: dict[str, tuple[Figures, tuple[float, float, float, float]]] = {}
-        self._fleet: tuple[list[Figures], float, list[int]] = ([], 0.0, [])
+        self._fleet: tuple[Sequence[Instance], int, float, list[int]] | None = None
 
     @property
     def empty(self) -> bool:
@@ -94,37 +138,40 @@ class Mix:
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
-        self._count += 1
-        gain = max(1.0 / self._count, 1.0 / MIX_REQUESTS)
-        self.prompt += gain * (prompt - self.prompt)
-        self.output += gain * (output - self.output)
+        self._count = count = self._count + 1
+        gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
+        self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
+        self.output = mean_output = self.output + gain * (output - self.output)
         self.long += gain * (long - self.long)
         # Long answers are met more often: what is left counts as often as the answer is long.
-        self._residual_weight += gain * (output * residual - self._residual_weight)
-        self.residual = self._residual_weight / self.output if self.output > 0.0 else 0.0
+        self._residual_weight = weight = self._residual_weight + gain * (
+            output * residual - self._residual_weight
+        )
+        self.residual = weight / mean_output if mean_output > 0.0 else 0.0
         old_prompt, old_output = self._measured
         if (
-            abs(self.prompt - old_prompt) > _MIX_CHANGE * old_prompt
-            or abs(self.output - old_output) > _MIX_CHANGE * old_output
+            abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
+            or abs(mean_output - old_output) > _MIX_CHANGE * old_output
         ):
-            self._measured = (self.prompt, self.output)
+            self._measured = (mean_prompt, mean_output)
             self._speeds.clear()
-            self._fleet = ([], 0.0, [])
+            self._fleet = None
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance)[0]
 
     def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
-        """The speed of all of them together, and their indices, who has a full batch done soonest first."""
-        figures = [instance.figures for instance in instances]
-        known, total, order = self._fleet
-        if len(known) != len(figures) or not all(map(is_, known, figures)):
+        """The speed of all of them together, and their indices, who has a full batch done soonest first.
+
+        The sequence must not be changed afterwards: it is known again by its identity.
+        """
+        known, changes = self._fleet, instances[0].changes.count
+        if known is None or known[0] is not instances or known[1] != changes:
             costs = [self.costs(instance) for instance in instances]
-            total = sum(cost[0] for cost in costs)
             order = sorted(range(len(costs)), key=lambda i: costs[i][3])
-            self._fleet = (figures, total, order)
-        return total, order
+            known = self._fleet = (instances, changes, sum(cost[0] for cost in costs), order)
+        return known[2], known[3]
 
     def costs(self, instance: Instance) -> tuple[float, float, float, float]:
         """Speed as above, what a prompt and an output token cost of its time, how long a full batch takes.
@@ -153,23 +200,55 @@ class Mix:
 class Demand:
     """What is asked for, of one model: the mean request, and how much keeps arriving."""
 
-    __slots__ = ("_horizons", "mix")
+    __slots__ = ("_bounds", "_horizons", "_sizes", "_times", "mix")
 
     def __init__(self) -> None:
         self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
+        #: Arrivals are counted when a horizon is asked for: at most decisions none is.
+        self._times: list[float] = []
+        self._sizes: list[float] = []
+        #: Of each horizon: see `_Slots.bounds`.
+        self._bounds = [(-1, 0.0, 0.0)] * len(HORIZONS_S)
         self.mix = Mix()
 
     def arrived(self, size: float, now: float) -> None:
         """A request of this size came in."""
-        for slots in self._horizons:
-            slots.advance(now)
-            slots.add(size)
+        times, sizes = self._times, self._sizes
+        times.append(now)
+        sizes.append(size)
+        if len(times) >= _KEPT:
+            for slots in self._horizons:
+                slots.take(times, sizes)
+                slots.taken = 0
+            times.clear()
+            sizes.clear()
 
     def rate(self, horizon_s: float, now: float) -> float:
         """Size arriving per second, judged by about the last `horizon_s` seconds."""
-        index = 0
-        while index + 1 < len(HORIZONS_S) and HORIZONS_S[index + 1] <= horizon_s:
-            index += 1
-        slots = self._horizons[index]
+        slots = self._slots(horizon_s)
+        if slots.nothing_in == int(now / slots.width_s):
+            return 0.0
+        slots.take(self._times, self._sizes)
         slots.advance(now)
         return slots.rate()
+
+    def below(self, limit: float, horizon_s: float, now: float) -> bool:
+        """Whether `rate` is below a limit; mostly known without computing it."""
+        least, most = self.bounds(horizon_s, now)
+        if least >= limit:
+            return False
+        return most < limit or self.rate(horizon_s, now) < limit
+
+    def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
+        """Between which figures `rate` lies; computed once per slot of the horizon."""
+        index = max(0, bisect_right(HORIZONS_S, horizon_s) - 1)
+        slot, least, most = self._bounds[index]
+        slots = self._horizons[index]
+        if slot != int(now / slots.width_s):
+            self.rate(horizon_s, now)
+            slot, least, most = self._bounds[index] = slots.bounds()
+        return least, most
+
+    def _slots(self, horizon_s: float) -> _Slots:
+        """The longest horizon that is not longer than asked for, or the shortest there is."""
+        return self._horizons[max(0, bisect_right(HORIZONS_S, horizon_s) - 1)]

@@ -26,7 +26,7 @@ CACHED_TOKENS = ("vllm:prefix_cache_hits_total",)
 GENERATED_TOKENS = ("vllm:generation_tokens_total",)
 PREEMPTIONS = ("vllm:num_preemptions_total",)
 
-_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG))
+_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS))
 _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -64,7 +64,9 @@ def parse(text: str) -> EngineSample:
     waiting = _count(series, WAITING, missing, invalid)
     kv_usage = _fraction(series, KV_USAGE, missing, invalid)
     capacity = _capacity(series, missing, invalid)
-    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid))
+    # Nothing rests on it: an engine that does not count them has nothing missing.
+    preemptions = _count(series, PREEMPTIONS, [], invalid)
+    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid), preemptions)
 
 
 def has_prefix_cache(text: str) -> bool:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
@@ -36,6 +37,7 @@ from hetlb.core.types import (
     LeaseId,
     ModelsLearned,
     Outcome,
+    PassOn,
     Probed,
     ProbeResult,
     Reject,
@@ -43,7 +45,7 @@ from hetlb.core.types import (
     RequestId,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _T = TypeVar("_T", bound=Scheduler)
 
@@ -60,6 +62,7 @@ class SchedulerSetup:
     seed: int
     lengths: LengthDistribution | None = None
     initial_health: Health = Health.SUSPECT
+    health: HealthParams = field(default_factory=HealthParams)
     now: float = 0.0
 
     def build(
@@ -79,6 +82,7 @@ class SchedulerSetup:
             predictor=make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle),
             rng=rng,
             initial_health=self.initial_health,
+            health=self.health,
             now=self.now,
             **extra,
         )
@@ -104,9 +108,9 @@ class RecordingScheduler(Scheduler):
         return self._record("first_token", now, super().on_first_token(lease, now), lease=lease.id)
 
     def on_lease_ended(
-        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
     ) -> list[Command]:
-        commands = super().on_lease_ended(lease, outcome, now, retry=retry)
+        commands = super().on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
         return self._record(
             "lease_ended",
             now,
@@ -115,7 +119,12 @@ class RecordingScheduler(Scheduler):
             outcome=outcome.value,
             output_tokens=lease.output_tokens,
             retry=retry,
+            server_error=server_error,
         )
+
+    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
+        commands = super().on_busy(lease, retry_after_s, now)
+        return self._record("busy", now, commands, lease=lease.id, retry_after_s=retry_after_s)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
@@ -151,6 +160,8 @@ def encode_command(command: Command) -> list[Any]:
         return ["reject", command.request_id, command.reason.value]
     if isinstance(command, HealthChanged):
         return ["health", command.instance, command.health.value]
+    if isinstance(command, PassOn):
+        return ["pass_on", command.request_id, command.lease.id]
     return ["abort", command.request_id, command.lease.id]
 
 
@@ -167,6 +178,7 @@ def encode_setup(setup: SchedulerSetup) -> str:
         "seed": setup.seed,
         "lengths": setup.lengths.lengths if setup.lengths else None,
         "initial_health": setup.initial_health.value,
+        "health": asdict(setup.health),
         "now": setup.now,
     }
     return json.dumps(document, separators=(",", ":")) + "\n"
@@ -207,6 +219,7 @@ def decode_setup(line: str) -> SchedulerSetup:
             seed=raw["seed"],
             lengths=LengthDistribution(raw["lengths"]) if raw["lengths"] else None,
             initial_health=Health(raw["initial_health"]),
+            health=HealthParams(**raw["health"]),
             now=raw["now"],
         )
     except (KeyError, TypeError) as caught:
@@ -280,7 +293,12 @@ class Replay:
         if kind == "lease_ended":
             lease = self._leases.pop(raw["lease"])
             lease.output_tokens = raw["output_tokens"]
-            return scheduler.on_lease_ended(lease, Outcome(raw["outcome"]), now, retry=raw["retry"])
+            outcome = Outcome(raw["outcome"])
+            return scheduler.on_lease_ended(
+                lease, outcome, now, retry=raw["retry"], server_error=raw["server_error"]
+            )
+        if kind == "busy":
+            return scheduler.on_busy(self._leases[raw["lease"]], raw["retry_after_s"], now)
         if kind == "cancelled":
             return scheduler.on_cancelled(raw["request"], now)
         if kind == "instance":

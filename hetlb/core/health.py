@@ -1,21 +1,28 @@
 """Whether an instance can be trusted with work: evidence in, `Health` out.
 
 Promise: proof of absence (a refused connection) counts at once; a missed probe alone never takes out an
-instance that is emitting tokens; 4xx answers and clients that leave count for nothing; every ejection
-grows the next one, up to a cap.
+instance that is emitting tokens, nor the only one there is; 4xx answers and clients that leave count for
+nothing; every ejection grows the next one, up to a cap; a green probe alone gives nobody back the trust that
+failed answers cost.
 
 | state | event | next |
 |---|---|---|
 | any | connection refused (probe or dispatch) | ejected |
-| suspect | probe ok, or an answer completed | up |
-| up | `FALL` probes failed in a row, no answer completed since | ejected |
-| up, suspect | `PASSIVE_FALL` failed answers in a row, not the last instance | ejected |
+| suspect | probe ok, or an answer began | up |
+| up | `FALL` probes failed in a row, no answer since | ejected; suspect where it is the only one |
+| up, suspect | `PASSIVE_FALL` failed answers in a row, if it may be ejected | ejected |
+| up, suspect | `FAILED_SHARE` of `LEAST_ANSWERS` failed in `WINDOW_S`, if it may be ejected | ejected |
+| up | ejected for failed answers before, it fails again before one ended well | ejected |
 | ejected | ejection time over and `RISE` probes ok in a row | up |
+
+Beside that there is doubt: whoever failed `DOUBT_AFTER` times in a row gets one request at a time, with
+longer and longer pauses, until an answer ends well; half of the failures are forgotten every `DOUBT_HALF_S`.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from hetlb.core.types import Health, ProbeResult
 
@@ -27,18 +34,39 @@ EJECTION_CAP_S = 60.0
 EJECTION_JITTER = 0.2
 #: A success this long after the last ejection forgives one step of the growth.
 FORGIVE_AFTER_S = 30.0
+#: Of the answers within so many seconds of a first failed one, so many at least, this share has failed.
+WINDOW_S, LEAST_ANSWERS, FAILED_SHARE = 30.0, 20, 0.5
+#: From so many failures in a row on the next request waits, 1 s, 2 s, 4 s, ... after the last one.
+DOUBT_AFTER = 2
+DOUBT_BASE_S, DOUBT_CAP_S = 1.0, 30.0
+DOUBT_HALF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthParams:
+    """Parameters under `health:` of the fleet file. Seconds; 0 turns slow start off."""
+
+    slow_start_s: float = 30.0
 
 
 class HealthTracker:
     """The health of one incarnation of one instance."""
 
     __slots__ = (
+        "_clean",
         "_ejections",
+        "_failed",
+        "_failed_at",
+        "_failures",
         "_forgiven_at",
+        "_held_until",
+        "_on_trial",
         "_passive_failures",
         "_probe_failures",
         "_probe_successes",
         "_rng",
+        "_well",
+        "_window_since",
         "ejected_until",
         "reason",
         "state",
@@ -49,14 +77,26 @@ class HealthTracker:
         self.state = state
         self.reason = "not probed yet" if state is Health.SUSPECT else ""
         self.ejected_until = 0.0
+        #: There is nothing that a success could change: it is told of every answer.
+        self._clean = state is Health.UP
         self._ejections = 0
         self._forgiven_at = 0.0
         self._probe_failures = 0
         self._probe_successes = 0
         self._passive_failures = 0
+        self._on_trial = False
+        # The window of the share of failed answers, None while none failed.
+        self._window_since: float | None = None
+        self._failed = self._well = 0
+        # Doubt.
+        self._failures = 0
+        self._failed_at = 0.0
+        self._held_until = 0.0
 
-    def on_probe(self, result: ProbeResult, now: float) -> bool:
-        """A probe ended. True if the state changed."""
+    # --- evidence ---
+
+    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False) -> bool:
+        """A probe ended. True if the state changed. `alone`: nobody could take over."""
         if result is ProbeResult.OK:
             self._probe_failures = 0
             self._probe_successes += 1
@@ -68,36 +108,115 @@ class HealthTracker:
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
             return self.on_refused(now)
+        self._clean = False
         self._probe_failures += 1
         if self.state is Health.UP and self._probe_failures >= FALL:
-            return self._eject(f"{self._probe_failures} probes failed in a row", now)
+            reason = f"{self._probe_failures} probes failed in a row"
+            return self._become(Health.SUSPECT, reason) if alone else self._eject(reason, now)
         return False
 
     def on_refused(self, now: float) -> bool:
         """A connection was refused: nobody is there. No back-off: it may return as soon as it answers."""
         self._probe_successes = 0
+        # Whoever returns is another process: nothing is held against it.
+        self._on_trial = False
+        self._window_since = None
+        self._failures = 0
         if self.state is Health.EJECTED:
             return False
         self.ejected_until = now
         return self._become(Health.EJECTED, "connection refused")
 
-    def on_success(self, now: float) -> bool:
-        """An answer completed or is flowing: stronger evidence than any probe."""
-        self._passive_failures = 0
+    def on_answering(self, now: float) -> bool:
+        """An answer began: it is alive, whatever a probe says. True if the state changed."""
+        if self._clean:
+            return False
         self._probe_failures = 0
+        return self.state is Health.SUSPECT and self._become(Health.UP, "answered a request")
+
+    def on_success(self, now: float) -> bool:
+        """An answer is whole and well: the strongest evidence there is. True if the state changed."""
+        if self._clean:
+            return False
+        self._passive_failures = self._probe_failures = self._failures = 0
+        self._on_trial = False
+        if self._window_since is not None:
+            if now - self._window_since >= WINDOW_S:
+                self._window_since = None
+            else:
+                self._well += 1
         if self._ejections and now - self._forgiven_at >= FORGIVE_AFTER_S:
             self._ejections -= 1
             self._forgiven_at = now
         if self.state is Health.SUSPECT:
             return self._become(Health.UP, "answered a request")
+        self._clean = self.state is Health.UP and self._window_since is None and not self._ejections
         return False
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
-        """An answer failed in the engine's own way. True if the state changed."""
+        """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
         self._passive_failures += 1
-        if self.state is not Health.EJECTED and self._passive_failures >= PASSIVE_FALL and may_eject:
-            return self._eject(f"{self._passive_failures} answers failed in a row", now)
+        in_a_row = self._passive_failures
+        reason = f"{in_a_row} answers failed in a row" if in_a_row >= PASSIVE_FALL else ""
+        return self._failed_once(reason, now, may_eject)
+
+    def on_server_error(self, now: float, *, may_eject: bool) -> bool:
+        """A whole answer that says 5xx: the request's fault or the engine's. True if the state changed."""
+        return self._failed_once("", now, may_eject)
+
+    def _failed_once(self, reason: str, now: float, may_eject: bool) -> bool:
+        self._clean = False
+        self._failures = self._remembered(now) + 1
+        self._failed_at = now
+        self._held_until = now + self._pause_s(self._failures)
+        if self._window_since is None or now - self._window_since >= WINDOW_S:
+            self._window_since, self._failed, self._well = now, 0, 0
+        self._failed += 1
+        answers = self._failed + self._well
+        if not reason and self._on_trial:
+            reason = "failed again after it came back"
+        if not reason and answers >= LEAST_ANSWERS and self._failed >= FAILED_SHARE * answers:
+            reason = f"{self._failed} of {answers} answers failed within {now - self._window_since:.0f} s"
+        if reason and may_eject and self.state is not Health.EJECTED:
+            self._on_trial = True
+            self._window_since = None
+            return self._eject(reason, now)
         return False
+
+    @property
+    def ejected_for_failures(self) -> bool:
+        """Whether it is out because of its answers, not because nobody is there."""
+        return self.state is Health.EJECTED and self._on_trial
+
+    # --- doubt ---
+
+    def in_doubt(self, now: float) -> bool:
+        """Whether it failed so often of late that it gets one request at a time, with pauses."""
+        return self._failures >= DOUBT_AFTER and self._remembered(now) >= DOUBT_AFTER
+
+    def held(self, now: float) -> bool:
+        """Whether it is in doubt and its pause is not over."""
+        return now < self._held_until and self.in_doubt(now)
+
+    @property
+    def doubt_reason(self) -> str:
+        """What the doubt rests on."""
+        return f"{self._failures} answers failed in a row"
+
+    def on_dispatched(self, now: float) -> None:
+        """It got a request: in doubt, the pause begins anew."""
+        if self._failures >= DOUBT_AFTER:
+            self._held_until = now + self._pause_s(self._remembered(now))
+
+    def _remembered(self, now: float) -> int:
+        return self._failures >> min(64, max(0, int((now - self._failed_at) / DOUBT_HALF_S)))
+
+    def _pause_s(self, failures: int) -> float:
+        if failures < DOUBT_AFTER:
+            return 0.0
+        return min(DOUBT_CAP_S, DOUBT_BASE_S * 2.0 ** min(16, failures - DOUBT_AFTER))
+
+    # --- states ---
 
     def _eject(self, reason: str, now: float) -> bool:
         self._ejections += 1
@@ -109,6 +228,7 @@ class HealthTracker:
     def _become(self, state: Health, reason: str) -> bool:
         self.state = state
         self.reason = reason
+        self._clean = False
         self._passive_failures = 0
         if state is Health.EJECTED:
             self._probe_successes = 0

@@ -1,7 +1,8 @@
 """What we believe about one instance: its ledger, its limits, its speed, corrected by evidence.
 
 Promise: the ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
-sum over the live leases at every moment; nothing in it can fall below zero.
+sum over the live leases at every moment; nothing in it can fall below zero. What it may take for a while
+(having just come back, having said that it is busy, having failed) never rises because it failed.
 """
 
 from __future__ import annotations
@@ -74,6 +75,21 @@ class PeakEwma:
         return math.exp(-(now - self._updated_at) / decay_s)
 
 
+#: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
+BUSY_CAP_S = 60.0
+#: How an instance stands at a moment: like any other, only if nobody else can, not now.
+OPEN, LAST, HELD = range(3)
+
+
+class Changes:
+    """How often the figures of a fleet's instances have changed: what is derived from them goes by it."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 #: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
 Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int]
 
@@ -84,7 +100,11 @@ class Instance:
     __slots__ = (
         "_waiting_seen",
         "admin",
+        "busy_places",
+        "busy_until",
+        "cache_id",
         "capacity",
+        "changes",
         "figures",
         "health",
         "in_flight",
@@ -100,6 +120,9 @@ class Instance:
         "pending_prompt_tokens",
         "profiled",
         "prompt_tokens",
+        "ramp_s",
+        "ramp_since",
+        "rejoining",
         "removed",
         "sample",
         "sample_at",
@@ -107,14 +130,34 @@ class Instance:
         "served",
         "spec",
         "speed",
+        "was_up",
         "work_ns",
     )
 
-    def __init__(self, spec: InstanceSpec, incarnation: int, health: HealthTracker, now: float) -> None:
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        incarnation: int,
+        health: HealthTracker,
+        now: float,
+        changes: Changes | None = None,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.incarnation = incarnation
         self.health = health
+        self.changes = changes or Changes()
+        #: Names what its prefix cache may hold: another one as soon as that is gone.
+        self.cache_id = incarnation
+        #: Whether it has been up, and whether it starts slowly when it is the next time.
+        self.was_up = health.state is Health.UP
+        self.rejoining = False
+        #: Since when, and for how many seconds, what it may run at once grows.
+        self.ramp_since: float | None = None
+        self.ramp_s = 0.0
+        #: Until when it is busy by its own word, and what it ran when it said so.
+        self.busy_until = -math.inf
+        self.busy_places = 0
         self.admin = AdminState.READY
         self.removed = False
         self.profiled = spec.latency is not None
@@ -185,6 +228,7 @@ class Instance:
         )  # fmt: skip
         if figures != self.figures:  # the same object for as long as nothing changes: `Mix` goes by that
             self.figures = figures
+            self.changes.count += 1
 
     def fits(self, request: Request) -> bool:
         """Whether prompt and the output the client may ask for fit this instance at all."""
@@ -213,6 +257,39 @@ class Instance:
             return self.spec.model == model
         return model in self.served
 
+    def start_slowly(self, seconds: float, now: float) -> None:
+        """It has come back: for so long it may run only a growing part of what it can; 0 is not at all."""
+        self.rejoining = False
+        self.ramp_since, self.ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
+
+    def say_busy(self, seconds: float, sequences: int, now: float) -> None:
+        """It turned a request of so many sequences away and asked to come again after `seconds`."""
+        self.busy_until = max(self.busy_until, now + min(seconds, BUSY_CAP_S))
+        self.busy_places = max(1, self.sequences - sequences)
+
+    def restrained(self, now: float) -> bool:
+        """Whether it may now not stand like any other."""
+        if self.ramp_since is not None and now - self.ramp_since >= self.ramp_s:
+            self.ramp_since = None
+        return self.ramp_since is not None or now < self.busy_until or self.health.in_doubt(now)
+
+    def standing(self, sequences: int, now: float, *, doubt: bool = True) -> tuple[int, str]:
+        """How it stands for a request of so many sequences, and why; `doubt`: whether doubts are heeded.
+
+        One that runs nothing may always take one request, but for doubts.
+        """
+        if doubt and self.health.held(now):
+            return HELD, f"in doubt: {self.health.doubt_reason}"
+        wanted = self.sequences + sequences if self.sequences else 0
+        if self.ramp_since is not None:
+            places = self.max_num_seqs * max(0.0, now - self.ramp_since) / self.ramp_s
+            if wanted > max(1.0, places):
+                return HELD, f"slow start: {max(1, int(places))} of {self.max_num_seqs} places"
+        if now < self.busy_until:
+            left = f"it said it is busy, for {self.busy_until - now:.3g} s more"
+            return (HELD, f"full: {left}") if wanted > self.busy_places else (LAST, f"last: {left}")
+        return OPEN, ""
+
     # --- ledger ---
 
     @property
@@ -224,27 +301,30 @@ class Instance:
         """Book a lease."""
         assert lease.work_ns >= 0, f"{lease!r} books negative work"
         assert lease.kv_tokens >= 0, f"{lease!r} books negative KV tokens"
-        self._elapsed(lease.dispatched_at)
+        now, speed = lease.dispatched_at, self.speed
+        if now > speed.last:
+            self._elapsed(now)
         self.leases[lease.id] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.prompt_tokens += lease.prompt_tokens
         self.pending_prompt_tokens += lease.prompt_tokens
         self.in_flight += 1
-        sequences = lease.request.sequences
-        self.sequences += sequences
+        self.sequences += lease.request.sequences
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
         if self.sequences <= self.max_num_seqs:
-            lease.mark = self.speed.mark()
+            lease.mark = speed.mark()
 
     def first_token(self, lease: Lease, now: float) -> None:
         """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
         if lease.first_token_at is not None:
             return
-        self._elapsed(now)
-        self.speed.read(lease.request.sequences, lease.prompt_tokens)
+        speed = self.speed
+        if now > speed.last:
+            self._elapsed(now)
+        speed.read(lease.request.sequences, lease.prompt_tokens)
         lease.first_token_at = now
-        lease.first_mark = self.speed.mark()
+        lease.first_mark = speed.mark()
         self.pending_prompt_tokens -= lease.prompt_tokens
 
     def release(self, lease: Lease, now: float) -> None:
@@ -252,7 +332,8 @@ class Instance:
         assert not lease.ended, f"{lease!r} was released before"
         booked = self.leases.pop(lease.id, None)
         assert booked is lease, f"{lease!r} is not booked on {self.name}"
-        self._elapsed(now)
+        if now > self.speed.last:
+            self._elapsed(now)
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
@@ -261,9 +342,15 @@ class Instance:
             self.pending_prompt_tokens -= lease.prompt_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
-        ledger = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.in_flight, self.sequences)
-        assert min(ledger) >= 0, f"the ledger of {self.name} fell below zero: {ledger}"
-        assert self.pending_prompt_tokens >= 0, f"{self.name} reads a negative number of prompt tokens"
+        negative = (
+            self.work_ns < 0
+            or self.kv_tokens < 0
+            or self.prompt_tokens < 0
+            or self.pending_prompt_tokens < 0
+            or self.in_flight < 0
+            or self.sequences < 0
+        )
+        assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
-from hetlb.core.instance import Instance
+from hetlb.core.instance import HELD, LAST, OPEN, Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.policy import MAX_WORKLOAD_S, Choice, Policy, Question
 from hetlb.core.types import Candidate
@@ -48,7 +48,10 @@ _LULL_S, _LULL_SHARE = 16.0, 0.05
 #: So many of those who wait are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD, _BETTER = 16, 0.95
 
-_ROOM, _NO_PLACE, _NO_MEMORY, _PASSED_OVER = range(4)
+#: Who is to be taken last costs so many seconds more than any request does.
+_LAST_S = 1e12
+
+_ROOM, _NO_PLACE, _NO_MEMORY, _PASSED_OVER, _HELD_BACK = range(5)
 
 
 class _View:
@@ -57,17 +60,7 @@ class _View:
     Kept as plain lists, since it is made for every request; people get `candidates`.
     """
 
-    __slots__ = (
-        "first_s",
-        "instances",
-        "kv_tokens",
-        "others_s",
-        "own_s",
-        "passed_over",
-        "question",
-        "scores",
-        "states",
-    )
+    __slots__ = ("instances", "passed_over", "question", "scores", "states", "weighed")
 
     def __init__(self, question: Question, instances: Sequence[Instance]) -> None:
         self.question = question
@@ -82,9 +75,10 @@ class _View:
         """The index of the instance with room and the lowest score, the first of several."""
         index: int | None = None
         least = math.inf
-        for i, (state, score) in enumerate(zip(self.states, self.scores, strict=True)):
-            if state == _ROOM and score < least:
-                index, least = i, score
+        scores = self.scores
+        for i, state in enumerate(self.states):
+            if state == _ROOM and scores[i] < least:
+                index, least = i, scores[i]
         return index
 
     def _weigh(self) -> None:
@@ -99,7 +93,12 @@ class _View:
         mean_prompt, mean_tokens = mix.prompt, 2.0 * (mix.prompt + half_grown)
         new_tokens = prompt * sequences
         usual_s = math.inf
-        weighed = []
+        overbook, kv_mark, weight = _OVERBOOK, 2.0 * _KV_MARK, _FIRST_TOKEN_WEIGHT
+        #: Seconds until the first token, of its own and of the others', and the KV tokens promised.
+        self.weighed: list[tuple[float, float, float, int]] = []
+        self.states: list[int] = []
+        self.scores: list[float] = []
+        weighed, states, scores = self.weighed, self.states, self.scores
         for instance in self.instances:
             k1, k2, k4, k5, k6, k7, k8, budget, places, cache = instance.figures
             batch, tokens, pending = instance.sequences, instance.kv_tokens, instance.pending_prompt_tokens
@@ -107,9 +106,9 @@ class _View:
             cached = 0.0
             if batch or tokens:
                 prompts = instance.prompt_tokens
-                if batch + sequences >= places * _OVERBOOK + 1.0:
+                if batch + sequences >= places * overbook + 1.0:
                     state = _NO_PLACE
-                elif tokens + prompts + mean_tokens > 2.0 * _KV_MARK * cache:
+                elif tokens + prompts + mean_tokens > kv_mark * cache:
                     # Every answer is on average half-grown: half of what is promised beyond the prompts.
                     state = _NO_MEMORY
                 cached = prompts + batch * half_grown
@@ -122,72 +121,81 @@ class _View:
             step_s = k5 * cached + k6 * batch + k7 * own_context + k8 + more_s
             # The prompts before it are read first, in iterations in which everybody decodes too.
             first_s = k1 * pending + read_s + k4 + (1.0 + (pending + new_tokens) / budget) * step_s
+            own_s = first_s + output * step_s
             others_s = batch * (read_s + output * more_s)
-            weighed.append((state, first_s, first_s + output * step_s, others_s, tokens))
+            weighed.append((first_s, own_s, others_s, tokens))
+            states.append(state)
+            scores.append(weight * first_s + own_s + others_s)
             mean_s = k1 * mean_prompt + k2 + k4 + k8
             if mean_s < usual_s:
                 usual_s = mean_s
         if question.held:
-            self._spare_reading(weighed)
-        states, self.first_s, self.own_s, self.others_s, self.kv_tokens = zip(*weighed, strict=True)
-        self.states = list(states)
-        late_s = _LATE * usual_s
-        self.scores = scores = [
-            _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s for _, first_s, own_s, others_s, _ in weighed
-        ]
+            self._spare_reading()
         if usual_s > 0.0:
-            for i, first_s in enumerate(self.first_s):
+            late_s = _LATE * usual_s
+            for i, (first_s, _, _, _) in enumerate(weighed):
                 if first_s > late_s:
-                    scores[i] += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+                    scores[i] += weight * first_s * (first_s - late_s) / usual_s
+        if question.standings is not None:
+            for i, (standing, _) in enumerate(question.standings):
+                if standing == HELD and states[i] == _ROOM:
+                    states[i] = _HELD_BACK
+                elif standing == LAST:
+                    scores[i] += _LAST_S
 
-    def _spare_reading(self, weighed: list[tuple[int, float, float, float, int]]) -> None:
+    def _spare_reading(self) -> None:
         """Take off the seconds of reading what an instance may hold already."""
         held, sequences = self.question.held, self.question.request.sequences
         for i, instance in enumerate(self.instances):
-            tokens = held.get((instance.name, instance.incarnation))
+            tokens = held.get(instance.cache_id)
             if tokens is not None:
-                state, first_s, own_s, others_s, kv_tokens = weighed[i]
+                first_s, own_s, others_s, kv_tokens = self.weighed[i]
                 spared_s = instance.latency.k1 * tokens * sequences
                 running = min(instance.sequences, instance.max_num_seqs)
-                weighed[i] = (
-                    state,
-                    first_s - spared_s,
-                    own_s - spared_s,
-                    others_s - running * spared_s,
-                    kv_tokens,
-                )
+                first_s, own_s, others_s = first_s - spared_s, own_s - spared_s, others_s - running * spared_s
+                self.weighed[i] = (first_s, own_s, others_s, kv_tokens)
+                self.scores[i] = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
-        full; once they have stopped coming, whether what is left should go to a slower one at all.
+        full; once they have stopped coming, whether what is left should go to a slower one at all. Who is
+        restrained counts as doing nothing: nobody waits for it.
         """
         question, states = self.question, self.states
         if _ROOM not in states:
             return
         mix, demand, now = question.demand.mix, question.demand, question.now
-        total, order = mix.fleet(self.instances)
-        ending = demand.rate(_LULL_S, now) < _LULL_SHARE * total
+        instances = self.instances
+        total, order = mix.fleet(instances)
+        ending = demand.below(_LULL_SHARE * total, _LULL_S, now)
         if not ending and not any(states):
             return
-        instances = self.instances
+        standings = question.standings
         todo = question.waiting + size_of(question.request, question.predicted_output)
-        shortest_s = _long_answer_s(question, instances[order[0]], last=True)
+        shortest_s = -1.0
         speed = 0.0
         for i in order:
             if states[i] == _ROOM:
-                long_s = _long_answer_s(question, instances[i])
-                # Nothing arriving is the best that can be: the rate is asked for only where it can matter.
-                if speed > 0.0 and todo / speed + shortest_s < long_s:
-                    spare = speed - demand.rate(long_s, now)
-                    done_s = todo / spare + shortest_s if spare > 0.0 else math.inf
+                if speed > 0.0:
+                    if shortest_s < 0.0:
+                        shortest_s = _long_answer_s(question, instances[order[0]], last=True)
+                    long_s = _long_answer_s(question, instances[i])
+                    # The rate is asked for only where it can matter: first at its best, then as it is.
+                    done_s = _done_s(todo, speed, shortest_s)
+                    if done_s < long_s:
+                        spare = speed - demand.bounds(long_s, now)[0]
+                        done_s = _done_s(todo, spare, shortest_s)
+                    if done_s < long_s:
+                        done_s = _done_s(todo, speed - demand.rate(long_s, now), shortest_s)
                     if done_s < long_s:
                         self.passed_over[i] = (long_s, done_s)
                         states[i] = _PASSED_OVER
                 if states[i] == _ROOM and not ending:
                     return  # the fastest with room: the slower ones are as good as their scores
-            speed += mix.speed(instances[i])
+            if standings is None or standings[i][0] == OPEN:
+                speed += mix.speed(instances[i])
 
     def candidates(self) -> list[Candidate]:
         """For people. The instances may have changed meanwhile: only their constants are read."""
@@ -196,8 +204,10 @@ class _View:
     def _candidate(self, i: int) -> Candidate:
         instance = self.instances[i]
         batch, t_s, workload = _paper_work(self.question, instance)
-        terms = {"first_token_s": self.first_s[i], "own_s": self.own_s[i], "others_s": self.others_s[i]}
-        reason = ""
+        first_s, own_s, others_s, kv_tokens = self.weighed[i]
+        terms = {"first_token_s": first_s, "own_s": own_s, "others_s": others_s}
+        standings = self.question.standings
+        reason = "" if standings is None else standings[i][1]
         if self.states[i] == _NO_PLACE:
             reason = "full: every place is taken"
         elif self.states[i] == _NO_MEMORY:
@@ -215,7 +225,7 @@ class _View:
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=self.kv_tokens[i] / instance.kv_cache_tokens,
+            kv_utilization=kv_tokens / instance.kv_cache_tokens,
             workload=workload,
             terms=terms,
         )
@@ -226,13 +236,14 @@ class Hetlb(Policy):
 
     name = "hetlb"
     reads_demand = True
+    holds_back = True
     lookahead = _LOOKAHEAD
 
     def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
         view = _View(question, instances)
         index = view.lowest()
         work_s = 0.0 if index is None else _paper_work(question, instances[index])[2]
-        return Choice(index, work_s, view.candidates)
+        return index, work_s, view.candidates
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
@@ -259,6 +270,10 @@ class Hetlb(Policy):
         return _View(question, instances).candidates()
 
 
+def _done_s(todo: float, speed: float, shortest_s: float) -> float:
+    return todo / speed + shortest_s if speed > 0.0 else math.inf
+
+
 def _long_answer_s(question: Question, instance: Instance, last: bool = False) -> float:
     """Seconds that one long answer takes on an instance from now on.
 
@@ -269,17 +284,19 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     """
     k, mix, request = instance.latency, question.demand.mix, question.request
     long = question.long_output
-    running = min(instance.sequences, instance.max_num_seqs)
-    thinning = long if last else min(long, mix.long)
+    sequences = instance.sequences
+    running = instance.max_num_seqs if sequences > instance.max_num_seqs else sequences
+    thinning = long if last or long < mix.long else mix.long
     share = 1.0
-    if thinning > 0.0:
-        left = max(1.0, mix.residual)
+    if running and thinning > 0.0:
+        left = mix.residual if mix.residual > 1.0 else 1.0
         share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
     own_context = request.prompt_tokens + long / 2.0
-    context = instance.prompt_tokens / max(1, instance.sequences) + mix.output / 2.0
-    others_s = k.k5 * context + k.k6
-    alone_s = (k.k5 + k.k7) * own_context + k.k6 + k.k8
-    reading_s = running / max(1.0, mix.output) * (k.k1 * mix.prompt + k.k2)
+    k5, k6, output = k.k5, k.k6, mix.output
+    context = instance.prompt_tokens / (sequences or 1) + output / 2.0
+    others_s = k5 * context + k6
+    alone_s = (k5 + k.k7) * own_context + k6 + k.k8
+    reading_s = running / (output if output > 1.0 else 1.0) * (k.k1 * mix.prompt + k.k2)
     full_s = alone_s + others_s * running + reading_s
     thin_s = alone_s + others_s * running * share
     read_s = k.prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
@@ -289,6 +306,8 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
 def _paper_work(question: Question, instance: Instance) -> tuple[int, float, float]:
     """Ideal batch, processing time and workload (what the ledger books), as the paper defines them."""
     request, predicted = question.request, question.predicted_output
-    batch = ideal_batch(instance.kv_cache_tokens, request.prompt_tokens, predicted, instance.max_num_seqs)
-    t_s = processing_s(instance.latency, batch, request.prompt_tokens, predicted)
-    return batch, t_s, min(t_s * request.sequences, MAX_WORKLOAD_S)
+    prompt = request.prompt_tokens
+    batch = ideal_batch(instance.figures[9], prompt, predicted, instance.max_num_seqs)
+    t_s = processing_s(instance.latency, batch, prompt, predicted)
+    workload_s = t_s * request.sequences
+    return batch, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand
@@ -96,12 +96,14 @@ def paper_terms(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held`
-    are tokens of its prompt that an instance, by name and incarnation, may have in its prefix cache.
+    are tokens of its prompt that a prefix cache, by `Instance.cache_id`, may have. `standings` say how each
+    instance stands and why (`core.instance.OPEN`, `LAST`, `HELD`), for policies that hold back; None where
+    all are open. (Not frozen: one is made for every request.)
     """
 
     request: Request
@@ -110,20 +112,13 @@ class Question:
     waiting: int
     demand: Demand
     now: float
-    held: Mapping[tuple[str, int], int]
+    held: Mapping[int, int]
+    standings: Sequence[tuple[int, str]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a policy chose: the index of the instance (None: nobody now) and the seconds of work to book.
-
-    `candidates` makes every instance's terms, in order, from figures kept at the time: most decisions are
-    never looked at.
-    """
-
-    index: int | None
-    work_s: float
-    candidates: Callable[[], list[Candidate]]
+#: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what
+#: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
+Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
 
 class Policy:
@@ -132,6 +127,9 @@ class Policy:
     name: ClassVar[str]
     #: Whether it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
     reads_demand: ClassVar[bool] = False
+    #: Whether a request may be left waiting although an instance could take it. The others are asked only
+    #: about the instances that stand best.
+    holds_back: ClassVar[bool] = False
     #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
     lookahead: ClassVar[int] = 1
 
@@ -151,7 +149,7 @@ class Policy:
                 request, predicted = question.request, question.predicted_output
                 workload = paper_terms(instances[index], request, predicted, self.params).workload
             work_s = workload or 0.0
-        return Choice(index, work_s, lambda: candidates)
+        return index, work_s, lambda: candidates
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""

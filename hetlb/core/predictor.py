@@ -70,6 +70,10 @@ class LengthDistribution:
 class Predictor(Protocol):
     """What the scheduler asks before it places a request, and tells when one has ended."""
 
+    def outlook(self, request: Request) -> tuple[float, float, float]:
+        """`predict`, `long` and `residual` at once: all three are asked for at every arrival."""
+        return self.predict(request), self.long(request), self.residual(request)
+
     def predict(self, request: Request) -> float:
         """Expected output tokens of one sequence of `request`."""
 
@@ -86,10 +90,10 @@ class Predictor(Protocol):
 def _cap(request: Request, tokens: float) -> float:
     if request.max_tokens is not None and tokens > request.max_tokens:
         tokens = float(request.max_tokens)
-    return max(1.0, tokens)
+    return tokens if tokens > 1.0 else 1.0
 
 
-class NormalPredictor:
+class NormalPredictor(Predictor):
     """The paper's: a draw from a normal with the data set's mean and deviation."""
 
     def __init__(self, lengths: LengthDistribution, rng: random.Random) -> None:
@@ -109,7 +113,7 @@ class NormalPredictor:
         """Nothing to learn."""
 
 
-class MeanPredictor:
+class MeanPredictor(Predictor):
     """The data set's mean."""
 
     def __init__(self, lengths: LengthDistribution) -> None:
@@ -128,7 +132,7 @@ class MeanPredictor:
         """Nothing to learn."""
 
 
-class EmpiricalPredictor:
+class EmpiricalPredictor(Predictor):
     """The data set's mean under the request's own cap: E[min(O, max_tokens)]."""
 
     def __init__(self, lengths: LengthDistribution) -> None:
@@ -147,7 +151,7 @@ class EmpiricalPredictor:
         """Nothing to learn."""
 
 
-class OraclePredictor:
+class OraclePredictor(Predictor):
     """The true lengths, for simulations only."""
 
     def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:
@@ -179,82 +183,104 @@ def _bucket(tokens: int) -> int:
     return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
 
 
+#: Weight halves after about this many observations, so that a change of traffic is followed.
+HALF_LIFE = 2000
+_GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+
+
 class _Histogram:
-    """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together."""
+    """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together.
 
-    __slots__ = ("_counts", "_cum_counts", "_cum_totals", "_fresh", "_residual", "_totals", "_unit", "seen")
+    The sums over the buckets, and what follows from them alone, are made anew at each of the first answers,
+    then every 16th.
+    """
 
-    #: Weight halves after about this many observations, so that a change of traffic is followed.
-    HALF_LIFE = 2000
+    __slots__ = ("_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_quantile",
+                 "_totals", "_unit", "_used", "residual_tokens", "seen")  # fmt: skip
 
     def __init__(self) -> None:
         size = _bucket(1 << 31) + 1
         self._counts = [0.0] * size
         self._totals = [0.0] * size
+        #: The buckets that hold something, ascending; the sums end with the last of them.
+        self._used: list[int] = []
         self._cum_counts: list[float] = []
         self._cum_totals: list[float] = []
+        #: E[O^2] / 2 E[O], as of the last sums.
+        self.residual_tokens = 0.0
+        #: Of the caps and the quantile that were asked for since: where they fall, and what is below.
+        self._below: dict[int, tuple[int, float, float]] = {}
+        self._quantile: tuple[float, int] = (-1.0, 0)
         self._unit = 1.0
         self._fresh = False
-        self._residual = 0.0
         self.seen = 0
 
     def add(self, tokens: int) -> None:
         """Count one length. The growing unit decays what is older without touching it."""
         index = _bucket(tokens)
-        self._counts[index] += self._unit
-        self._totals[index] += self._unit * tokens
-        self._unit *= 2.0 ** (1.0 / self.HALF_LIFE)
+        unit = self._unit
+        if not self._counts[index] and index not in self._used:
+            bisect.insort(self._used, index)
+        self._counts[index] += unit
+        self._totals[index] += unit * tokens
+        self._unit = unit = unit * _GROWTH
         self.seen += 1
-        if self._unit > 1e100:
-            self._counts = [count / self._unit for count in self._counts]
-            self._totals = [total / self._unit for total in self._totals]
+        if unit > 1e100:
+            self._counts = [count / unit for count in self._counts]
+            self._totals = [total / unit for total in self._totals]
             self._unit = 1.0
-        # The cumulative sums cost some 20 us: made anew at each of the first answers, then every 16th.
         if self.seen < 64 or self.seen % 16 == 0:
             self._fresh = False
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
         """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
-        self._refresh()
+        if not self._fresh:
+            self._refresh()
         n = self._cum_counts[-1]
         if n == 0:
             return 0.0, 0.0
-        weight = n / self._unit
         if cap is None:
-            return self._cum_totals[-1] / n, weight
-        index = _bucket(min(cap, 1 << 31))
-        below_count = self._cum_counts[index - 1] if index else 0.0
-        below_total = self._cum_totals[index - 1] if index else 0.0
+            return self._cum_totals[-1] / n, n / self._unit
+        known = self._below.get(cap)
+        if known is None:
+            index = _bucket(min(cap, 1 << 31))
+            last = min(index, len(self._cum_counts)) - 1
+            known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
+            self._below[cap] = known
+        index, below_count, below_total = known
         # Within the cap's own bucket every length counts as at most the cap.
-        inside = min(self._totals[index], cap * self._counts[index])
-        above = n - below_count - self._counts[index]
-        return (below_total + inside + cap * max(above, 0.0)) / n, weight
+        count, inside = self._counts[index], self._totals[index]
+        if cap * count < inside:
+            inside = cap * count
+        above = n - below_count - count
+        if above < 0.0:
+            above = 0.0
+        return (below_total + inside + cap * above) / n, n / self._unit
 
     def quantile(self, share: float) -> float:
         """The upper end of the bucket that holds this share of what was seen."""
-        self._refresh()
-        index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
-        return self._totals[index] / self._counts[index] if self._counts[index] else 0.0
-
-    def residual(self) -> float:
-        """E[O^2] / 2 E[O]."""
-        self._refresh()
-        return self._residual
+        if not self._fresh:
+            self._refresh()
+        known, index = self._quantile
+        if known != share:
+            index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
+            self._quantile = (share, index)
+        count = self._counts[index]
+        return self._totals[index] / count if count else 0.0
 
     def _refresh(self) -> None:
-        if not self._fresh:
-            squares = sum(
-                total * total / count
-                for count, total in zip(self._counts, self._totals, strict=True)
-                if count
-            )
-            self._residual = squares / (2.0 * sum(self._totals)) if squares else 0.0
-            self._cum_counts = list(accumulate(self._counts))
-            self._cum_totals = list(accumulate(self._totals))
-            self._fresh = True
+        counts, totals, used = self._counts, self._totals, self._used
+        end = used[-1] + 1 if used else 1
+        squares = sum([totals[i] * totals[i] / counts[i] for i in used if counts[i]])
+        self._cum_counts = list(accumulate(counts[:end]))
+        self._cum_totals = list(accumulate(totals[:end]))
+        self.residual_tokens = squares / (2.0 * self._cum_totals[-1]) if squares else 0.0
+        self._below.clear()
+        self._quantile = (-1.0, 0)
+        self._fresh = True
 
 
-class OnlinePredictor:
+class OnlinePredictor(Predictor):
     """E[min(O, max_tokens)] per model, learnt from finished requests.
 
     Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers.
@@ -263,9 +289,31 @@ class OnlinePredictor:
     def __init__(self) -> None:
         self._by_model: dict[str, _Histogram] = {}
 
+    def outlook(self, request: Request) -> tuple[float, float, float]:
+        histogram = self._by_model.get(request.model)
+        if histogram is None or histogram.seen < 50:
+            return self.predict(request), self.long(request), self.residual(request)
+        cap = request.max_tokens
+        mean, weight = histogram.mean_capped(cap)
+        long = histogram.quantile(LONG_SHARE)
+        if cap is None:
+            predicted = (PRIOR_WEIGHT * PRIOR_OUTPUT_TOKENS + weight * mean) / (PRIOR_WEIGHT + weight)
+        else:
+            prior = PRIOR_OUTPUT_TOKENS if cap > PRIOR_OUTPUT_TOKENS else float(cap)
+            predicted = (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight)
+            if predicted > cap:
+                predicted = float(cap)
+            if long > cap:
+                long = float(cap)
+        return (
+            predicted if predicted > 1.0 else 1.0,
+            long if long > 1.0 else 1.0,
+            histogram.residual_tokens,
+        )
+
     def predict(self, request: Request) -> float:
         cap = request.max_tokens
-        prior = PRIOR_OUTPUT_TOKENS if cap is None else min(PRIOR_OUTPUT_TOKENS, float(cap))
+        prior = PRIOR_OUTPUT_TOKENS if cap is None or cap > PRIOR_OUTPUT_TOKENS else float(cap)
         histogram = self._by_model.get(request.model)
         if histogram is None:
             return max(1.0, prior)
@@ -275,16 +323,20 @@ class OnlinePredictor:
     def long(self, request: Request) -> float:
         """The quantile of what was seen, four times the prior while little was."""
         histogram = self._by_model.get(request.model)
-        seen = 0.0 if histogram is None else histogram.quantile(LONG_SHARE)
-        prior = 4.0 * PRIOR_OUTPUT_TOKENS if histogram is None or histogram.seen < 50 else 0.0
-        return _cap(request, max(seen, prior))
+        if histogram is None:
+            return _cap(request, 4.0 * PRIOR_OUTPUT_TOKENS)
+        seen = histogram.quantile(LONG_SHARE)
+        if histogram.seen < 50 and seen < 4.0 * PRIOR_OUTPUT_TOKENS:
+            seen = 4.0 * PRIOR_OUTPUT_TOKENS
+        return _cap(request, seen)
 
     def residual(self, request: Request) -> float:
         """Of what was seen, an even spread (two thirds of the prediction) while little was."""
         histogram = self._by_model.get(request.model)
         if histogram is None or histogram.seen < 50:
             return self.predict(request) * 2.0 / 3.0
-        return histogram.residual()
+        histogram.mean_capped(None)
+        return histogram.residual_tokens
 
     def observe(self, request: Request, output_tokens: float) -> None:
         histogram = self._by_model.get(request.model)

@@ -2,7 +2,8 @@
 
 Promise: no I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
 what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
-leased or gone; nothing is dispatched to an instance that is drained, ejected or removed. Queues are
+leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
+for a while (it has just come back, is busy, has failed) restrains nobody where all are alike. Queues are
 bounded. The proxy drives this object from real traffic, the simulator from a heap, a replay from a file.
 """
 
@@ -10,16 +11,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hetlb.core.admission import Lane, Queue, QueueLimits
+from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
 from hetlb.core.affinity import Affinity
-from hetlb.core.demand import Demand, size_of
-from hetlb.core.health import HealthTracker
-from hetlb.core.instance import Instance
+from hetlb.core.demand import Demand, Mix, size_of
+from hetlb.core.health import HealthParams, HealthTracker
+from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
-from hetlb.core.policy import Choice, Policy, PolicyParams, Question, best, paper_terms
+from hetlb.core.policy import Policy, PolicyParams, Question, best, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import (
     AdminState,
@@ -39,7 +39,9 @@ from hetlb.core.types import (
     LeaseId,
     ModelsLearned,
     Outcome,
+    PassOn,
     Probed,
+    ProbeResult,
     Reject,
     RejectReason,
     Request,
@@ -54,9 +56,13 @@ TICK_S = 0.25
 RETRY_SHARE = 0.2
 #: …but always this many at a time.
 RETRY_FLOOR = 3
+#: Instances that are ejected for failed answers hold at most this share of the capacity for a model...
+MOST_EJECTED = 0.5
+#: ...which is their speed at the mean request, or before there was one at this prompt and output, in tokens.
+_USUAL_REQUEST = (512.0, 256.0)
 
 _INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
-_NOTHING: Mapping[tuple[str, int], int] = {}
+_NOTHING: Mapping[int, int] = {}
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
 
 
@@ -73,15 +79,26 @@ def _with_excluded(
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class _Found:
     """What a policy chose for a request, before anything is booked."""
 
-    question: Question
-    choice: Choice
-    able: list[Instance]
-    excluded: dict[str, str]
-    instance: Instance
+    __slots__ = ("able", "candidates", "excluded", "instance", "question", "work_s")
+
+    def __init__(
+        self,
+        question: Question,
+        work_s: float,
+        candidates: Callable[[], list[Candidate]],
+        able: Sequence[Instance],
+        excluded: dict[str, str],
+        instance: Instance,
+    ) -> None:
+        self.question = question
+        self.work_s = work_s
+        self.candidates = candidates
+        self.able = able
+        self.excluded = excluded
+        self.instance = instance
 
 
 class _Ready:
@@ -90,9 +107,10 @@ class _Ready:
     Computed when something changes and not for every request.
     """
 
-    __slots__ = ("able", "excluded", "longest_tokens")
+    __slots__ = ("able", "excluded", "instances", "longest_prompt", "longest_tokens", "restrained")
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
+    def __init__(self, instances: Sequence[Instance], now: float) -> None:
+        self.instances = instances
         self.excluded: dict[str, str] = {}
         routable: list[Instance] = []
         for instance in instances:
@@ -105,9 +123,19 @@ class _Ready:
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        limits = [instance.longest_request_tokens for instance in self.able]
+        #: Whether somebody may not stand like the others: then every request is looked at by itself.
+        self.restrained = any(instance.restrained(now) for instance in self.able)
         #: Whose prompt and output stay within this fits everywhere.
-        self.longest_tokens = min((limit for limit in limits if limit is not None), default=math.inf)
+        self.longest_tokens = (
+            -1.0 if self.restrained else min((_longest(instance) for instance in self.able), default=math.inf)
+        )
+        #: A prompt longer than this, with one token of output if there is any, fits nobody.
+        self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
+
+
+def _longest(instance: Instance) -> float:
+    limit = instance.longest_request_tokens
+    return math.inf if limit is None else limit
 
 
 def _why_not(instance: Instance) -> str:
@@ -119,14 +147,21 @@ def _why_not(instance: Instance) -> str:
     return ""
 
 
-class _Attempts:
-    """Where a request that is being retried was sent before, and how often it was dropped."""
+def _prompt_needs(request: Request) -> int:
+    """Tokens of its longest sequence that an instance must hold at least: one of output, if there is any."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
 
-    __slots__ = ("dropped", "tried")
+
+class _Attempts:
+    """Where a request that is being retried was sent before, and how often it may have been run there."""
+
+    __slots__ = ("runs", "tried", "turned_away")
 
     def __init__(self) -> None:
         self.tried: list[str] = []
-        self.dropped = 0
+        self.runs = 0
+        #: Of the runs, those that ended with an engine saying that it is busy.
+        self.turned_away = 0
 
 
 class Scheduler:
@@ -142,9 +177,11 @@ class Scheduler:
         predictor: Predictor,
         rng: random.Random,
         initial_health: Health = Health.SUSPECT,
+        health: HealthParams | None = None,
         now: float = 0.0,
     ) -> None:
         self._rng = rng
+        self._health = health or HealthParams()
         self._params = params
         self._initial_health = initial_health
         self._predictor = predictor
@@ -152,15 +189,19 @@ class Scheduler:
         self._queue = Queue(limits)
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
-        self._by_model: dict[str, list[Instance]] = {}
+        self._changes = Changes()
         self._ready: dict[str, _Ready] = {}
         self._attempts: dict[RequestId, _Attempts] = {}
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
         self._demands: dict[str, Demand] = {}
+        #: What capacity is measured by before the first request.
+        self._usual = Mix()
+        self._usual.add(*_USUAL_REQUEST, *_USUAL_REQUEST)
         self._affinity = Affinity()
         self._next_lease = 1
         self._next_incarnation = 1
+        self._next_cache = -1
         self._last_tick = now
         for spec in specs:
             self._add(spec, now)
@@ -195,72 +236,152 @@ class Scheduler:
     @property
     def models(self) -> list[str]:
         """Every name that some instance answers to."""
-        return list(self._by_model)
+        return list(self._ready)
 
     # --- facts about requests ---
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """A request came in. No command means it is queued."""
-        instances = self._by_model.get(request.model)
-        if instances is None:
+        """A request came in. No command for it means it is queued."""
+        ready = self._ready.get(request.model)
+        if ready is None:
             return [self._unknown_model(request)]
-        if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
-            return [self._too_long(request, instances)]
-        predicted = self._predict(request)
+        if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
+            return [self._too_long(request, ready.instances)]
+        long: float | None = None
         if self._policy.reads_demand:
-            demand = self._demand(request.model)
-            demand.arrived(size_of(request, predicted), now)
+            demand = self._demands.get(request.model)
+            if demand is None:
+                demand = self._demand(request.model)
             predictor = self._predictor
-            demand.mix.add(
-                request.prompt_tokens, predicted, predictor.long(request), predictor.residual(request)
-            )
-        placed = self._place(request, instances, now, predicted)
-        if placed is not None:
-            return [placed]
+            if request.generates:
+                predicted, long, residual = predictor.outlook(request)
+            else:
+                predicted, long, residual = 0.0, predictor.long(request), predictor.residual(request)
+            demand.arrived(size_of(request, predicted), now)
+            demand.mix.add(request.prompt_tokens, predicted, long, residual)
+        else:
+            predicted = self._predictor.predict(request) if request.generates else 0.0
+        if self._queue.held:
+            return self._arrive_behind(request, ready, now, predicted)
+        found = self._choose(request, ready, now, predicted, long=long)
+        if found is not None:
+            return [self._book(found, ready, now)]
         return self._enqueue(request, now, predicted)
 
+    def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
+        """A request came in while others wait: it may be what suits an instance that they do not suit."""
+        queue = self._queue
+        # With restraints places come with time, and those who wait have been waiting for them.
+        if ready.restrained or queue.goes_before(request):
+            commands = self._enqueue(request, now, predicted)
+            return commands + self._flush(now) if ready.restrained else commands
+        placed = self._place(request, ready, now, predicted)
+        if placed is None:
+            return self._enqueue(request, now, predicted)
+        queue.passed(request, size_of(request, predicted))
+        return [placed]
+
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
-        """The first byte of the answer came."""
+        """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
         instance = self._leased[lease.id]
         instance.first_token(lease, now)
         instance.peak_ewma.observe(now - lease.dispatched_at, now, self._params.decay_s)
-        if instance.health.on_success(now):
+        if self._retrying:  # another instance answers: this one costs nothing more than any other
+            self._retrying.discard(lease.id)
+        if instance.health.on_answering(now):
             return self._health_changed(instance, now)
         return []
 
     def on_lease_ended(
-        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
     ) -> list[Command]:
         """A lease ended; its work, tokens and slot are given back.
 
         `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
         `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
         request: another dispatch, or a reject; or none if it waits in the queue again. With any other
-        outcome the request is finished.
+        outcome the request is finished. `server_error`: an `UPSTREAM_ERROR` that says 5xx, which may be the
+        request's fault or the engine's.
         """
+        request = lease.request
         instance = self._leased.pop(lease.id)
-        self._retrying.discard(lease.id)
+        if self._retrying:
+            self._retrying.discard(lease.id)
         instance.release(lease, now)
+        health = instance.health
         commands: list[Command] = []
         if outcome is Outcome.OK:
-            if lease.request.generates:
-                self._predictor.observe(lease.request, lease.output_tokens / lease.request.sequences)
+            if request.generates:
+                self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
-            changed = instance.health.on_success(now)
-        elif outcome is Outcome.CONNECT_FAILED:
-            changed = instance.health.on_refused(now)
+            if health.on_success(now):
+                commands = self._health_changed(instance, now)
+        else:
+            commands = self._ended_badly(instance, outcome, now, server_error)
+            if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
+                commands += self._retry(lease, outcome, now)
+                return commands + self._flush(now)
+        if self._attempts:
+            self._attempts.pop(request.id, None)
+        return commands + self._flush(now) if self._queue.held else commands
+
+    def _ended_badly(
+        self, instance: Instance, outcome: Outcome, now: float, server_error: bool
+    ) -> list[Command]:
+        """What the end of a lease says about its instance."""
+        health = instance.health
+        if outcome is Outcome.CONNECT_FAILED:
+            changed = health.on_refused(now)
         elif outcome in _INSTANCE_FAILURES:
-            changed = instance.health.on_failure(now, may_eject=self._has_another(instance))
+            changed = health.on_failure(now, may_eject=self._may_eject(instance))
+        elif outcome is Outcome.UPSTREAM_ERROR:
+            if not server_error:
+                return self._health_changed(instance, now) if health.on_success(now) else []
+            changed = health.on_server_error(now, may_eject=self._may_eject(instance))
         else:
-            changed = False
+            return []
         if changed:
-            commands += self._health_changed(instance, now)
-        again = retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE)
-        if again:
-            commands += self._retry(lease, outcome, now)
-        else:
-            self._attempts.pop(lease.request.id, None)
-        return commands + self._flush(now)
+            return self._health_changed(instance, now)
+        if health.in_doubt(now):
+            self._reindex(now)
+        return []
+
+    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
+        """An engine answered 429 or 503: it has no room, which is no failure.
+
+        If it said when to come again (`retry_after_s`), it is ranked last until then, for `BUSY_CAP_S` at
+        most, and another instance that has room gets the request, within the budget of retries: then the
+        lease is given back and the commands hold the new dispatch. Otherwise they hold a `PassOn`, and the
+        lease goes on.
+        """
+        request = lease.request
+        instance = self._leased[lease.id]
+        passed_on: list[Command] = [PassOn(request.id, lease)]
+        if retry_after_s is None or retry_after_s <= 0.0:
+            return passed_on
+        instance.say_busy(retry_after_s, request.sequences, now)
+        self._reindex(now)
+        attempts = self._attempts.get(request.id)
+        ready = self._ready.get(request.model)
+        if ready is None or (attempts is not None and attempts.runs) or not self._may_retry():
+            return passed_on
+        known = attempts is not None
+        if attempts is None:
+            attempts = self._attempts[request.id] = _Attempts()
+        attempts.tried.append(lease.instance)
+        found = self._choose(request, ready, now, lease.predicted_output)
+        if found is None or found.instance.busy_until > now:
+            if not known:
+                del self._attempts[request.id]
+            return passed_on
+        attempts.runs += 1
+        attempts.turned_away += 1
+        del self._leased[lease.id]
+        self._retrying.discard(lease.id)
+        instance.release(lease, now)
+        placed = self._book(found, ready, now)
+        self._retrying.add(placed.lease.id)
+        return [placed, *self._flush(now)]
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
@@ -273,7 +394,7 @@ class Scheduler:
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         """Something about an instance changed. Unknown names are ignored: facts may arrive late."""
         if isinstance(change, InstanceAdded):
-            self._add(change.spec, now)
+            self._join(self._add(change.spec, now), now)
             self._reindex(now)
             return self._flush(now)
         instance = self._instances.get(change.name)
@@ -284,14 +405,17 @@ class Scheduler:
             self._reindex(now)
             return self._flush(now)
         if isinstance(change, Probed):
-            if not instance.health.on_probe(change.result, now):
+            alone = change.result is ProbeResult.FAILED and not self._has_another(instance)
+            if not instance.health.on_probe(change.result, now, alone=alone):
                 return []
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
             instance.removed = True
             del self._instances[change.name]
         elif isinstance(change, AdminStateSet):
-            instance.admin = change.state
+            left, instance.admin = instance.admin, change.state
+            if left is not AdminState.READY and change.state is AdminState.READY:
+                self._join(instance, now)
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
@@ -325,27 +449,29 @@ class Scheduler:
         """Time passed: expire what has waited too long."""
         self._last_tick = now
         commands = self._flush(now)
-        limits = self._queue.limits
-        for entry in self._queue:
-            request, waited_s = entry.request, now - entry.arrived_at
-            if limits.timeout_s is not None and waited_s >= limits.timeout_s:
-                self._forget(request.id)
-                commands.append(
-                    Reject(
-                        request.id,
-                        RejectReason.QUEUE_EXPIRED,
-                        f"The request waited {waited_s:.0f} s for an instance and none became free.",
-                        retry_after_s=1.0,
-                    )
-                )
-                continue
-            down_since = self._down_since.get(request.model)
-            if down_since is None:
-                continue
-            if now - max(down_since, entry.arrived_at) >= limits.no_instance_timeout_s:
-                self._forget(request.id)
-                commands.append(self._no_instance(request))
+        for waiting in self._queue.flows():
+            for entry in waiting:
+                reject = self._waited(entry, now)
+                if reject is None:
+                    break  # those behind it have waited for less
+                self._forget(entry.request.id)
+                commands.append(reject)
         return commands
+
+    def _waited(self, entry: Queued, now: float) -> Reject | None:
+        """How a request is turned down that has waited for too long, None if it has not."""
+        limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
+        if limits.timeout_s is not None and waited_s >= limits.timeout_s:
+            return Reject(
+                request.id,
+                RejectReason.QUEUE_EXPIRED,
+                f"The request waited {waited_s:.0f} s for an instance and none became free.",
+                retry_after_s=1.0,
+            )
+        down_since = self._down_since.get(request.model)
+        if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
+            return None
+        return self._no_instance(request)
 
     # --- integrity ---
 
@@ -374,9 +500,12 @@ class Scheduler:
         Nothing is booked. Terms that the policy does not use are filled with the paper's (they are what
         the ledger would book). A policy that draws at random draws here too.
         """
-        instances = self._by_model.get(request.model, [])
+        ready = self._ready.get(request.model)
+        if ready is None:
+            return [], None
+        instances = ready.instances
         waiting = self._queue.waiting(request.model)
-        candidates = self._score(request, predicted, instances, now, waiting)
+        candidates = self._score(request, predicted, ready, now, waiting)
         for instance, candidate in zip(instances, candidates, strict=True):
             terms = paper_terms(instance, request, predicted, self._params)
             if candidate.ideal_batch is None:
@@ -387,10 +516,22 @@ class Scheduler:
 
     # --- inside ---
 
-    def _add(self, spec: InstanceSpec, now: float) -> None:
+    def _add(self, spec: InstanceSpec, now: float) -> Instance:
         health = HealthTracker(self._rng, self._initial_health)
-        self._instances[spec.name] = Instance(spec, self._next_incarnation, health, now)
+        instance = Instance(spec, self._next_incarnation, health, now, self._changes)
+        self._instances[spec.name] = instance
         self._next_incarnation += 1
+        return instance
+
+    def _join(self, instance: Instance, now: float) -> None:
+        """An instance came (back): its prefix cache is taken for empty; it starts slowly once it is up."""
+        instance.cache_id = self._next_cache
+        self._next_cache -= 1
+        if instance.health.state is Health.UP:
+            instance.was_up = True
+            instance.start_slowly(self._health.slow_start_s, now)
+        else:
+            instance.rejoining = True
 
     def _reindex(self, now: float) -> None:
         """Rebuild which instances answer to which name, and since when a name has had none to go to."""
@@ -401,8 +542,7 @@ class Scheduler:
                 names = (instance.spec.model,) if instance.spec.model else ()
             for name in names:
                 by_model.setdefault(name, []).append(instance)
-        self._by_model = by_model
-        self._ready = {model: _Ready(instances) for model, instances in by_model.items()}
+        self._ready = {model: _Ready(instances, now) for model, instances in by_model.items()}
         waiting = {entry.request.model for entry in self._queue} if len(self._queue) else set()
         self._down_since = {
             model: self._down_since.get(model, now)
@@ -411,25 +551,81 @@ class Scheduler:
         }
 
     def _health_changed(self, instance: Instance, now: float) -> list[Command]:
+        state = instance.health.state
+        if state is Health.EJECTED and instance.was_up:
+            instance.rejoining = True
+        elif state is Health.UP:
+            instance.was_up = True
+            if instance.rejoining:
+                self._join(instance, now)
         self._reindex(now)
-        return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
+        return [HealthChanged(instance.name, state, instance.health.reason)]
+
+    def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
+        """For each name that an instance answers to: all that do."""
+        return [ready.instances for ready in self._ready.values() if instance in ready.instances]
 
     def _has_another(self, instance: Instance) -> bool:
         """Whether some other instance could take over what this one is answering."""
         return any(
-            other is not instance and other.routable
-            for instances in self._by_model.values()
-            if instance in instances
-            for other in instances
+            other is not instance and other.routable for pool in self._pools(instance) for other in pool
         )
 
-    def _able(self, request: Request, instances: Sequence[Instance]) -> tuple[list[Instance], dict[str, str]]:
-        """Filter: the instances that may be chosen now, and why each other one may not."""
+    def _may_eject(self, instance: Instance) -> bool:
+        """Whether failed answers may take an instance out: of every model it serves enough must be left.
+
+        What has left for other reasons (drained, refused, not answering) is no capacity to begin with.
+        """
+        pools = self._pools(instance)
+        for pool in pools:
+            if not any(other is not instance and other.routable for other in pool):
+                return False
+            out = left = 0.0
+            for other in pool:
+                if other is instance or other.health.ejected_for_failures:
+                    out += self._capacity(other, pool)
+                elif other.routable:
+                    left += self._capacity(other, pool)
+            if out > MOST_EJECTED * (out + left):
+                return False
+        return bool(pools)
+
+    def _capacity(self, instance: Instance, pool: Sequence[Instance]) -> float:
+        """Sizes per second that an instance does of what is asked for."""
+        demand = self._demands.get(instance.spec.model)
+        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        return mix.speed(instance)
+
+    def _able(
+        self, request: Request, ready: _Ready, now: float
+    ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
+        """Filter: the instances that may be chosen now, why each other one may not, how they stand.
+
+        None: like any other.
+        """
+        if ready.restrained and not any(instance.restrained(now) for instance in ready.able):
+            ready = self._ready[request.model] = _Ready(ready.instances, now)
+        chosen, excluded = self._fitting(request, ready)
+        if not ready.restrained or not any(instance.restrained(now) for instance in chosen):
+            return chosen, excluded, None
+        doubt = not all(instance.health.held(now) for instance in chosen)
+        standings = [instance.standing(request.sequences, now, doubt=doubt) for instance in chosen]
+        if not self._policy.holds_back:
+            best_standing = min(standing for standing, _ in standings)
+            excluded = dict(excluded)
+            for instance, (standing, reason) in zip(chosen, standings, strict=True):
+                if standing > best_standing:
+                    excluded[instance.name] = reason
+            chosen = [instance for instance in chosen if instance.name not in excluded]
+        return chosen, excluded, standings
+
+    def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
+        """Who is there, has not had the request and is large enough, and why each other one is not."""
+        instances = ready.instances
         attempts = self._attempts.get(request.id)
         if attempts is None and request.pinned is None:
-            ready = self._ready[request.model]
             tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
-            if tokens <= ready.longest_tokens:
+            if all(tokens <= _longest(instance) for instance in ready.able):
                 return ready.able, ready.excluded
         tried: Sequence[str] = attempts.tried if attempts is not None else ()
         excluded: dict[str, str] = {}
@@ -459,23 +655,36 @@ class Scheduler:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
         return chosen, excluded
 
-    def _question(self, request: Request, predicted: float, waiting: int, now: float) -> Question:
-        long = self._predictor.long(request) if request.generates else 0.0
-        demand = self._demand(request.model)
+    def _question(
+        self,
+        request: Request,
+        predicted: float,
+        waiting: int,
+        now: float,
+        standings: list[tuple[int, str]] | None,
+        long: float | None = None,
+    ) -> Question:
+        if not request.generates:
+            long = 0.0
+        elif long is None:
+            long = self._predictor.long(request)
+        demand = self._demands.get(request.model)
+        if demand is None:
+            demand = self._demand(request.model)
         if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
         held = self._affinity.held(request) if request.beginnings else _NOTHING
-        return Question(request, predicted, long, waiting, demand, now, held)
+        return Question(request, predicted, long, waiting, demand, now, held, standings)
 
     def _score(
-        self, request: Request, predicted: float, instances: Sequence[Instance], now: float, waiting: int
+        self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
     ) -> list[Candidate]:
         """Filter and score: a candidate per instance in file order."""
-        able, excluded = self._able(request, instances)
-        question = self._question(request, predicted, waiting, now)
+        able, excluded, standings = self._able(request, ready, now)
+        question = self._question(request, predicted, waiting, now, standings)
         candidates = self._policy.score(question, able) if able else []
-        return _with_excluded(candidates, instances, excluded)
+        return _with_excluded(candidates, ready.instances, excluded)
 
     def _demand(self, model: str) -> Demand:
         demand = self._demands.get(model)
@@ -483,87 +692,98 @@ class Scheduler:
             demand = self._demands[model] = Demand()
         return demand
 
-    def _place(
-        self,
-        request: Request,
-        instances: Sequence[Instance],
-        now: float,
-        predicted: float,
-        own_size: int = 0,
-    ) -> Dispatch | None:
-        found = self._choose(request, instances, now, predicted, own_size)
-        return None if found is None else self._book(found, instances, now)
+    def _place(self, request: Request, ready: _Ready, now: float, predicted: float) -> Dispatch | None:
+        found = self._choose(request, ready, now, predicted)
+        return None if found is None else self._book(found, ready, now)
 
     def _choose(
         self,
         request: Request,
-        instances: Sequence[Instance],
+        ready: _Ready,
         now: float,
         predicted: float,
         own_size: int = 0,
+        long: float | None = None,
     ) -> _Found | None:
-        """Who would get a request now, None if nobody. Books nothing."""
-        able, excluded = self._able(request, instances)
+        """Who would get a request now, None if nobody. Books nothing.
+
+        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer.
+        """
+        standings: list[tuple[int, str]] | None = None
+        tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+        if (
+            tokens <= ready.longest_tokens
+            and request.pinned is None
+            and (not self._attempts or request.id not in self._attempts)
+        ):
+            able: Sequence[Instance] = ready.able
+            excluded = ready.excluded
+        else:
+            able, excluded, standings = self._able(request, ready, now)
         if not able:
             return None
-        waiting = self._queue.waiting(request.model) - own_size
-        question = self._question(request, predicted, waiting, now)
-        choice = self._policy.choose(question, able)
-        if choice.index is None:
+        waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+        question = self._question(request, predicted, waiting, now, standings, long)
+        index, work_s, candidates = self._policy.choose(question, able)
+        if index is None:
             return None
-        return _Found(question, choice, able, excluded, able[choice.index])
+        return _Found(question, work_s, candidates, able, excluded, able[index])
 
-    def _book(self, found: _Found, instances: Sequence[Instance], now: float) -> Dispatch:
-        request, predicted = found.question.request, found.question.predicted_output
-        instance, choice = found.instance, found.choice
-        tokens = request.sequences * (request.prompt_tokens + round(predicted))
+    def _book(self, found: _Found, ready: _Ready, now: float) -> Dispatch:
+        question, instance = found.question, found.instance
+        request, predicted = question.request, question.predicted_output
+        # One request never books more than its instance has: it would wait inside the engine.
+        cache, sequences = instance.figures[9], request.sequences
+        prompt_tokens = sequences * request.prompt_tokens
+        tokens = sequences * (request.prompt_tokens + round(predicted))
         lease = Lease(
             self._next_lease,
             request,
             instance.name,
             instance.incarnation,
-            work_ns=round(choice.work_s * 1e9),
-            # One request never books more than its instance has: it would wait inside the engine.
-            kv_tokens=min(tokens, instance.kv_cache_tokens),
-            prompt_tokens=min(request.sequences * request.prompt_tokens, instance.kv_cache_tokens),
+            work_ns=round(found.work_s * 1e9),
+            kv_tokens=tokens if tokens < cache else cache,
+            prompt_tokens=prompt_tokens if prompt_tokens < cache else cache,
             predicted_output=predicted,
             dispatched_at=now,
         )
         self._next_lease += 1
         instance.acquire(lease)
+        if question.standings is not None:
+            instance.health.on_dispatched(now)
         if request.beginnings:
             self._affinity.sent(request, instance, predicted)
         self._leased[lease.id] = instance
-        self._policy.committed(instance, found.able)
-        considered, excluded = choice.candidates, found.excluded
+        policy = self._policy
+        policy.committed(instance, found.able)
+        considered: Callable[[], Sequence[Candidate]] = found.candidates
+        excluded = found.excluded
         if excluded:
-            scored = considered
+            scored, instances = considered, ready.instances
             considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
-        return Dispatch(request.id, lease, self._policy.name, considered)
+        return Dispatch(request.id, lease, policy.name, considered)
 
-    def _enqueue(self, request: Request, now: float, predicted: float) -> list[Command]:
+    def _enqueue(
+        self, request: Request, now: float, predicted: float, *, again: bool = False
+    ) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
             return [self._no_instance(request)]
+        commands: list[Command] = []
         if not self._queue.has_room(request):
-            return [
-                Reject(
-                    request.id,
-                    RejectReason.QUEUE_FULL,
-                    "Too many requests are waiting for an instance.",
-                    retry_after_s=1.0,
-                )
-            ]
+            leave = self._queue.crowding_out(request)
+            if not leave:
+                return [self._queue_full(request.id)]
+            for request_id in leave:
+                self._forget(request_id)
+                commands.append(self._queue_full(request_id))
         if not len(self._queue):
             self._last_tick = now
-        self._queue.push(request, now, predicted, round(size_of(request, predicted)))
-        return []
-
-    def _predict(self, request: Request) -> float:
-        return self._predictor.predict(request) if request.generates else 0.0
+        self._queue.push(request, now, predicted, round(size_of(request, predicted)), again)
+        return commands
 
     def _flush(self, now: float) -> list[Command]:
         """Place what waits."""
-        if not len(self._queue):
+        if not self._queue.held:
             return []
         commands: list[Command] = []
         for lane in self._queue.lanes:
@@ -576,61 +796,94 @@ class Scheduler:
 
         The head is overtaken a bounded number of times.
         """
-        entries = self._queue.first(lane, self._policy.lookahead)
-        instances = self._by_model.get(lane[0])
-        if not entries or instances is None:
+        ready = self._ready.get(lane[0])
+        if ready is None:
             return None
+        entries = self._queue.first(lane, self._policy.lookahead)
+        if not entries:
+            return None
+        instances = ready.instances
         head = entries[0]
         request = head.request
-        if request.prompt_exact and not any(instance.fits_prompt(request) for instance in instances):
+        if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             self._forget(request.id)
             return self._too_long(request, instances)
-        found = self._choose(request, instances, now, self._predict(request), head.size)
+        predicted = self._predictor.predict(request) if request.generates else 0.0
+        found = self._choose(request, ready, now, predicted, head.size)
         if found is None:
+            if lane[2] and not self._able(request, ready, now)[0]:
+                return self._give_up(request, unsent=False)
             return None
+        if lane[2]:
+            if not self._may_retry():
+                return None
+            self._queue.take(request.id)
+            placed = self._book(found, ready, now)
+            self._retrying.add(placed.lease.id)
+            return placed
         if head.overtaken < self._policy.lookahead and len(entries) > 1:
             entry = self._policy.suited(found.instance, entries, self._demand(request.model), instances)
             if entry is not head:
-                other = self._choose(entry.request, instances, now, entry.predicted_output, entry.size)
+                other = self._choose(entry.request, ready, now, entry.predicted_output, entry.size)
                 if other is not None and other.instance is found.instance:
                     found = other
                     head.overtaken += 1
-        self._queue.remove(found.question.request.id)
-        return self._book(found, instances, now)
+        self._queue.take(found.question.request.id)
+        return self._book(found, ready, now)
+
+    def _may_retry(self) -> bool:
+        """Whether the budget of retries that may run twice allows one more."""
+        return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        request = lease.request
+        """What becomes of a request that an engine did not answer."""
+        request, predicted = lease.request, lease.predicted_output
         attempts = self._attempts.setdefault(request.id, _Attempts())
         attempts.tried.append(lease.instance)
         if outcome is Outcome.NO_RESPONSE:
-            attempts.dropped += 1
-        budget = max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
-        instances = self._by_model.get(request.model, [])
-        placed: Dispatch | None = None
+            attempts.runs += 1
+        unsent = outcome is Outcome.CONNECT_FAILED and attempts.runs == attempts.turned_away
+        ready = self._ready.get(request.model)
         # Dropped twice: the request itself may be what kills engines.
-        if attempts.dropped <= 1 and (outcome is Outcome.CONNECT_FAILED or len(self._retrying) < budget):
-            placed = self._place(request, instances, now, lease.predicted_output)
-        if placed is not None:
-            if outcome is Outcome.NO_RESPONSE:
-                self._retrying.add(placed.lease.id)
-            return [placed]
-        self._attempts.pop(request.id)
-        unsent = outcome is Outcome.CONNECT_FAILED and attempts.dropped == 0
-        if unsent and request.model in self._down_since:
-            return self._enqueue(request, now, lease.predicted_output)
-        reason = RejectReason.CONNECT_FAILED if unsent else RejectReason.NO_RESPONSE
-        detail = (
-            "No instance of this model accepts connections."
-            if unsent
-            else "The instance closed the connection without answering."
-        )
-        return [Reject(request.id, reason, detail, retry_after_s=1.0 if unsent else None)]
+        if attempts.runs <= 1 and ready is not None and self._able(request, ready, now)[0]:
+            within = outcome is Outcome.CONNECT_FAILED or self._may_retry()
+            placed = self._place(request, ready, now, predicted) if within else None
+            if placed is not None:
+                if outcome is Outcome.NO_RESPONSE:
+                    self._retrying.add(placed.lease.id)
+                return [placed]
+            # Somebody can take it, but not now: nobody has room, or too many are being tried again.
+            if unsent:
+                self._attempts.pop(request.id)
+            if self._queue.has_room(request):
+                return self._enqueue(request, now, predicted, again=not unsent)
+        elif unsent and request.model in self._down_since:
+            self._attempts.pop(request.id)
+            return self._enqueue(request, now, predicted)
+        return [self._give_up(request, unsent=unsent)]
+
+    def _give_up(self, request: Request, *, unsent: bool) -> Reject:
+        """A request that no engine answered is tried no more. `unsent`: none can have run it."""
+        self._forget(request.id)
+        if unsent:
+            detail = "No instance of this model accepts connections."
+            return Reject(request.id, RejectReason.CONNECT_FAILED, detail, retry_after_s=1.0)
+        detail = "The instance closed the connection without answering."
+        return Reject(request.id, RejectReason.NO_RESPONSE, detail)
 
     def _forget(self, request_id: RequestId) -> None:
         self._queue.remove(request_id)
         self._attempts.pop(request_id, None)
 
     # --- rejections ---
+
+    def _queue_full(self, request_id: RequestId) -> Reject:
+        return Reject(
+            request_id,
+            RejectReason.QUEUE_FULL,
+            "Too many requests are waiting for an instance.",
+            retry_after_s=1.0,
+        )
 
     def _unknown_model(self, request: Request) -> Reject:
         unknown = [i.name for i in self._instances.values() if i.served is None and not i.spec.model]

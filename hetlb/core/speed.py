@@ -36,7 +36,6 @@ class SpeedTracker:
     __slots__ = (
         "_at",
         "_expected_s",
-        "_last",
         "_most",
         "_observed_s",
         "_profiled",
@@ -45,12 +44,15 @@ class SpeedTracker:
         "_sequence_s",
         "_token_s",
         "factor",
+        "last",
     )  # fmt: skip
 
     def __init__(self, profiled: bool, now: float) -> None:
         self._profiled = profiled
         self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
-        self._last = self._at = now
+        #: Until when `elapsed` was told what ran.
+        self.last = now
+        self._at = now
         self._sequence_s = self._token_s = 0.0
         self._prompt_tokens = self._prompts = 0
         # The default model is a guess: the first answer may replace it.
@@ -60,11 +62,11 @@ class SpeedTracker:
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
-        since = now - self._last
+        since = now - self.last
         if since > 0.0:
             self._sequence_s += since * running
             self._token_s += since * tokens
-            self._last = now
+            self.last = now
 
     def read(self, prompts: int, tokens: int) -> None:
         """Prompts of so many tokens together have been read."""
@@ -82,7 +84,9 @@ class SpeedTracker:
         """
         if seconds <= 0.0 or steps < 1.0:
             return False
-        running = max(1.0, (self._sequence_s - since[0]) / seconds)
+        running = (self._sequence_s - since[0]) / seconds
+        if running < 1.0:
+            running = 1.0
         tokens = (self._token_s - since[1]) / seconds
         step_s = model.k5 * tokens + model.k6 * running + model.k7 * tokens / running + model.k8
         expected_s = steps * step_s
@@ -93,9 +97,15 @@ class SpeedTracker:
         self._expected_s = self._expected_s * keep + expected_s
         if self._expected_s <= 0.0:
             return False
-        ratio = min(self._most, max(1.0 / self._most, self._observed_s / self._expected_s))
+        ratio, most = self._observed_s / self._expected_s, self._most
         if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
+            if self.factor == 1.0:
+                return False
             ratio = 1.0
+        elif ratio > most:
+            ratio = most
+        elif ratio < 1.0 / most:
+            ratio = 1.0 / most
         if abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0:
             return False
         changed = ratio != self.factor

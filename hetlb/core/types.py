@@ -95,9 +95,11 @@ class InstanceSpec:
     capacity: Capacity = Capacity()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """One request as the scheduler sees it. It never holds the true output length.
+    """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
+
+    (Not frozen: one is made for every request, and that would take three times as long.)
 
     `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one;
     `sequences` is how many the engine will run for it (number of prompts times `n`); `max_tokens` is
@@ -105,7 +107,8 @@ class Request:
     embeddings, scores, tokenize and the like, which have no output. `prompt_exact` says that the length
     was counted, not estimated from bytes. `pinned` names the one instance that can answer.
     `beginnings` name what its prompt begins with, each with its tokens: None for all that a conversation has
-    had so far.
+    had so far. `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to
+    have a fair share of what is served while several wait; None is a tenant like any other.
     """
 
     id: RequestId
@@ -119,14 +122,16 @@ class Request:
     prompt_exact: bool = False
     pinned: str | None = None
     beginnings: tuple[tuple[str, int | None], ...] = ()
+    priority: int = 0
+    tenant: str | None = None
 
 
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
     `work_ns`, `kv_tokens` (prompt and predicted output) and `prompt_tokens` (of all sequences) are fixed at
-    dispatch and given back exactly once. The driver counts
-    `output_tokens` (all sequences together) as they appear; nothing is called per token.
+    dispatch and given back exactly once. The driver sets `output_tokens` (all sequences together) before it
+    reports the end; nothing is called per token.
     """
 
     __slots__ = (
@@ -245,7 +250,8 @@ InstanceChange: TypeAlias = (
 class EngineSample:
     """One scrape of an engine, summed over its data-parallel series. None where absent or absurd.
 
-    `kv_usage` is a fraction 0..1. `missing` and `invalid` name the metrics that were not there or absurd.
+    `kv_usage` is a fraction 0..1; `preemptions` are those since the engine started. `missing` and `invalid`
+    name the metrics that were not there or absurd.
     """
 
     running: int | None = None
@@ -254,6 +260,7 @@ class EngineSample:
     capacity: Capacity = Capacity()
     missing: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
+    preemptions: int | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------
@@ -305,9 +312,9 @@ class Candidate:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dispatch:
-    """Send the request to the lease's instance now."""
+    """Send the request to the lease's instance now. Not frozen: one is made for every request."""
 
     request_id: RequestId
     lease: Lease
@@ -332,6 +339,17 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
+class PassOn:
+    """Give the client the answer of an engine that says it is busy: nobody else can take the request.
+
+    The lease goes on and ends as that of any other answer.
+    """
+
+    request_id: RequestId
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """End this lease's work at the engine; the driver reports its end as usual."""
 
@@ -349,4 +367,4 @@ class HealthChanged:
     reason: str
 
 
-Command: TypeAlias = Dispatch | Reject | Abort | HealthChanged
+Command: TypeAlias = Dispatch | Reject | PassOn | Abort | HealthChanged

@@ -54,7 +54,7 @@ def test_an_instance_that_came_back_holds_nothing() -> None:
     scheduler.on_instance(InstanceRemoved("a"), 2.0)
     scheduler.on_instance(InstanceAdded(spec("a", kv=1_000_000)), 3.0)
     held = scheduler._affinity.held(turn(2))
-    assert all((i.name, i.incarnation) not in held for i in scheduler.instances)
+    assert all(i.cache_id not in held for i in scheduler.instances)
 
 
 @given(

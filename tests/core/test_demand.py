@@ -46,3 +46,29 @@ def test_a_rate_is_never_negative_and_fades(arrivals: list[tuple[float, float]],
         demand.arrived(size, now)
     assert demand.rate(horizon, now) >= 0.0
     assert demand.rate(horizon, now + 3 * HORIZONS_S[-1]) == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((0.0, 0.001, 0.3, 2.0, 30.0)), st.floats(1.0, 500.0), st.booleans()),
+        min_size=1,
+        max_size=300,
+    ),
+    st.sampled_from(HORIZONS_S),
+    st.floats(0.01, 200.0),
+)
+def test_what_is_known_without_computing_it_is_what_would_be_computed(
+    arrivals: list[tuple[float, float, bool]], horizon: float, limit: float
+) -> None:
+    asked, silent, now = Demand(), Demand(), 0.0
+    for gap, size, ask in arrivals:
+        now += gap
+        asked.arrived(size, now)
+        silent.arrived(size, now)
+        if ask:
+            below = asked.below(limit, horizon, now)
+            least, most = asked.bounds(horizon, now)
+            assert below == (asked.rate(horizon, now) < limit)
+            assert least <= asked.rate(horizon, now) <= most
+    for each in HORIZONS_S:
+        assert asked.rate(each, now) == silent.rate(each, now)

@@ -24,6 +24,7 @@ def test_a_recorded_page_of_vllm_0_32() -> None:
     assert 0 < sample.kv_usage < 0.1
     assert sample.capacity.kv_cache_tokens == 262_144
     assert sample.capacity.block_size == 128
+    assert sample.preemptions == 0
 
 
 def page(**values: str) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, Replay, SchedulerSetup, encode_setup
+from hetlb.core.health import HealthParams
 from hetlb.core.policies import POLICIES, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.types import (
@@ -38,7 +39,8 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
         specs=(spec("a"), spec("b", slower=2.7, kv=5000), spec("c", latency=None)),
         policy=policy,
         params=PolicyParams(),
-        limits=QueueLimits(),
+        limits=QueueLimits(max_requests=6, tenant_share=0.8, tenant_weights={"x": 3.0}),
+        health=HealthParams(slow_start_s=7.0),
         predictor=predictor,
         seed=seed,
         lengths=LengthDistribution([3, 77, 400]),
@@ -53,14 +55,23 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
         kind = rng.randrange(12)
         commands = []
         if kind < 5:
-            commands = scheduler.on_arrival(
-                request(i, prompt=rng.randrange(1, 900), max_tokens=rng.choice([None, 50])), now
-            )
+            asked = request(
+                i, prompt=rng.randrange(1, 900), max_tokens=rng.choice([None, 50]),
+                priority=rng.randrange(3), tenant=rng.choice([None, "x", "y"]),
+            )  # fmt: skip
+            commands = scheduler.on_arrival(asked, now)
+        elif kind == 5 and leases:
+            lease = rng.choice(leases)
+            commands = scheduler.on_busy(lease, rng.choice([None, 3.0]), now)
+            if lease.ended:
+                leases.remove(lease)
         elif kind < 7 and leases:
             lease = leases.pop(rng.randrange(len(leases)))
             scheduler.on_first_token(lease, now)
             lease.output_tokens = rng.randrange(1, 500)
-            commands = scheduler.on_lease_ended(lease, rng.choice(list(Outcome)), now + 0.1)
+            commands = scheduler.on_lease_ended(
+                lease, rng.choice(list(Outcome)), now + 0.1, server_error=rng.random() < 0.5
+            )
         elif kind == 7:
             commands = scheduler.on_scrape(name, EngineSample(1, 2, rng.random(), missing=("x",)), now)
         elif kind == 8:

@@ -66,10 +66,11 @@ def test_failed_answers_eject_and_a_probe_alone_does_not_bring_back() -> None:
 
 def test_a_success_in_between_starts_the_count_anew() -> None:
     health = tracker()
-    for _ in range(20):
+    for i in range(20):
+        now = i * 10.0  # fewer than what a share is taken of
         for _ in range(PASSIVE_FALL - 1):
-            assert not health.on_failure(0.0, may_eject=True)
-        health.on_success(0.0)
+            assert not health.on_failure(now, may_eject=True)
+        health.on_success(now)
     assert health.state is Health.UP
 
 

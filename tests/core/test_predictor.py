@@ -85,7 +85,7 @@ def test_no_request_holds_its_true_output_length() -> None:
     names = {field.name for field in dataclasses.fields(Request)}
     assert names == {
         "id", "model", "prompt_tokens", "max_tokens", "sequences", "longest_prompt_tokens", "generates",
-        "body_bytes", "prompt_exact", "pinned", "beginnings",
+        "body_bytes", "prompt_exact", "pinned", "beginnings", "priority", "tenant",
     }  # fmt: skip
 
 
@@ -94,3 +94,13 @@ def test_a_predictor_without_its_data_says_so() -> None:
         make_predictor("mean", rng=random.Random(0))
     with pytest.raises(ValueError, match="true lengths"):
         make_predictor("oracle", rng=random.Random(0))
+
+
+@given(st.lists(st.integers(1, 5000), max_size=120), st.one_of(st.none(), st.integers(1, 6000)))
+def test_what_is_asked_at_once_is_what_is_asked_one_by_one(lengths: list[int], cap: int | None) -> None:
+    predictor, asked = OnlinePredictor(), request(1, max_tokens=cap)
+    for length in lengths:
+        predictor.observe(asked, length)
+        assert predictor.outlook(asked) == (
+            predictor.predict(asked), predictor.long(asked), predictor.residual(asked),
+        )  # fmt: skip

@@ -26,6 +26,7 @@ from hetlb.core.types import (
     Lease,
     ModelsLearned,
     Outcome,
+    PassOn,
     Probed,
     ProbeResult,
     Reject,
@@ -97,6 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         body=st.integers(0, 400),
         generates=st.booleans(),
         model=st.sampled_from(("m", "m", "m", "lora", "nobody")),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from((None, "x", "y")),
     )
     def arrive(
         self,
@@ -107,11 +110,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         body: int,
         generates: bool,
         model: str,
+        priority: int,
+        tenant: str | None,
     ) -> None:
         request_id, self.next_id = self.next_id, self.next_id + 1
         arriving = request(
             request_id, prompt=prompt, max_tokens=max_tokens, sequences=sequences, exact=exact,
-            body_bytes=body, generates=generates, model=model,
+            body_bytes=body, generates=generates, model=model, priority=priority, tenant=tenant,
         )  # fmt: skip
         self.carry_out(self.scheduler.on_arrival(arriving, self.now), request_id)
 
@@ -123,15 +128,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.carry_out(self.scheduler.on_first_token(lease, self.now))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), outcome=st.sampled_from(ENDS), retry=st.booleans(), tokens=st.integers(0, 900))
-    def end(self, data: st.DataObject, outcome: Outcome, retry: bool, tokens: int) -> None:
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(ENDS),
+        retry=st.booleans(),
+        tokens=st.integers(0, 900),
+        server_error=st.booleans(),
+    )
+    def end(
+        self, data: st.DataObject, outcome: Outcome, retry: bool, tokens: int, server_error: bool
+    ) -> None:
         lease = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
         lease.output_tokens = tokens
-        commands = self.scheduler.on_lease_ended(lease, outcome, self.now, retry=retry)
+        commands = self.scheduler.on_lease_ended(
+            lease, outcome, self.now, retry=retry, server_error=server_error
+        )
         undecided = retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE)
         if not undecided:
             self.answered.add(lease.request.id)
         self.carry_out(commands, lease.request.id if undecided else None)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), retry_after_s=st.one_of(st.none(), st.floats(-1, 100)))
+    def busy(self, data: st.DataObject, retry_after_s: float | None) -> None:
+        lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
+        commands = self.scheduler.on_busy(lease, retry_after_s, self.now)
+        if commands == [PassOn(lease.request.id, lease)]:
+            assert not lease.ended
+            return
+        del self.leases[lease.id]
+        assert lease.ended
+        first = commands[0]
+        assert isinstance(first, Dispatch)
+        assert (first.request_id, first.lease.instance != lease.instance) == (lease.request.id, True)
+        self.carry_out(commands, lease.request.id)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

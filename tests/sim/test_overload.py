@@ -1,0 +1,99 @@
+"""Ten times what the fleet can do, for two minutes: it goes on doing what it can, and is over it at once."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from helpers import FAST, MODEL, spec
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.arrivals import PlannedRequest
+from hetlb.core.eventlog import SchedulerSetup
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.types import Capacity, Health, Outcome
+from hetlb.sim.engine import EngineLimits
+from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+
+CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
+SPECS = tuple(spec(f"i{i}", slower=1.0 + i, capacity=CAPACITY) for i in range(3))
+ENGINES = {
+    each.name: EngineSpec(FAST.scaled(1.0 + i), EngineLimits.from_capacity(CAPACITY))
+    for i, each in enumerate(SPECS)
+}
+#: Seconds of the three parts, and how many times the capacity is asked for in each.
+CALM_S, STORM_S = 30.0, 120.0
+PARTS = ((CALM_S, 0.5), (STORM_S, 10.0), (CALM_S, 0.5))
+QUEUE = 200
+
+
+def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult, int]:
+    """The run, and the longest that the queue was."""
+    setup = SchedulerSetup(
+        specs=SPECS,
+        policy="hetlb",
+        params=PolicyParams(),
+        limits=QueueLimits(max_requests=queue, max_bytes=None, timeout_s=None),
+        predictor="empirical",
+        seed=0,
+        lengths=LengthDistribution(each.output_tokens for each in plan),
+        initial_health=Health.UP,
+    )
+    simulation = FleetSimulation(setup, ENGINES, plan, model=MODEL)
+    scheduler, longest = simulation.scheduler, 0
+    arrive = scheduler.on_arrival
+
+    def watched(request: object, now: float) -> object:
+        nonlocal longest
+        commands = arrive(request, now)  # type: ignore[arg-type]
+        longest = max(longest, len(scheduler.queue))
+        return commands
+
+    scheduler.on_arrival = watched  # type: ignore[method-assign, assignment]
+    return simulation.run(), longest
+
+
+def lengths(rng: random.Random) -> tuple[int, int]:
+    return rng.randrange(20, 400), rng.randrange(20, 180)
+
+
+@pytest.fixture(scope="module")
+def capacity_rps() -> float:
+    """Requests per second that the fleet does with as many waiting as there may be."""
+    rng = random.Random(2)
+    plan = [PlannedRequest(i, 0.0, *lengths(rng)) for i in range(3000)]
+    result, _ = simulate(plan, None)
+    return len(plan) / max(record.last_token_s or 0.0 for record in result.records)
+
+
+def test_overload_costs_nothing_but_what_is_turned_down(capacity_rps: float) -> None:
+    rng = random.Random(1)
+    plan: list[PlannedRequest] = []
+    now = began = 0.0
+    for part_s, times in PARTS:
+        began, now = began + part_s, began
+        while (now := now + rng.expovariate(times * capacity_rps)) < began:
+            plan.append(PlannedRequest(len(plan), now, *lengths(rng)))
+    result, longest = simulate(plan, QUEUE)
+    storm_ends = CALM_S + STORM_S
+
+    done = [record for record in result.records if record.ok]
+    in_storm = [r for r in done if r.last_token_s is not None and CALM_S <= r.last_token_s < storm_ends]
+    assert len(in_storm) / STORM_S >= 0.9 * capacity_rps
+    assert QUEUE * 0.9 < longest <= QUEUE
+    # Who is let in waits for the queue in front of it at most, and for its prompt to be read.
+    waited = [r.ttft_s for r in done if r.ttft_s is not None]
+    assert statistics.quantiles(waited, n=100)[98] <= 1.25 * QUEUE / capacity_rps + 0.5
+
+    turned_down = [
+        record.scheduled_s
+        for record, outcome in zip(result.records, result.outcomes, strict=True)
+        if outcome is not Outcome.OK
+    ]
+    assert min(turned_down) > CALM_S
+    assert max(turned_down) < storm_ends + 1.0
+    before = [r.ttft_s for r in done if r.scheduled_s < CALM_S and r.ttft_s is not None]
+    after = [r.ttft_s for r in done if r.scheduled_s > storm_ends + 5.0 and r.ttft_s is not None]
+    assert statistics.median(after) <= 1.5 * statistics.median(before), "five seconds later it is over"
