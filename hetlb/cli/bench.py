@@ -11,6 +11,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import secrets
 import shlex
 import signal
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="draws lengths and arrivals (default 0)")
     add("--prompt-salt", metavar="TEXT", help="draws prompts; default: new ones that no cache has seen")
 
+    add("--session-header", default="x-session-id", metavar="NAME", help="names a trace's conversations")
     add("--admin", metavar="URL", help="the admin listener of the proxy at --url")
     add("--compare", metavar="A,B,C", help="the same load under each policy; the first is the baseline")
     add("--rounds", type=int, default=1, metavar="N", help="of a comparison; from 2 on with intervals")
@@ -169,6 +171,8 @@ class _Bench:
         ):  # fmt: skip
             options.at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
         options.at_least("--num-warmups", args.num_warmups, 0)
+        if args.session_header and not re.fullmatch(r"[A-Za-z0-9-]+", args.session_header):
+            raise InputError(f"--session-header: expected the name of a header, got {args.session_header!r}")
         if args.endpoint == CHAT and args.prompt_format == "ids":
             raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
         for flag, path in (("--csv", args.csv), ("--html", args.html)):
@@ -241,6 +245,7 @@ class _Bench:
             slo_s=self._slo_s or None,
             percentiles=self._percentiles,
             headers=headers,
+            session_header=args.session_header,
         )
         searching = args.sweep and bool(self._slo_s)
         return await Campaign(
@@ -257,7 +262,10 @@ class _Bench:
         """What `--json` prints and `--save-result` keeps."""
         detailed = self._args.save_detailed
         return {
-            "runs": [{**each.run, **(details(each.result) if detailed else {})} for each in outcome.measured],
+            "runs": [
+                {**each.run, **(details(each.result, each.rows) if detailed else {})}
+                for each in outcome.measured
+            ],
             "comparison": outcome.comparison,
             "search": outcome.search,
             "metadata": {

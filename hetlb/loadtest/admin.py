@@ -1,7 +1,7 @@
 """The admin listener of a running proxy, as a load test needs it: which policy, who is busy.
 
 Promise: whatever ends a test, the policy is afterwards what it was before, or a `HetlbError` says that it
-is not.
+is not. What is read of the engines during a run fails no run: what could not be read is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,22 @@ from hetlb.errors import HetlbError
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _IDLE_TIMEOUT_S = 20.0
 _POLL_S = 0.05
+#: How often the fleet is looked at during a run, and how long a new report of every engine is waited for
+#: before and after it (the proxy asks each once a second).
+_LOOK_S = 0.5
+_REPORT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Reported:
+    """What engines said of themselves during a run, by instance; those that did not are left out.
+
+    `preemptions` are those of the run; `kv_peak` is the largest share (0 to 1) of the KV cache in use that
+    was seen, one look a second: a shorter peak may be higher.
+    """
+
+    preemptions: dict[str, int] = field(default_factory=dict)
+    kv_peak: dict[str, float] = field(default_factory=dict)
 
 
 class FleetAdmin:
@@ -37,7 +54,7 @@ class FleetAdmin:
 
     async def instances(self) -> list[str]:
         """The names of all instances."""
-        return [each["name"] for model in (await self._fleet())["models"] for each in model["instances"]]
+        return [each["name"] for each in _instances(await self._fleet())]
 
     async def set_policy(self, name: str) -> None:
         """Put a policy in force."""
@@ -52,6 +69,47 @@ class FleetAdmin:
                 raise HetlbError(
                     f"{self._url}: the fleet is not idle after {_IDLE_TIMEOUT_S:.0f} s: {', '.join(busy)}"
                 )
+            await asyncio.sleep(_POLL_S)
+
+    @contextlib.asynccontextmanager
+    async def reported(self) -> AsyncIterator[Reported]:
+        """What the engines report during the block; complete after it."""
+        found = Reported()
+        before = {each["name"]: each.get("preemptions") for each in await self._new_reports()}
+        looking = asyncio.create_task(self._look(found))
+        try:
+            yield found
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        after = await self._new_reports()
+        _note_kv(found, after)
+        for each in after:
+            first, last = before.get(each["name"]), each.get("preemptions")
+            # A counter that went back is of an engine that was started anew.
+            if first is not None and last is not None and last >= first:
+                found.preemptions[each["name"]] = last - first
+
+    async def _look(self, found: Reported) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(HetlbError):
+                _note_kv(found, _instances(await self._fleet()))
+
+    async def _new_reports(self) -> list[dict[str, Any]]:
+        """The instances whose engines were read after this was called; those that were not, are left out."""
+        since_s = time.monotonic()
+        while True:
+            asked_s = time.monotonic()
+            try:
+                instances = _instances(await self._fleet())
+            except HetlbError:
+                return []
+            read = [each for each in instances if each["signal_age_s"] is not None]
+            # From before the question was sent: what is said to be this old is at least as new.
+            new = [each for each in read if each["signal_age_s"] < asked_s - since_s]
+            if len(new) == len(read) or time.monotonic() > since_s + _REPORT_TIMEOUT_S:
+                return new
             await asyncio.sleep(_POLL_S)
 
     async def _fleet(self) -> dict[str, Any]:
@@ -98,10 +156,20 @@ def why(error: Exception) -> str:
     return str(error) or "timeout"
 
 
+def _instances(fleet: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [each for model in fleet["models"] for each in model["instances"]]
+
+
+def _note_kv(found: Reported, instances: list[dict[str, Any]]) -> None:
+    for each in instances:
+        if each["kv_reported"] is not None:
+            found.kv_peak[each["name"]] = max(found.kv_peak.get(each["name"], 0.0), each["kv_reported"])
+
+
 def busy_figures(fleet: Mapping[str, Any]) -> list[str]:
     """What keeps a fleet from being idle and ready, in words; empty if nothing."""
     found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
-    for instance in (each for model in fleet["models"] for each in model["instances"]):
+    for instance in _instances(fleet):
         found += [
             f"{instance['name']}.{key}: {instance[key]}"
             for key in ("in_flight", "queued", "workload", "kv_reserved_tokens")

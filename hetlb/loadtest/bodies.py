@@ -89,16 +89,42 @@ def given_texts(rows: Sequence[Row], otherwise: Prompt) -> Prompt:
     return prompt
 
 
+def conversations(rows: Sequence[Row], salt: str, header: str) -> Callable[[PlannedRequest], dict[str, str]]:
+    """The header that names a row's conversation, by a digest that is another for another salt."""
+
+    def headers(planned: PlannedRequest) -> dict[str, str]:
+        session = rows[planned.index].session
+        if not session:
+            return {}
+        return {header: hashlib.blake2b(f"{salt}/{session}".encode(), digest_size=12).hexdigest()}
+
+    return headers
+
+
+def _no_headers(_: PlannedRequest) -> dict[str, str]:
+    return {}
+
+
 class RequestBodies:
     """`POST /v1/completions` or `/v1/chat/completions`, streamed, one prompt each.
 
     With `ignore_eos` every answer has the planned length; without it that is the most it may have.
+    `headers` gives each request's own.
     """
 
     stream = True
 
-    def __init__(self, model: str, prompt: Prompt, *, path: str = COMPLETIONS, ignore_eos: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        prompt: Prompt,
+        *,
+        path: str = COMPLETIONS,
+        ignore_eos: bool,
+        headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers,
+    ) -> None:
         self.path = path
+        self.headers = headers
         self._prompt = prompt
         head = {"model": model, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         if ignore_eos:

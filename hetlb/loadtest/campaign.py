@@ -94,6 +94,7 @@ class Campaign:
                 instances=self._instances,
                 round_number=number,
                 progress=progress,
+                admin=self._admin,
             )
         self._outcome.measured.append(measured)
         run = measured.run

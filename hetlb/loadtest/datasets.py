@@ -32,8 +32,8 @@ SHAREGPT_MAX_TOKENS = 2048
 class Row:
     """One request to ask: `text` where the source has one, and what its prompt shares with others.
 
-    Prompts of one `session` begin alike, as far as the shorter one goes; each of the `hash_ids` stands for
-    the same block of tokens wherever it occurs.
+    Prompts of one `session` begin alike, as far as the shorter one goes; `turn` is its place there, in the
+    words of the source. Each of the `hash_ids` stands for the same block of tokens wherever it occurs.
     """
 
     arrival_s: float | None
@@ -42,10 +42,14 @@ class Row:
     text: str | None = None
     session: str = ""
     hash_ids: tuple[str, ...] = ()
+    turn: str = ""
 
 
 def trace_rows(path: Path) -> list[Row]:
-    """The rows of a CSV trace with its columns `prompt`, `session_id` and `hash_ids`. Raises `TraceError`."""
+    """The rows of a CSV trace, with its columns `prompt`, `session_id`, `turn` and `hash_ids`.
+
+    Raises `TraceError`.
+    """
     return [
         Row(
             row.arrival_s,
@@ -54,6 +58,7 @@ def trace_rows(path: Path) -> list[Row]:
             row.extra.get("prompt") or None,
             row.extra.get("session_id", ""),
             tuple(re.findall(r"[\w-]+", row.extra.get("hash_ids", ""))),
+            row.extra.get("turn", ""),
         )
         for row in read_trace(path)
     ]

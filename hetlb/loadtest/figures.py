@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from hetlb.core.records import RequestRecord, latency_figures, percentile
+from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.generator import LoadResult
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -26,15 +27,19 @@ def run_figures(
     slo_s: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = (),
     instances: Sequence[str] | None = None,
+    preemptions: Mapping[str, int] | None = None,
+    kv_peak: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The figures of one run.
 
     `slo_s` maps `GOODPUT_METRICS` to limits in seconds; `percentiles` are reported of every latency beside
-    those that always are; `instances` names those to report (default: those that answered).
-    `slo_attainment` is the share of all planned requests that met every limit (null without limits): a
-    request that failed met none.
+    those that always are; `instances` names those to report (default: those that answered), `preemptions`
+    and `kv_peak` hold what their engines said of the run. `slo_attainment` is the share of all planned
+    requests that met every limit (null without limits): a request that failed met none.
     """
-    figures = result.summary(goodput_slo_s=slo_s, instances=instances)
+    figures = result.summary(
+        goodput_slo_s=slo_s, instances=instances, preemptions=preemptions, kv_peak=kv_peak
+    )
     records = result.records
     done = [record for record in records if record.ok]
     met = round(figures["request_goodput"] * figures["duration"])
@@ -68,13 +73,18 @@ def latencies_s(done: Iterable[RequestRecord], name: str) -> Iterable[float]:
     return (record.e2el_s for record in done)
 
 
-def details(result: LoadResult) -> dict[str, Any]:
+def details(result: LoadResult, rows: Sequence[Row]) -> dict[str, Any]:
     """What happened to every request, in plan order; names and units (seconds) are those of vLLM.
 
-    `start_times`, `scheduled_times` and `end_times` count from the start of the run.
+    `start_times`, `scheduled_times` and `end_times` count from the start of the run. `rows` are what was
+    asked: `session_ids` and `turns` are there where some have them, null for those that have none.
     """
     records = result.records
+    sessions = [row.session or None for row in rows]
+    turns = [row.turn or None for row in rows]
     return {
+        **({"session_ids": sessions} if any(sessions) else {}),
+        **({"turns": turns} if any(turns) else {}),
         "input_lens": [record.prompt_tokens for record in records],
         "output_lens": [record.output_tokens for record in records],
         "ttfts": [record.ttft_s for record in records],

@@ -231,7 +231,7 @@ class _Run:
     ) -> None:
         progress = self._progress
         try:
-            async with await self._ask(session, self._bodies.body(planned), record) as response:
+            async with await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
                 await self._read(response, record)
         except AnswerError as error:
@@ -248,13 +248,14 @@ class _Run:
         record.end_s = self._now()
 
     async def _ask(
-        self, session: aiohttp.ClientSession, body: bytes, record: RequestRecord
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestRecord
     ) -> aiohttp.ClientResponse:
         """The head of the answer. A kept connection that the server had closed meanwhile costs no request."""
+        body, headers = self._bodies.body(planned), self._bodies.headers(planned)
         while True:
             attempt = _Attempt(record)
             try:
-                return await session.post(self._target, data=body, trace_request_ctx=attempt)
+                return await session.post(self._target, data=body, headers=headers, trace_request_ctx=attempt)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not attempt.reused:
                     raise

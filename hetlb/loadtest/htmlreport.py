@@ -7,7 +7,7 @@ document, rounded only here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,14 +43,26 @@ tr { border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child, .text td { text-align: left; }
 .text td { white-space: normal; overflow-wrap: anywhere; }
 .VALID { color: var(--good); } .SUSPECT { color: var(--bad); font-weight: 600; }
-summary { cursor: pointer; } li { overflow-wrap: anywhere; }
+summary { cursor: pointer; padding: .25rem 0; } li { overflow-wrap: anywhere; }
+details[open] { margin-bottom: 1.25rem; } .charts + .scroll { margin-top: .5rem; }
+td span { display: inline-block; min-width: 5em; color: var(--soft); } td b { color: var(--text); }
 """ + "".join(
     f".line-{i}.line {{ stroke: var(--c{i}); }} .line-{i}.mark {{ fill: var(--c{i}); }}\n"
     for i in range(COLOURS)
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
-#: More groups of pictures than this are folded.
+#: What is compared at a glance: figure, heading, how it is written.
+_GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("output_throughput", "output tok/s", lambda value: f"{value:,.0f}"),
+    ("request_goodput", "goodput/s", lambda value: f"{value:,.2f}"),
+    ("mean_ttft_ms", "TTFT mean", milliseconds),
+    ("p99_ttft_ms", "TTFT p99", milliseconds),
+    ("mean_tpot_ms", "TPOT mean", milliseconds),
+    ("mean_e2el_ms", "E2EL mean", milliseconds),
+    ("p99_e2el_ms", "E2EL p99", milliseconds),
+)
+#: More groups of pictures, or runs that are SUSPECT, than this are folded.
 _OPEN_GROUPS = 2
 
 
@@ -63,13 +75,14 @@ def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
         f'<p class="soft">{escape(metadata["url"])}, {escape(metadata["date"])}, {len(runs)} runs, '
         f"{requests:,} requests. Latency counts from the time a request was due.</p>",
         _verdicts(runs),
-        "<h2>Runs</h2>",
-        _runs_table(runs),
-        *(_comparison(each) for each in document["comparison"]),
+        _glance(document["comparison"]),
         _search(document["search"]),
         _rates(measured),
         _distributions(measured),
         _timelines(measured),
+        "<h2>Runs</h2>",
+        _runs_table(runs),
+        _comparisons(document["comparison"]),
         "<h2>To measure it again</h2>",
         _table(("", ""), ((key, _plain(value)) for key, value in metadata.items()), kind="text"),
     ]
@@ -91,7 +104,50 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
         for run in suspect
         for reason in run["client"]["reasons"]
     )
-    return f'<p class="SUSPECT">SUSPECT: {len(suspect)} of {len(runs)} runs</p><ul>{reasons}</ul>'
+    title = f"SUSPECT: {len(suspect)} of {len(runs)} runs"
+    opening = " open" if len(suspect) <= _OPEN_GROUPS else ""
+    return f'<details{opening}><summary class="SUSPECT">{title}</summary><ul>{reasons}</ul></details>'
+
+
+def _glance(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """Every policy beside the first: a table per rate, with the differences that are no chance in bold."""
+    if not comparisons:
+        return ""
+    parts = ["<h2>Policies</h2>"]
+    by_rate: dict[str, list[Mapping[str, Any]]] = {}
+    for each in comparisons:
+        by_rate.setdefault(rate_text(each), []).append(each)
+    for rate, found in by_rate.items():
+        baseline = found[0]["figures"]
+        rows = [
+            [
+                escape(found[0]["baseline"]),
+                *(f"{show(baseline[key]['baseline_mean'])} <span></span>" for key, _, show in _GLANCE),
+            ]
+        ]
+        rows += [
+            [escape(each["policy"]), *(_against(each["figures"][key], show) for key, _, show in _GLANCE)]
+            for each in found
+        ]
+        heads = ["policy", *(head for _, head, _ in _GLANCE)]
+        parts.append(f"<h3>rate {escape(rate)}</h3>{_markup_table(heads, rows)}")
+    rounds, level = comparisons[0]["rounds"], percent(comparisons[0]["confidence"])
+    said = (
+        f"Bold: the {level} interval of the difference, taken within each round, leaves out 0."
+        if rounds > 1
+        else "One round gives no interval: how much one differs from the next is not known."
+    )
+    return f'{"".join(parts)}<p class="soft">Means over {rounds} round{"s" if rounds > 1 else ""}. {said}</p>'
+
+
+def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> str:
+    """A mean, and by how much it is off the baseline's."""
+    text = show(figure["mean"])
+    if figure["relative"] is None:
+        return text
+    sure = figure["low"] is not None and (figure["low"] > 0) == (figure["high"] > 0)
+    difference = f"{100 * figure['relative']:+.1f} %"
+    return f"{text} <span>{f'<b>{difference}</b>' if sure else difference}</span>"
 
 
 def _runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -118,6 +174,13 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
     return _table(heads, rows)
 
 
+def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    if not comparisons:
+        return ""
+    folded = (_folded(comparison_title(each), _comparison(each), False) for each in comparisons)
+    return f"<h2>Differences</h2>{''.join(folded)}"
+
+
 def _comparison(comparison: Mapping[str, Any]) -> str:
     rows = []
     for name, figure in comparison["figures"].items():
@@ -141,7 +204,7 @@ def _comparison(comparison: Mapping[str, Any]) -> str:
         "relative",
         f"{level} interval",
     )
-    return f"<h2>{escape(comparison_title(comparison))}</h2>{_table(heads, rows)}"
+    return _table(heads, rows)
 
 
 def _search(searches: Sequence[Mapping[str, Any]]) -> str:
@@ -234,6 +297,8 @@ def _instances(run: Mapping[str, Any]) -> str:
                 for key in ("median_ttft", "p99_ttft", "median_tpot", "p99_e2el")
             ),
             seconds(entry["last_finish_s"]),
+            "-" if entry["preemptions"] is None else f"{entry['preemptions']:,}",
+            "-" if entry["kv_peak"] is None else percent(entry["kv_peak"]),
         ]
         for entry in run["instances"]
     ]
@@ -247,7 +312,7 @@ def _instances(run: Mapping[str, Any]) -> str:
         "TPOT p50",
         "E2EL p99",
     )
-    return _table((*heads, "last end"), rows)
+    return _table((*heads, "last end", "preempted", "KV peak"), rows)
 
 
 def _figure(title: str, lines: Sequence[Line], x: Axis, y: Axis, *, marks: bool = False) -> str:
@@ -265,6 +330,11 @@ def _folded(title: str, content: str, is_open: bool) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
+    return _markup_table(heads, ([*map(escape, row)] for row in rows), kind=kind)
+
+
+def _markup_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
+    """A table of cells that are HTML."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     title = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
@@ -272,8 +342,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "
 
 
 def _cell(text: str) -> str:
+    """One cell of HTML."""
     colour = f' class="{text}"' if text in ("VALID", "SUSPECT") else ""
-    return f"<td{colour}>{escape(text)}</td>"
+    return f"<td{colour}>{text}</td>"
 
 
 def _name(run: Mapping[str, Any]) -> str:

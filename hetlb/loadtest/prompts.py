@@ -8,7 +8,7 @@ microseconds when it is due, so that ten thousand long prompts need no memory be
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -34,6 +34,9 @@ class Bodies(Protocol):
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
+
+    def headers(self, planned: PlannedRequest) -> Mapping[str, str]:
+        """Headers of this request alone."""
 
 
 class CompletionBodies:
@@ -74,6 +77,10 @@ class CompletionBodies:
         """The ids of one prompt, separated by commas."""
         start = self._starts[planned.index] * _BYTES_PER_ID
         return self._pool[start : start + planned.prompt_tokens * _BYTES_PER_ID - 1]
+
+    def headers(self, planned: PlannedRequest) -> Mapping[str, str]:
+        """None: no request belongs with another."""
+        return {}
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""

@@ -7,6 +7,7 @@ prompts of another in a prefix cache (texts from a file excepted: they are what 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -17,8 +18,8 @@ from typing import Any
 import aiohttp
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.admin import why
-from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts
+from hetlb.loadtest.admin import FleetAdmin, Reported, why
+from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, conversations, given_texts
 from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
@@ -47,6 +48,8 @@ class LoadSpec:
     slo_s: Mapping[str, float] | None = None
     percentiles: Sequence[float] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: Names the conversation of a request that has one; "" is none.
+    session_header: str = ""
 
     @property
     def as_text(self) -> bool:
@@ -58,15 +61,19 @@ class LoadSpec:
         salt = f"{self.salt}/{self.seed}/{label}"
         made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
         prompt = given_texts(load.rows, made) if self.as_text else made
-        return RequestBodies(self.model, prompt, path=self.path, ignore_eos=self.ignore_eos)
+        bodies = RequestBodies(self.model, prompt, path=self.path, ignore_eos=self.ignore_eos)
+        if self.session_header:
+            bodies.headers = conversations(load.rows, salt, self.session_header)
+        return bodies
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: its document (a member of `runs`), and the records behind it."""
+    """One run: its document (a member of `runs`), and the records and rows behind it."""
 
     run: dict[str, Any]
     result: LoadResult
+    rows: Sequence[Row] = ()
 
 
 async def measure(
@@ -77,31 +84,41 @@ async def measure(
     instances: Sequence[str] | None = None,
     round_number: int = 1,
     progress: Progress | None = None,
+    admin: FleetAdmin | None = None,
 ) -> Measured:
     """Warm up, send the load once and wait for every answer.
 
-    The load of each round is drawn from a seed of its own, the same for every policy.
+    The load of each round is drawn from a seed of its own, the same for every policy. `admin` is asked for
+    what the engines report of the run.
     """
     seed = spec.seed + round_number - 1
     label = f"{policy}/{rate}/{round_number}"
     if spec.num_warmups:
         await _warm_up(spec, f"{label}/warm-up")
     load = make_load(spec.rows, spec.num_prompts, rate, random.Random(seed), spec.burstiness)
-    result = await run_load(
-        load.plan,
-        spec.bodies(load, label),
-        spec.url,
-        progress=progress,
-        headers=dict(spec.headers),
-        max_concurrency=spec.max_concurrency,
-    )
+    async with contextlib.nullcontext(Reported()) if admin is None else admin.reported() as reported:
+        result = await run_load(
+            load.plan,
+            spec.bodies(load, label),
+            spec.url,
+            progress=progress,
+            headers=dict(spec.headers),
+            max_concurrency=spec.max_concurrency,
+        )
     result.exact_output = spec.ignore_eos
     result.exact_prompt = not spec.as_text
     run = {
         "policy": policy,
         "seed": seed,
         "round": round_number,
-        **run_figures(result, slo_s=spec.slo_s, percentiles=spec.percentiles, instances=instances),
+        **run_figures(
+            result,
+            slo_s=spec.slo_s,
+            percentiles=spec.percentiles,
+            instances=instances,
+            preemptions=reported.preemptions,
+            kv_peak=reported.kv_peak,
+        ),
         "request_rate": _rate_document(rate),
         "burstiness": "inf" if math.isinf(spec.burstiness) else spec.burstiness,
         "max_concurrency": spec.max_concurrency,
@@ -113,7 +130,7 @@ async def measure(
         run["ramp_up_strategy"] = rate.strategy
         run["ramp_up_start_rps"] = rate.start_rps
         run["ramp_up_end_rps"] = rate.end_rps
-    return Measured(run, result)
+    return Measured(run, result, load.rows)
 
 
 async def _warm_up(spec: LoadSpec, label: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-#: Lines that a chart can tell apart; further ones repeat the colours in other dashes.
+#: Lines of a chart that have a colour of their own; further ones repeat the colours in other dashes.
 COLOURS = 8
 _DASHES = ("", "6 3", "2 3", "9 3 2 3")
 _WIDTH, _HEIGHT = 420, 260
@@ -88,8 +88,7 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, marks: bool = False, name:
         kept = [point for point in thinned(line.points) if across.shows(point[0]) and up.shows(point[1])]
         places = [(across(a), up(b)) for a, b in kept]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-        dash = _DASHES[index // COLOURS % len(_DASHES)]
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        dashes = _dashes(index)
         style = f"line-{index % COLOURS}"
         parts.append(f"<g><title>{escape(line.name)}</title>")
         parts.append(f'<polyline class="line {style}" points="{path}"{dashes}/>')
@@ -103,11 +102,16 @@ def legend(names: Sequence[str]) -> str:
     """Which line is which, as a line of HTML; the order is that of the chart's lines."""
     entries = []
     for index, name in enumerate(names):
-        dash = _DASHES[index // COLOURS % len(_DASHES)]
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        dashes = _dashes(index)
         sample = f'<line class="line line-{index % COLOURS}" x1="0" y1="5" x2="24" y2="5"{dashes}/>'
         entries.append(f'<span><svg viewBox="0 0 24 10" class="sample">{sample}</svg> {escape(name)}</span>')
     return f'<p class="legend">{" ".join(entries)}</p>'
+
+
+def _dashes(index: int) -> str:
+    """The dashes of a line: four in turn, so that neighbours differ without colour too."""
+    dash = _DASHES[(index + index // COLOURS) % len(_DASHES)]
+    return f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def linear_ticks(low: float, high: float) -> list[float]:

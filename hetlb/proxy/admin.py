@@ -79,6 +79,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "signal_age_s": None if instance.sample_at is None else now - instance.sample_at,
         "running": None if sample is None else sample.running,
         "waiting": None if sample is None else sample.waiting,
+        "preemptions": None if sample is None else sample.preemptions,
         "models": list(instance.served) if instance.served is not None else None,
         "profiled": instance.profiled,
     }

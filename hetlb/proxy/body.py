@@ -17,6 +17,8 @@ from hetlb.proxy.http1 import GateError
 #: `stream_options` is asked for on the client's behalf in bodies up to this size.
 MAX_INJECT_BYTES = 256 << 10
 _INJECTION = b',"stream_options":{"include_usage":true}'
+#: vLLM sorts by it as it is; nobody needs more.
+MAX_PRIORITY = 1 << 31
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES = 16_384
 #: A model's name is echoed and logged, so it is bounded.
@@ -39,13 +41,11 @@ class Kind(Enum):
     PINNED = "pinned"
     PLAIN = "plain"
 
-    @property
-    def generates(self) -> bool:
-        """Whether the engine decodes for it."""
-        return self in _GENERATING
-
-
-_GENERATING = frozenset({Kind.COMPLETION, Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES, Kind.AUDIO})
+    def __init__(self, name: str) -> None:
+        #: Whether the engine decodes for it.
+        self.generates = name not in ("no_output", "pinned", "plain")
+        #: Whether it is a prompt that may be long, and not a form or a question about an answer.
+        self.prompted = name not in ("pinned", "plain")
 
 
 class _Body(msgspec.Struct):
@@ -57,6 +57,7 @@ class _Body(msgspec.Struct):
     max_output_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    priority: int | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
@@ -72,11 +73,11 @@ class Call:
 
     `prompt_tokens` is the total where it was counted (token ids), else None and `text_bytes` is what to
     estimate from; `prompts` is how many sequences are prefilled, `n` how often each is decoded;
-    `continues` names the kept answer that this one goes on from.
+    `continues` names the kept answer that this one goes on from; `priority` is vLLM's, lower goes first.
     """
 
     __slots__ = (
-        "asks_options", "continues", "hold_usage", "longest_tokens", "max_tokens", "model", "n",
+        "asks_options", "continues", "hold_usage", "longest_tokens", "max_tokens", "model", "n", "priority",
         "prompt_tokens", "prompts", "stream", "text", "text_bytes",
     )  # fmt: skip
 
@@ -87,8 +88,8 @@ class Call:
         self.asks_options = False
         self.hold_usage = False
         self.max_tokens: int | None = None
-        self.n = 1
-        self.prompts = 1
+        self.n = self.prompts = 1
+        self.priority = 0
         self.prompt_tokens: int | None = None
         self.longest_tokens: int | None = None
         self.text_bytes = 0
@@ -117,6 +118,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.asks_options = bool(decoded.stream_options)
     call.max_tokens = _output_cap(decoded)
     call.n = _sequences(decoded)
+    call.priority = _priority(decoded)
     if kind is Kind.NO_OUTPUT:
         call.text_bytes = len(body)
         _read_prompt(call, decoded.input or decoded.prompt)
@@ -155,21 +157,33 @@ def _plain(text: str) -> str:
 
 
 def _output_cap(body: _Body) -> int | None:
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        value: int | None = getattr(body, name)
-        if value is None:
-            continue
-        if not 0 <= value <= MAX_TOKENS_LIMIT:
-            raise _invalid(f"{name}: expected a number from 0 to {MAX_TOKENS_LIMIT}, got {value}.")
-        return max(1, value)
-    return None
+    name, value = "max_completion_tokens", body.max_completion_tokens
+    if value is None:
+        name, value = "max_output_tokens", body.max_output_tokens
+    if value is None:
+        name, value = "max_tokens", body.max_tokens
+    if value is None:
+        return None
+    if not 0 <= value <= MAX_TOKENS_LIMIT:
+        raise _invalid(f"{name}: expected a number from 0 to {MAX_TOKENS_LIMIT}, got {value}.")
+    return value or 1
 
 
 def _sequences(body: _Body) -> int:
-    n = max(body.n if body.n is not None else 1, body.best_of if body.best_of is not None else 1)
+    if body.n is None and body.best_of is None:
+        return 1
+    n = max(1 if body.n is None else body.n, 1 if body.best_of is None else body.best_of)
     if (body.n is not None and body.n < 1) or n > MAX_SEQUENCES:
         raise _invalid(f"n: expected a number from 1 to {MAX_SEQUENCES}, got {body.n}.")
     return n
+
+
+def _priority(body: _Body) -> int:
+    if body.priority is None:
+        return 0
+    if abs(body.priority) > MAX_PRIORITY:
+        raise _invalid(f"priority: expected a number within {MAX_PRIORITY} of 0, got {body.priority}.")
+    return body.priority
 
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:

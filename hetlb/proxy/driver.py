@@ -2,7 +2,8 @@
 
 Promise: the scheduler is called from the event loop only, and what it says is done in the same turn; every
 accepted request has one exchange until its one terminal outcome, every lease ends once; when nothing is in
-flight, every figure is zero.
+flight, every figure is zero. What is only counted, kept or logged of a request is done for many of them at
+once (`settle`), and before anybody looks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hetlb.core.types import (
     InstanceChange,
     Lease,
     Outcome,
+    PassOn,
     Reject,
     RejectReason,
     RequestId,
@@ -44,6 +46,8 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S = 0.5
+#: So many ended requests are counted and logged at once; fewer at the next sweep.
+SETTLED_AT_ONCE = 64
 DECISIONS_KEPT = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT = 50_000
@@ -59,7 +63,7 @@ class Driver:
         table: ProxyTable,
         sizes: PromptSizes,
         loop: asyncio.AbstractEventLoop,
-        on_finished: Callable[[Exchange, Phase], None] | None = None,
+        on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -67,15 +71,19 @@ class Driver:
         self.sizes = sizes
         self.loop = loop
         self.now = loop.time
-        self.totals = Totals()
-        self.decisions: deque[Dispatch] = deque(maxlen=DECISIONS_KEPT)
-        self._decisions_kept = CANDIDATES_KEPT // max(1, len(scheduler.instances))
+        self._totals = Totals()
+        self._arrival_s: list[float] = []
+        self._end_s: list[float] = []
+        #: Requests that ended and were not counted yet.
+        self._ended: list[Exchange] = []
+        self.decisions: deque[Dispatch] = deque()
+        self._bound_decisions()
         self.exchanges: dict[RequestId, Exchange] = {}
         #: Where, and for whom, an answer that can be asked for again was made: by response id.
         self.made_at: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
         self._access = {} if access is None else access
-        self._on_finished = on_finished
+        self._on_ended = on_ended
         self._drain_rate = DrainRate(random.Random())
         self._pools: dict[int, EnginePool] = {}
         self._next_id = 1
@@ -97,22 +105,32 @@ class Driver:
         self.exchanges[exchange.request.id] = exchange
         started = perf_counter()
         commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
-        self.totals.arrival.observe(perf_counter() - started)
+        self._arrival_s.append(perf_counter() - started)
         self.carry_out(commands)
 
     def first_token(self, lease: Lease, now: float) -> None:
         """The answer of a lease began."""
-        self.carry_out(self.scheduler.on_first_token(lease, now))
+        if commands := self.scheduler.on_first_token(lease, now):
+            self.carry_out(commands)
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         """A lease ended; with `retry` the scheduler says what becomes of its request."""
-        totals = self.totals
-        totals.lease_ended(lease.instance, outcome)
         if retry:
-            totals.retries += 1
+            self._totals.lease_ended(lease.instance, outcome)
+            self._totals.retries += 1
         started = perf_counter()
         commands = self.scheduler.on_lease_ended(lease, outcome, self.now(), retry=retry)
-        totals.end.observe(perf_counter() - started)
+        self._end_s.append(perf_counter() - started)
+        if commands or self._ticker is None:
+            self.carry_out(commands)
+
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+        """An engine has no room for a request and says when to come again."""
+        commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
+        if lease.ended:
+            exchange.turned_away()
+            self._totals.lease_ended(lease.instance, Outcome.UPSTREAM_ERROR)
+            self._totals.retries += 1
         self.carry_out(commands)
 
     def give_up(self, exchange: Exchange) -> float:
@@ -128,31 +146,57 @@ class Driver:
             return self._drain_rate.retry_after_s(len(self.scheduler.queue), self.now())
         return self._drain_rate.spread(reject.retry_after_s)
 
-    def finished(self, exchange: Exchange, phase: Phase) -> None:
-        """An exchange has its terminal outcome; it ended in `phase`."""
-        outcome = exchange.outcome
+    def finished(self, exchange: Exchange) -> None:
+        """An exchange has its terminal outcome."""
+        outcome, ended_at = exchange.outcome, exchange.ended_at
         assert outcome is not None
+        assert ended_at is not None
         del self.exchanges[exchange.request.id]
         lease = exchange.lease
-        # A name that was never served is a client's: it must not become a label.
-        served = lease is not None or exchange.request.model in self.scheduler.models
-        self.totals.finished(exchange, phase, served)
-        if self._on_finished is not None:
-            self._on_finished(exchange, phase)
+        ended = self._ended
+        ended.append(exchange)
+        if len(ended) >= SETTLED_AT_ONCE:
+            self.settle()
         if lease is not None:
-            assert exchange.ended_at is not None
-            self._drain_rate.ended(exchange.ended_at)
+            self._drain_rate.ended(ended_at)
             self.lease_ended(lease, outcome, retry=False)
-        elif phase is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
-            self.carry_out(self.scheduler.on_cancelled(exchange.request.id, self.now()))
-        if not self.exchanges:
+        elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
+            self.carry_out(self.scheduler.on_cancelled(exchange.request.id, ended_at))
+        if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def refused(self, outcome: Outcome) -> None:
+        """A request was answered before it became one."""
+        self._totals.count(outcome, Phase.QUEUE.value)
+
+    def settle(self) -> None:
+        """Count and log the requests that ended since the last time."""
+        totals = self._totals
+        totals.arrival.observe_all(self._arrival_s)
+        totals.end.observe_all(self._end_s)
+        self._arrival_s.clear()
+        self._end_s.clear()
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        models = self.scheduler.models
+        for exchange in ended:
+            # A name that was never served is a client's: it must not become a label.
+            totals.finished(exchange, exchange.lease is not None or exchange.request.model in models)
+        if self._on_ended is not None:
+            self._on_ended(ended)
+
+    @property
+    def totals(self) -> Totals:
+        """Everything counted so far."""
+        self.settle()
+        return self._totals
+
     def gaps(self, model: str) -> Gaps:
         """Where the times between the tokens of a model's streams are counted."""
-        return self.totals.model(model).gaps
+        return self._totals.model(model).gaps
 
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
         """An engine said how long a prompt was."""
@@ -170,7 +214,12 @@ class Driver:
         """Something about an instance changed."""
         self.carry_out(self.scheduler.on_instance(change, self.now()))
         self._drop_unused_pools()
-        self._decisions_kept = CANDIDATES_KEPT // max(1, len(self.scheduler.instances))
+        self._bound_decisions()
+
+    def _bound_decisions(self) -> None:
+        kept = min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, len(self.scheduler.instances)))
+        if self.decisions.maxlen != kept:
+            self.decisions = deque(self.decisions, maxlen=kept)
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
@@ -228,32 +277,31 @@ class Driver:
     def carry_out(self, commands: list[Command]) -> None:
         """Do what the scheduler said."""
         for command in commands:
-            if isinstance(command, Dispatch):
+            if type(command) is Dispatch:
                 self._dispatch(command)
             elif isinstance(command, Reject):
                 self.exchanges[command.request_id].rejected(command)
             elif isinstance(command, HealthChanged):
                 if command.health is Health.EJECTED:
-                    self.totals.instance(command.instance).ejections += 1
+                    self._totals.instance(command.instance).ejections += 1
                 level = logging.INFO if command.health.value == "up" else logging.WARNING
                 logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
-            else:
-                assert isinstance(command, Abort)
+            elif isinstance(command, Abort):
                 self.exchanges[command.request_id].client_gone()
+            else:
+                assert isinstance(command, PassOn)  # what the engine says goes on by itself
         if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
             self._ticker = self.loop.call_at(deadline, self._tick)
 
     def _dispatch(self, command: Dispatch) -> None:
-        self.totals.decisions += 1
+        self._totals.decisions += 1
         self.decisions.append(command)
-        if len(self.decisions) > self._decisions_kept:
-            self.decisions.popleft()
         lease = command.lease
         instance = self.scheduler.holder(lease)
         if lease.incarnation not in self._pools:
             self._pool_of(instance)
-        expected = expected_s(instance, lease)
-        self.exchanges[command.request_id].dispatched(lease, lease.dispatched_at, expected)
+        exchange = self.exchanges[command.request_id]
+        exchange.dispatched(lease, lease.dispatched_at, expected_s(instance, lease))
 
     # --- time ---
 
@@ -264,7 +312,8 @@ class Driver:
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
         clock = perf_counter()
-        self.totals.lag.observe(max(0.0, clock - self._sweep_due))
+        self.settle()
+        self._totals.lag.observe(max(0.0, clock - self._sweep_due))
         self._sweep_due = clock + SWEEP_S
         now, table = self.now(), self.table
         for exchange in list(self.exchanges.values()):
@@ -288,6 +337,7 @@ class Driver:
 
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
+        self.settle()
         for timer in (self._ticker, self._sweeper):
             if timer is not None:
                 timer.cancel()

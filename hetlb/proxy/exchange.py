@@ -4,13 +4,14 @@ Promise: a small state machine. `phase` says what is waited for; `_finish` is th
 exactly once; the lease is given back there or when it is lost. The client's response head is held until
 the first byte of the engine's body, so that until then a failure is an honest status, or another try. Only
 where heartbeats are asked for it goes out before; what fails then is an error event, and no stream that
-looks complete.
+looks complete. What passes for every token is `engine_events`: it allocates nothing but what it counts.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
@@ -19,9 +20,10 @@ from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
 from hetlb.proxy.body import Call, Kind
 from hetlb.proxy.histograms import FINE_MS, Gaps
-from hetlb.proxy.http1 import HOP_BY_HOP, RequestHead, ResponseHead, nominated
+from hetlb.proxy.http1 import RequestHead, ResponseHead
+from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
-from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, usage_in_tail
+from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
 
@@ -42,9 +44,10 @@ class DriverSide(Protocol):
     def pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
     def give_up(self, exchange: Exchange) -> float: ...
     def retry_after_s(self, reject: Reject) -> float | None: ...
-    def finished(self, exchange: Exchange, phase: Phase) -> None: ...
+    def finished(self, exchange: Exchange) -> None: ...
     def gaps(self, model: str) -> Gaps: ...
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
@@ -55,25 +58,17 @@ class ClientSide(Protocol):
 
     @property
     def http11(self) -> bool: ...
-    def write(self, data: bytes) -> None: ...
+    @property
+    def write(self) -> Callable[[bytes], None]: ...
     def end(self, *, keep: bool) -> None: ...
     def break_off(self) -> None: ...
-
-
-#: Headers of a client that do not reach an engine, besides the hop-by-hop ones: they are made anew, are
-#: ours to set, or claim something about the way here that a stranger must not claim.
-_NOT_FORWARDED = HOP_BY_HOP | {
-    b"host", b"content-length", b"expect", b"authorization", b"accept-encoding", b"x-request-id",
-    b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-proto",
-    b"x-forwarded-prefix", b"x-real-ip", b"x-api-key", b"api-key", b"cookie",
-}  # fmt: skip
-_NOT_FORWARDED_BUT_KEYS = _NOT_FORWARDED - {b"authorization", b"x-api-key", b"api-key"}
-_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-hetlb-instance", b"x-request-id", b"set-cookie"}
 
 
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+#: What an engine answers with that has no room now, if it says when to come again.
+_BUSY = frozenset({429, 503})
 #: A client is answered so much before it gives up that it can read the answer.
 _MARGIN_S = 1.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
@@ -88,11 +83,11 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        "_answer_head", "_beat_at", "_body", "_call", "_chunked_out", "_client", "_committed",
-        "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_gaps", "_head", "_tail", "_text_at",
-        "_watcher", "active", "arrived_at", "dispatched_at", "ended_at", "expected_s", "first_byte_at",
-        "kind", "label", "lease", "method", "outcome", "path", "phase", "prompt_tokens_used", "request",
-        "retries", "since", "status", "tenant",
+        "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
+        "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine", "_head", "_now",
+        "_tail", "_text_at", "_text_beginning", "_watcher", "_write", "arrived_at", "dispatched_at",
+        "ended_at", "ended_in", "expected_s", "first_byte_at", "kind", "label", "lease", "outcome", "phase",
+        "prompt_tokens_used", "request", "retries", "since", "status", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -109,7 +104,9 @@ class Exchange:
         tenant: str | None = None,
     ) -> None:
         self._driver = driver
+        self._now = driver.now
         self._client = client
+        self._write = client.write
         self._head = head
         self._call = call
         self._body = body
@@ -118,39 +115,42 @@ class Exchange:
         self.label = label
         #: Whose key the client showed, None where none is needed.
         self.tenant = tenant
-        self.method = head.method
-        self.path = head.path
-        self.phase = Phase.QUEUE
-        self.arrived_at = now
-        #: Since when this phase lasts, and whether something came since the last sweep.
-        self.since = now
-        self.active = False
-        self.dispatched_at: float | None = None
+        self.phase = self.ended_in = Phase.QUEUE
+        #: Since when this phase lasts, or when last something came.
+        self.arrived_at = self.since = self._beat_at = self._text_at = now
         #: Seconds from dispatch to the end, as the latency model saw it then.
         self.expected_s = 0.0
+        self.status = self.retries = 0
+        self.dispatched_at: float | None = None
         self.first_byte_at: float | None = None
         self.ended_at: float | None = None
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
-        self.status = 0
-        self.retries = 0
         self.prompt_tokens_used: int | None = None
         self._engine: EngineConnection | None = None
         self._answer_head: ResponseHead | None = None
-        self._committed = False
-        #: The head went out with a heartbeat, and nothing of an engine's answer since.
-        self._early = False
-        self._beat_at = now
+        self._answer_length: int | None = None
+        self._watcher: SseWatcher | None = None
+        #: Where the times between the tokens of this stream are counted, and when its last text came.
+        self._fine: list[int] | None = None
         #: When it is of no use to wait any longer; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
-        #: An engine dropped it and may have run it.
-        self._dropped = False
-        self._chunked_out = False
-        self._watcher: SseWatcher | None = None
+        #: `_early`: the head went out with a heartbeat, and nothing of an engine's answer since. `_dropped`:
+        #: an engine dropped it and may have run it.
+        self._committed = self._early = self._dropped = self._chunked_out = False
         self._tail = b""
-        #: Where the times between the tokens of this stream are counted, and when its last text came.
-        self._gaps: Gaps | None = None
-        self._text_at = now
+        #: How the events of this stream begin; those that do go on as the engine framed them.
+        self._text_beginning: bytes | None = None
+
+    @property
+    def method(self) -> bytes:
+        """The request's method."""
+        return self._head.method
+
+    @property
+    def path(self) -> str:
+        """The request's path."""
+        return self._head.path
 
     # --- from the scheduler ---
 
@@ -160,8 +160,16 @@ class Exchange:
         self.lease = lease
         self.expected_s = expected_s
         self.dispatched_at = now
-        self._enter(Phase.CONNECT, now)
+        self.phase = Phase.CONNECT
+        self.since = now
         self._driver.pool(lease).send(self)
+
+    def turned_away(self) -> None:
+        """The engine is busy and the scheduler found another instance: `dispatched` comes next."""
+        self._drop_engine()
+        self.lease = None
+        self.retries += 1
+        self._enter(Phase.QUEUE, self._now())
 
     def rejected(self, reject: Reject) -> None:
         """The scheduler turned the request down."""
@@ -170,69 +178,92 @@ class Exchange:
 
     # --- from the engine's connection ---
 
-    def engine_request(self, own_headers: bytes, passthrough: bool) -> list[bytes]:
-        """The request as it goes to the engine: no hop-by-hop headers, the body as it came.
+    def engine_request(self, own_headers: bytes, passthrough: bool) -> tuple[bytes, bytes]:
+        """Head and body of the request as it goes to the engine: no hop-by-hop headers, the body as it came.
 
         `own_headers` are the lines with the engine's Host and key; `passthrough` lets the client's key
         through.
         """
-        head = self._head
-        target = head.path.encode("ascii") + (b"?" + head.query if head.query else b"")
-        lines = [b"%b %b HTTP/1.1" % (head.method, target), own_headers]
-        dropped = _NOT_FORWARDED_BUT_KEYS if passthrough else _NOT_FORWARDED
-        for name, _ in head.headers:
-            if name == b"connection":
-                dropped = dropped | nominated(head.headers)
-                break
-        lines += [name + b": " + value for name, value in head.headers if name not in dropped]
-        lines.append(b"accept-encoding: identity")
-        lines.append(b"x-request-id: " + self.label.encode("ascii"))
-        if self._body or head.method not in (b"GET", b"HEAD", b"DELETE"):
-            lines.append(b"content-length: %d" % len(self._body))
-        return [b"\r\n".join(lines) + b"\r\n\r\n", self._body]
+        head, body = self._head, self._body
+        lines = request_lines(head, passthrough=passthrough)
+        if not body and head.method in (b"GET", b"HEAD", b"DELETE"):
+            return b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), body
+        return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            lines,
+            own_headers,
+            self.label.encode("ascii"),
+            len(body),
+        ), body
 
     def engine_connected(self, connection: EngineConnection) -> None:
         """The request is about to be sent."""
         self._engine = connection
-        self._enter(Phase.WAIT, self._driver.now())
+        self.phase = Phase.WAIT
+        self.since = self._now()
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance."""
         assert self.lease is not None
         self._engine = None
-        self._enter(Phase.CONNECT, self._driver.now())
+        self._enter(Phase.CONNECT, self._now())
         self._driver.pool(self.lease).send(self, fresh=True)
 
-    def engine_head(self, head: ResponseHead) -> None:
-        """The head of the answer; it is kept until the body begins."""
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The head of the answer; it is kept until the body begins. `length`: of the body, if it is known."""
         if 300 <= head.status < 400:
             # An engine has no business sending clients elsewhere.
             self._drop_engine()
             self.engine_failed(Outcome.NO_RESPONSE, "the engine redirected", bad=True)
             return
-        self._answer_head = head
+        if head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
+            lease = self.lease
+            assert lease is not None
+            if _NUMBER.fullmatch(again) is not None:
+                self._driver.busy(self, lease, float(again))
+                if self.lease is not lease:
+                    return  # another instance has it now
+        self._answer_head, self._answer_length = head, length
         self.status = head.status
-        content_type = head.header(b"content-type") or b""
-        if content_type.startswith(b"text/event-stream") and head.status == 200:
+        if head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._watcher = SseWatcher(self._call.hold_usage)
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """A read of a stream between two chunks: passed on as it stands if it is whole events of text.
+
+        False where it takes a closer look, and nothing was done.
+        """
+        beginning = self._text_beginning
+        if beginning is None:
+            return False
+        events = text_events(chunks, beginning)
+        if not events:
+            return False
+        self._write(chunks)
+        self._watcher.events += events  # type: ignore[union-attr]
+        now, fine = self._now(), self._fine
+        if fine is not None:
+            ms = int((now - self._text_at) * 1e3 + 0.5)
+            if ms < FINE_MS:
+                fine[ms] += 1
+            else:
+                self._long_gap(now)
+        self.since = self._text_at = now
+        return True
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
-        self.active = True
         watcher = self._watcher
+        if self.first_byte_at is None:
+            self._first_byte(payload)
+        self.since = self._now()
         if watcher is not None:
-            if self.first_byte_at is None:
-                self._first_byte(payload)
+            before = watcher.events
             payload = watcher.feed(payload)
-            assert self.lease is not None
-            if watcher.events != self.lease.output_tokens:
-                self._text_came(self.lease.output_tokens)
-                self.lease.output_tokens = watcher.events
+            if watcher.events != before:
+                self._text_came(before)
             if not payload:
                 return
         else:
-            if self.first_byte_at is None:
-                self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
             if self._early:
                 return  # no part of a stream: it is told of when it is whole
@@ -240,7 +271,12 @@ class Exchange:
             payload = self._commit() + self._frame(payload)
         elif self._chunked_out:
             payload = b"%x\r\n%b\r\n" % (len(payload), payload)
-        self._client.write(payload)
+        self._write(payload)
+        # The first event of a chat only says who speaks: it is no text.
+        if watcher is not None and self._chunked_out and watcher.between and watcher.events > 1:
+            self._text_beginning = text_beginning(payload[:-2])
+        else:
+            self._text_beginning = None
 
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
@@ -252,8 +288,6 @@ class Exchange:
                     self._first_byte(payload)
                 payload = watcher.feed(payload)
             payload += watcher.flush()
-            assert self.lease is not None
-            self.lease.output_tokens = watcher.events
             if not watcher.done and not watcher.failed and self.kind in (Kind.CHAT, Kind.COMPLETION):
                 self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
                 return
@@ -265,11 +299,9 @@ class Exchange:
             self._answered_late(watcher)
             return
         out = b"" if self._committed else self._commit()
-        out += self._frame(payload)
-        if self._chunked_out:
-            out += b"0\r\n\r\n"
+        out += self._frame(payload) + b"0\r\n\r\n" if self._chunked_out else payload
         if out:
-            self._client.write(out)
+            self._write(out)
         self._take_usage()
         if watcher is not None and watcher.failed:
             outcome = Outcome.BROKEN_STREAM
@@ -296,6 +328,11 @@ class Exchange:
     def streamed(self) -> bool:
         """Whether the answer is, or was, a stream."""
         return self._watcher is not None
+
+    @property
+    def events(self) -> int:
+        """How many events with text a stream has had so far."""
+        return 0 if self._watcher is None else self._watcher.events
 
     # --- from the client's connection ---
 
@@ -326,10 +363,7 @@ class Exchange:
             return
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.active:
-            self.active = False
-            self.since = now
-        elif self.phase is Phase.WAIT and now - self.since > first_byte_s:
+        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
             self._stop_engine()
             self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
@@ -350,8 +384,7 @@ class Exchange:
     @property
     def _delimited(self) -> bool:
         """Whether the client can tell where the answer ended without the connection closing."""
-        head = self._answer_head
-        return self._chunked_out or (head is not None and head.content_length is not None)
+        return self._chunked_out or self._answer_length is not None
 
     @property
     def _may_have_run(self) -> bool:
@@ -361,10 +394,9 @@ class Exchange:
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
         self.since = now
-        self.active = False
 
     def _first_byte(self, payload: bytes) -> None:
-        now = self._driver.now()
+        now = self._now()
         self.first_byte_at = now
         assert self.lease is not None
         if self.status < 400:
@@ -374,20 +406,24 @@ class Exchange:
         if self._watcher is not None:
             self._early = False
             if self.request.sequences == 1:
-                self._gaps = self._driver.gaps(self.request.model)
-        self._enter(Phase.STREAM, now)
+                self._fine = self._driver.gaps(self.request.model).fine
+        self.phase = Phase.STREAM
+        self.since = now
 
     def _text_came(self, before: int) -> None:
         """More of a stream's text came, after `before` events of it. Called for about every token."""
-        now, gaps = self._driver.now(), self._gaps
+        now, fine = self._now(), self._fine
         # The first event of a chat only says who speaks.
-        if gaps is not None and before > (self.kind is Kind.CHAT):
+        if fine is not None and before > (self.kind is Kind.CHAT):
             ms = int((now - self._text_at) * 1e3 + 0.5)
             if ms < FINE_MS:
-                gaps.fine[ms] += 1
+                fine[ms] += 1
             else:
-                gaps.long(now - self._text_at)
+                self._long_gap(now)
         self._text_at = now
+
+    def _long_gap(self, now: float) -> None:
+        self._driver.gaps(self.request.model).long(now - self._text_at)
 
     def _too_late(self, now: float) -> bool:
         """Whether the client is about to give up waiting."""
@@ -414,8 +450,8 @@ class Exchange:
                 lines.append(b"connection: close")
             self.status = 200
             self._committed = self._early = self._chunked_out = True
-            self._client.write(b"\r\n".join(lines) + b"\r\n\r\n")
-        self._client.write(self._frame(_HEARTBEAT))
+            self._write(b"\r\n".join(lines) + b"\r\n\r\n")
+        self._write(self._frame(_HEARTBEAT))
 
     def _answered_late(self, watcher: SseWatcher | None) -> None:
         """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
@@ -424,37 +460,34 @@ class Exchange:
         else:
             event = replies.error_event(replies.BAD_UPSTREAM, "The instance did not answer with a stream.")
         self.status = 200
-        self._client.write(self._frame(event))
+        self._write(self._frame(event))
         # A whole answer of another kind may be what the request asked for: no failure of the instance.
         self._finish(Outcome.UPSTREAM_ERROR if watcher is None else Outcome.BROKEN_STREAM, broken=True)
 
     def _commit(self) -> bytes:
         """The client's response head. From here on the answer is what it is."""
-        head = self._answer_head
+        head, length, asked = self._answer_head, self._answer_length, self._head
         assert head is not None, "expected a head before a body"
         assert self.lease is not None
         self._committed = True
-        dropped = _NOT_RETURNED
-        for name, _ in head.headers:
-            if name == b"connection":
-                dropped = _NOT_RETURNED | nominated(head.headers)
-                break
-        lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
-        lines += [name + b": " + value for name, value in head.headers if name not in dropped]
-        lines.append(b"x-hetlb-instance: " + self.lease.instance.encode("ascii"))
-        lines.append(b"x-request-id: " + self.label.encode("ascii"))
-        if head.content_length is not None:
-            if head.status not in (204, 304):
-                original = head.header(b"content-length") if self.method == b"HEAD" else None
-                lines.append(b"content-length: " + (original or b"%d" % head.content_length))
-        elif self._client.http11:
+        out = b"%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
+            response_lines(head),
+            self.lease.instance.encode("ascii"),
+            self.label.encode("ascii"),
+        )
+        if length is not None:
+            if asked.method == b"HEAD":
+                out += b"content-length: %b\r\n" % head.fields.get(b"content-length", b"0")
+            elif head.status not in (204, 304):
+                out += b"content-length: %d\r\n" % length
+        elif asked.http11:
             self._chunked_out = True
-            lines.append(b"transfer-encoding: chunked")
-        if not self._delimited or not self._head.keep_alive:
-            lines.append(b"connection: close")
-        elif not self._head.http11:
-            lines.append(b"connection: keep-alive")
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+            out += b"transfer-encoding: chunked\r\n"
+        if not asked.keep_alive or not self._delimited:
+            out += b"connection: close\r\n"
+        elif not asked.http11:
+            out += b"connection: keep-alive\r\n"
+        return out + b"\r\n"
 
     def _frame(self, payload: bytes) -> bytes:
         if self._chunked_out and payload:
@@ -493,7 +526,7 @@ class Exchange:
         assert lease is not None
         self.retries += 1
         self._dropped = self._dropped or outcome is Outcome.NO_RESPONSE
-        self._enter(Phase.QUEUE, self._driver.now())
+        self._enter(Phase.QUEUE, self._now())
         self._driver.lease_ended(lease, outcome, retry=True)
 
     def _answer(self, answer: Answer, message: str, retry_after_s: float | None = None) -> None:
@@ -501,13 +534,13 @@ class Exchange:
         assert not self._committed or self._early, "expected an answer before the response began"
         if self._early:
             self.status = 200
-            self._client.write(self._frame(replies.error_event(answer, message)))
+            self._write(self._frame(replies.error_event(answer, message)))
             self._finish(answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
             answer = replace(answer, should_retry=False)
         self.status = answer.status
-        self._client.write(
+        self._write(
             replies.response(
                 answer.status,
                 replies.error_body(answer, message),
@@ -524,12 +557,12 @@ class Exchange:
     def _break(self, outcome: Outcome, detail: str, rest: bytes) -> None:
         """End a response that has begun so that no client takes it for complete."""
         if not self._committed:
-            self._client.write(self._commit())
+            self._write(self._commit())
         if rest:
-            self._client.write(self._frame(rest))
+            self._write(self._frame(rest))
         if self._watcher is not None or self._early:
             event = replies.error_event(replies.BROKEN_STREAM, f"The answer broke off: {detail}.")
-            self._client.write(self._frame(event))
+            self._write(self._frame(event))
         self._finish(outcome, broken=True)
 
     def _finish(
@@ -537,10 +570,14 @@ class Exchange:
     ) -> None:
         """The one way out."""
         assert self.phase is not Phase.DONE, f"request {self.request.id} ended twice"
-        ended_in, self.phase = self.phase, Phase.DONE
+        self.ended_in, self.phase = self.phase, Phase.DONE
         self.outcome = outcome
-        self.ended_at = self._driver.now()
-        self._driver.finished(self, ended_in)
+        self.ended_at = self._now()
+        watcher, lease = self._watcher, self.lease
+        if watcher is not None and lease is not None and not lease.output_tokens:
+            lease.output_tokens = watcher.events
+        self._body = self._tail = b""
+        self._driver.finished(self)
         if client_gone:
             return
         if broken:

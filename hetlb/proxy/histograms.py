@@ -31,6 +31,13 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count several values."""
+        bounds, counts = self._bounds, self._counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self._sum += sum(values)
+
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
         return self._bounds, list(accumulate(self._counts)), self._sum

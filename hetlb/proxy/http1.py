@@ -2,12 +2,15 @@
 
 Promise: what is ambiguous is rejected, never repaired: one reading of every message, the same for us, the
 client and the engine. Heads are split here by their empty line, checked as raw bytes, then parsed by
-llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte.
+llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte. Clients and
+engines send the same head again and again: one that is known is not parsed again (`KnownHeads`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import httptools
 
@@ -38,58 +41,51 @@ class GateError(Exception):
 
 
 class RequestHead:
-    """The head of one request that passed the gate. Header names are lower-case bytes."""
+    """The head of one request that passed the gate, but for its length. Not to be changed: it is shared.
+
+    Header names are lower-case bytes; `fields` has the first of each name. `sized` says that it has a
+    Content-Length.
+    """
 
     __slots__ = (
-        "chunked",
-        "content_length",
-        "expects",
-        "headers",
-        "http11",
-        "keep_alive",
-        "method",
-        "path",
-        "query",
-    )
+        "chunked", "content_type", "expects", "fields", "headers", "http11", "keep_alive", "method",
+        "onward", "path", "query", "sized",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.method = b""
         self.path = ""
         self.query = b""
         self.headers: Headers = []
+        self.fields: dict[bytes, bytes] = {}
+        self.content_type = b""
         self.http11 = True
         self.keep_alive = True
-        self.content_length: int | None = None
+        self.sized = False
         self.chunked = False
         self.expects: bytes | None = None
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first header of that (lower-case) name."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        #: What goes on to an engine (see `proxy.onward`), by whether the client's key goes along.
+        self.onward: dict[bool, bytes] = {}
 
 
 class ResponseHead:
-    """The head of one response of an engine. Exactly one of the three framings holds."""
+    """The head of one response of an engine, but for its length. Not to be changed: it is shared.
 
-    __slots__ = ("chunked", "content_length", "headers", "keep_alive", "reason", "status")
+    At most one of `sized` (the length is known) and `chunked` holds.
+    """
+
+    __slots__ = ("chunked", "fields", "headers", "keep_alive", "onward", "reason", "sized", "status")
 
     def __init__(self) -> None:
         self.status = 0
         self.reason = b""
         self.headers: Headers = []
-        self.content_length: int | None = None
+        self.fields: dict[bytes, bytes] = {}
+        self.sized = False
         self.chunked = False
         self.keep_alive = True
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first header of that (lower-case) name."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        #: What goes on to the client (see `proxy.onward`).
+        self.onward: bytes | None = None
 
 
 class _Collector:
@@ -139,8 +135,8 @@ def _check_raw(head: bytes) -> None:
         raise GateError(431, f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
 
 
-def parse_request_head(head: bytes) -> RequestHead:
-    """Parse one whole request head. Raises `GateError`."""
+def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
+    """Parse one whole request head: what it says, and its Content-Length. Raises `GateError`."""
     _check_raw(head)
     if _REQUEST_LINE.match(head) is None:
         # llhttp lets several blanks and other versions pass.
@@ -168,6 +164,7 @@ def parse_request_head(head: bytes) -> RequestHead:
         raise GateError(404, "There is nothing at this path.")
     result.path = path.decode("ascii")
     headers = result.headers = collector.headers
+    length: int | None = None
     host: bytes | None = None
     connection = b""
     encoding: bytes | None = None
@@ -177,9 +174,9 @@ def parse_request_head(head: bytes) -> RequestHead:
                 raise GateError(400, "Exactly one valid Host header is expected.")
             host = value
         elif name == b"content-length":
-            if result.content_length is not None or _LENGTH.fullmatch(value) is None:
+            if length is not None or _LENGTH.fullmatch(value) is None:
                 raise GateError(400, "Exactly one valid Content-Length header is expected.")
-            result.content_length = int(value)
+            length = int(value)
         elif name == b"transfer-encoding":
             if encoding is not None or value.lower() != b"chunked" or not result.http11:
                 raise GateError(400, "The only Transfer-Encoding accepted is chunked, in HTTP/1.1.")
@@ -188,14 +185,22 @@ def parse_request_head(head: bytes) -> RequestHead:
             connection += b"," + value.lower()
         elif name == b"expect":
             result.expects = value.lower()
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise GateError(415, "Encoded request bodies are not accepted.")
     if host is None and result.http11:
         raise GateError(400, "A Host header is expected.")
-    if encoding is not None and result.content_length is not None:
+    if encoding is not None and length is not None:
         raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
-    result.chunked = encoding is not None
+    result.chunked, result.sized = encoding is not None, length is not None
+    result.fields = _first_fields(headers)
+    result.content_type = result.fields.get(b"content-type", b"").lower()
     options = {option.strip() for option in connection.split(b",")} if connection else set()
     result.keep_alive = b"close" not in options if result.http11 else b"keep-alive" in options
-    return result
+    return result, length
+
+
+def _first_fields(headers: Headers) -> dict[bytes, bytes]:
+    return dict(reversed(headers))
 
 
 def _port_fits(host: bytes) -> bool:
@@ -203,8 +208,10 @@ def _port_fits(host: bytes) -> bool:
     return not colon or not port.isdigit() or int(port) <= 65535
 
 
-def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
-    """Parse one whole response head of an engine. Raises `GateError` (502) on anything ambiguous."""
+def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int | None]:
+    """Parse one whole response head of an engine to a request of `method`: what it says, and the length of
+    the body where that is known. Raises `GateError` (502) on anything ambiguous.
+    """
     try:
         _check_raw(head)
     except GateError as error:
@@ -225,11 +232,12 @@ def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
         raise GateError(502, "The engine's answer has no valid status.")
     http11 = head.startswith(b"HTTP/1.1")
     result.keep_alive = http11
+    length: int | None = None
     for name, value in collector.headers:
         if name == b"content-length":
-            if result.content_length is not None or _LENGTH.fullmatch(value) is None:
+            if length is not None or _LENGTH.fullmatch(value) is None:
                 raise GateError(502, "The engine's Content-Length is ambiguous.")
-            result.content_length = int(value)
+            length = int(value)
         elif name == b"transfer-encoding":
             if result.chunked or value.lower() != b"chunked" or not http11:
                 raise GateError(502, "The engine's Transfer-Encoding is not plain chunked.")
@@ -240,11 +248,71 @@ def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
                 result.keep_alive = False
             elif b"keep-alive" in lowered:
                 result.keep_alive = True
-    if result.chunked and result.content_length is not None:
+    if result.chunked and length is not None:
         raise GateError(502, "The engine sent both Content-Length and Transfer-Encoding.")
     if method == b"HEAD" or result.status in (204, 304) or result.status < 200:
-        result.content_length, result.chunked = 0, False
-    return result
+        length, result.chunked = 0, False
+    result.sized = length is not None
+    result.fields = _first_fields(result.headers)
+    return result, length
+
+
+Head = TypeVar("Head", RequestHead, ResponseHead)
+
+
+class KnownHeads(Generic[Head]):
+    """Heads that were parsed lately, by their bytes.
+
+    The digits of the Content-Length are left out of what is compared: they are what differs between two
+    requests of one client. Everything else must be the same to the byte, so whatever the gate would say of
+    a head it has said of the one that is found.
+    """
+
+    #: When so many different ones are known, all are forgotten; longer ones are never remembered.
+    MOST, LONGEST_BYTES = 256, 4 << 10
+
+    __slots__ = ("_parse", "_sized", "_whole")
+
+    def __init__(self, parse: Callable[[bytes], tuple[Head, int | None]]) -> None:
+        self._parse: Callable[[bytes], tuple[Head, int | None]] = parse
+        #: By their bytes without the length, and by all their bytes: what is cut must not look like another.
+        self._sized: dict[bytes, Head] = {}
+        self._whole: dict[bytes, tuple[Head, int | None]] = {}
+
+    def find(self, raw: bytes) -> tuple[Head, int | None]:
+        """What one whole head says, and its length. Raises `GateError`."""
+        at = raw.find(b"ength: ") + 7
+        end = raw.find(b"\r", at)
+        digits = raw[at:end]
+        # Anything but the usual spelling of a plain number is compared as it stands.
+        if not digits.isdigit() or digits[0] == 0x30 or end - at > 15 or not _begins_length(raw, at):
+            found = self._whole.get(raw)
+            if found is None:
+                found = self._parse(raw)
+                if len(raw) <= self.LONGEST_BYTES:
+                    self._make_room()
+                    self._whole[raw] = found
+            return found
+        rest = raw[:at] + raw[end:]
+        head = self._sized.get(rest)
+        if head is not None:
+            return head, int(digits)
+        head, length = self._parse(raw)
+        # Else it was said of a body that never comes.
+        if length == int(digits) and len(raw) <= self.LONGEST_BYTES:
+            self._make_room()
+            self._sized[rest] = head
+        return head, length
+
+    def _make_room(self) -> None:
+        if len(self._sized) + len(self._whole) >= self.MOST:
+            self._sized.clear()
+            self._whole.clear()
+
+
+def _begins_length(raw: bytes, at: int) -> bool:
+    """Whether the value that begins at `at` is that of a Content-Length."""
+    return raw[at - 17 : at].lower() == b"\ncontent-length: "
 
 
 class ChunkedDecoder:
@@ -254,7 +322,7 @@ class ChunkedDecoder:
     then holds the bytes behind it. Raises `GateError` (400) on anything else.
     """
 
-    __slots__ = ("_left", "_line", "_state", "done", "surplus")
+    __slots__ = ("_left", "_line", "_state", "between", "done", "surplus")
 
     _SIZE, _DATA, _DATA_END, _LAST = range(4)
 
@@ -262,18 +330,13 @@ class ChunkedDecoder:
         self._state = self._SIZE
         self._line = b""  # what is known of an unfinished size line or line end
         self._left = 0
+        #: Whether what was fed ended with a chunk: the next byte begins one.
+        self.between = True
         self.done = False
         self.surplus = b""
 
     def feed(self, data: bytes) -> bytes:
         """The payload bytes among `data`."""
-        # By far the most common read: exactly one whole chunk.
-        if self._state == self._SIZE and not self._line:
-            line_end = data.find(b"\r\n", 0, _MAX_CHUNK_LINE)
-            if line_end > 0 and data.endswith(b"\r\n"):
-                size = self._size(data[:line_end])
-                if size and len(data) == line_end + size + 4:
-                    return data[line_end + 2 : -2]
         pieces: list[bytes] = []
         position, length = 0, len(data)
         while position < length:
@@ -310,6 +373,7 @@ class ChunkedDecoder:
                     self.surplus = data[position:]
                     break
                 self._state = self._SIZE
+        self.between = self._state == self._SIZE and not self._line
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _take_line(self) -> bytes:
@@ -325,27 +389,5 @@ class ChunkedDecoder:
         return int(line, 16)
 
 
-#: Headers that belong to one connection (RFC 9110, 7.6.1) and what proxies used to invent.
-HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"http2-settings",
-    }
-)
-
-
-def nominated(headers: Headers) -> frozenset[bytes]:
-    """The header names that `Connection` headers declare to belong to this connection."""
-    names: set[bytes] = set()
-    for name, value in headers:
-        if name == b"connection":
-            names.update(option.strip() for option in value.lower().split(b","))
-    return frozenset(names)
+#: The usual spellings of the usual sizes of chunks.
+CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}

@@ -20,7 +20,7 @@ import hetlb
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
-from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -127,17 +127,21 @@ class Totals:
         return totals
 
     def lease_ended(self, name: str, outcome: Outcome) -> None:
-        """A lease on an instance ended."""
+        """A lease on an instance ended, and its request goes on."""
         requests = self.instance(name).requests
         requests[outcome] = requests.get(outcome, 0) + 1
 
-    def finished(self, exchange: Exchange, phase: Phase, served: bool) -> None:
+    def count(self, outcome: Outcome, phase: str) -> None:
+        """A request ended."""
+        key = (outcome, phase)
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def finished(self, exchange: Exchange, served: bool) -> None:
         """A request has its outcome; `served` says whether the fleet knows the name it asked for."""
         outcome, ended_at = exchange.outcome, exchange.ended_at
         assert outcome is not None
         assert ended_at is not None
-        key = (outcome, phase.value)
-        self.requests[key] = self.requests.get(key, 0) + 1
+        self.count(outcome, exchange.ended_in.value)
         if not served:
             return
         request, lease, arrived_at = exchange.request, exchange.lease, exchange.arrived_at
@@ -147,6 +151,7 @@ class Totals:
         if lease is None:
             return
         instance = self.instance(lease.instance)
+        instance.requests[outcome] = instance.requests.get(outcome, 0) + 1
         instance.output_tokens += lease.output_tokens
         instance.prompt_tokens += (exchange.prompt_tokens_used or request.prompt_tokens) * request.sequences
         if exchange.streamed and exchange.first_byte_at is not None:

@@ -45,6 +45,7 @@ BAD_UPSTREAM = Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "bad_response", Fa
 BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream", False)
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
+TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
 _TYPES = {404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionDeniedError"}

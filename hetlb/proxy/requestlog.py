@@ -1,7 +1,8 @@
 """Lines to a file descriptor without ever blocking the event loop: the request log and the event log.
 
 Promise: a line costs the caller an append; a thread of its own writes them, a few times a second. A reader
-that is slow or gone loses lines (they are counted), never a request.
+that is slow or gone loses lines (they are counted), never a request. A finished request is one line in every
+format, whatever its client called it or asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ import os
 import queue
 import re
 import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+
+from hetlb.core.types import Lease, Outcome, Request
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
+_SAFE = re.compile(r"[!#-<>-\[\]-~]+")
+#: JSON may hold these as they are, but some readers of lines take them for the end of one.
+_LINE_ENDS = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _FLUSH_S = 0.2
 #: Batches that may wait for a slow reader.
 _MAX_BATCHES = 500
@@ -20,7 +31,119 @@ _MAX_BATCHES = 500
 
 def escape(text: str) -> str:
     """Text from outside as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
+    if _SAFE.fullmatch(text) is not None:
+        return text
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
+
+
+class Ended(Protocol):
+    """What is told of a request that is over. Times in seconds on one clock; `ended_in` names its phase."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def request(self) -> Request: ...
+    @property
+    def lease(self) -> Lease | None: ...
+    @property
+    def outcome(self) -> Outcome | None: ...
+    @property
+    def ended_in(self) -> str: ...
+    @property
+    def status(self) -> int: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def prompt_tokens_used(self) -> int | None: ...
+    @property
+    def arrived_at(self) -> float: ...
+    @property
+    def dispatched_at(self) -> float | None: ...
+    @property
+    def first_byte_at(self) -> float | None: ...
+    @property
+    def ended_at(self) -> float | None: ...
+
+
+def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
+    """`key=value` words, with a newline. What stands for text of a client has no blank in it."""
+    lease, outcome, request = ended.lease, ended.outcome, ended.request
+    arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
+    assert end is not None, "expected a request that is over"
+    assert outcome is not None, "expected a request that is over"
+    return (
+        f"request={escape(ended.label)} tenant={escape(ended.tenant) if ended.tenant else '-'} "
+        f"model={escape(request.model)} path={escape(ended.path)} "
+        f"instance={lease.instance if lease else '-'} outcome={outcome} "
+        f"phase={ended.ended_in} status={ended.status} "
+        f"prompt_tokens={ended.prompt_tokens_used or request.prompt_tokens} "
+        f"output_tokens={lease.output_tokens if lease else 0} "
+        f"predicted_output={lease.predicted_output if lease else 0:.0f} "
+        f"queue_s={(end if ended.dispatched_at is None else ended.dispatched_at) - arrived:.4f} "
+        f"ttft_s={f'{first - arrived:.4f}' if first is not None else '-'} "
+        f"total_s={end - arrived:.4f} retries={ended.retries}\n"
+    )
+
+
+class _Line(msgspec.Struct):
+    """The same as a JSON object; null where the words have a `-`."""
+
+    time: str
+    request: str
+    tenant: str | None
+    model: str
+    path: str
+    instance: str | None
+    outcome: str
+    phase: str
+    status: int
+    prompt_tokens: int
+    output_tokens: int
+    predicted_output: float
+    queue_s: float
+    ttft_s: float | None
+    total_s: float
+    retries: int
+
+
+def json_line(ended: Ended, epoch_s: float) -> str:
+    """A JSON object, with a newline; `epoch_s` is the Unix time of second 0 of the request's clock."""
+    lease, outcome, request = ended.lease, ended.outcome, ended.request
+    arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
+    assert end is not None, "expected a request that is over"
+    assert outcome is not None, "expected a request that is over"
+    line = _Line(
+        time=datetime.fromtimestamp(epoch_s + end, UTC).isoformat(timespec="milliseconds"),
+        request=_whole(ended.label),
+        tenant=None if ended.tenant is None else _whole(ended.tenant),
+        model=_whole(request.model),
+        path=_whole(ended.path),
+        instance=lease.instance if lease else None,
+        outcome=outcome.value,
+        phase=str(ended.ended_in),
+        status=ended.status,
+        prompt_tokens=ended.prompt_tokens_used or request.prompt_tokens,
+        output_tokens=lease.output_tokens if lease else 0,
+        predicted_output=round(lease.predicted_output, 1) if lease else 0.0,
+        queue_s=round((end if ended.dispatched_at is None else ended.dispatched_at) - arrived, 6),
+        ttft_s=None if first is None else round(first - arrived, 6),
+        total_s=round(end - arrived, 6),
+        retries=ended.retries,
+    )
+    return msgspec.json.encode(line).decode() + "\n"
+
+
+#: How a line of the request log is written, by the value of `proxy.request_log_format`.
+FORMATS: dict[str, Callable[[Ended, float], str]] = {"keyvalue": keyvalue_line, "json": json_line}
+
+
+def _whole(text: str) -> str:
+    """Text without what is no character and no line end in anybody's eyes, so that it can be encoded."""
+    return _LINE_ENDS.sub("\ufffd", text)
 
 
 class LineWriter:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import ssl
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -28,17 +28,25 @@ from hetlb.proxy.access import Tenant
 from hetlb.proxy.beginnings import beginnings_of
 from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.exchange import Exchange, Phase
-from hetlb.proxy.http1 import ChunkedDecoder, GateError, RequestHead, head_end, parse_request_head
+from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.http1 import (
+    ChunkedDecoder,
+    GateError,
+    KnownHeads,
+    RequestHead,
+    head_end,
+    parse_request_head,
+)
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED = 64 << 10
 _SWEEP_S = 0.5
+#: A body that has just begun may be as slow as it likes.
+_BODY_GRACE_S = 5.0
 #: How long a refused client may still send before its connection is dropped.
 _LINGER_S = 2.0
+_TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
-#: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
-_MAX_TOKENIZED_BYTES = 64 << 10
 #: What the kernel may hold of an answer for a client that does not read.
 _SEND_BUFFER = 64 << 10
 
@@ -70,9 +78,15 @@ ENDPOINTS: dict[str, Kind] = {
 }
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
-#: Refusals that are no fault of the request.
-_REFUSALS = {503: replies.SHUTTING_DOWN, 429: replies.TOO_MANY_CONNECTIONS}
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,128})(/cancel)?")
+
+
+class _Refusal(GateError):
+    """A request that is not let in through no fault of its own: it may come again."""
+
+    def __init__(self, answer: replies.Answer, message: str) -> None:
+        super().__init__(answer.status, message)
+        self.answer = answer
 
 
 class FleetView(Protocol):
@@ -88,10 +102,13 @@ class ProxyServer:
     def __init__(self, driver: Driver, view: FleetView) -> None:
         self.driver = driver
         self.view = view
-        self.table: ProxyTable = driver.table
+        self.configure(driver.table)
         #: Oldest first (the values say nothing).
         self.connections: dict[ClientConnection, None] = {}
         self.stopping = False
+        self.heads = KnownHeads(parse_request_head)
+        #: Bytes of bodies that have not come whole yet, over all connections.
+        self.held_bytes = 0
         #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
@@ -100,6 +117,12 @@ class ProxyServer:
         self.label_prefix = f"hetlb-{secrets.token_hex(4)}"
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+
+    def configure(self, table: ProxyTable) -> None:
+        """Limits and names that hold from now on."""
+        self.table = table
+        self.session_header = table.session_header.lower().encode()
+        self.tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound."""
@@ -177,8 +200,8 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_body", "_body_left", "_buffer", "_closing", "_decoder", "_exchange", "_head", "_paused",
-        "_reading_paused", "_server", "_since", "_stalled_since", "_tenant", "_transport",
+        "_body", "_body_left", "_buffer", "_closing", "_decoder", "_exchange", "_head", "_held", "_now",
+        "_paused", "_reading_paused", "_server", "_since", "_stalled_since", "_tenant", "_transport",
     )  # fmt: skip
 
     def __init__(self, server: ProxyServer) -> None:
@@ -188,9 +211,10 @@ class ClientConnection(asyncio.Protocol):
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
         self._body: list[bytes] = []
-        self._body_left = 0
+        self._body_left = self._held = 0
         self._decoder: ChunkedDecoder | None = None
         self._exchange: Exchange | None = None
+        self._now = server.driver.now
         self._closing = False
         self._paused = False
         self._reading_paused = False
@@ -207,9 +231,9 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         transport.set_write_buffer_limits(high=64 << 10)
-        self._since = self._server.driver.now()
+        self._since = self._now()
         if not self._server.admit(self):
-            self._refuse(GateError(429, "Too many connections are open."))
+            self._refuse(_Refusal(replies.TOO_MANY_CONNECTIONS, "Too many connections are open."))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -223,7 +247,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._buffer = data
             if self._head is None:
-                self._since = self._server.driver.now()  # the head's time begins with its first byte
+                self._since = self._now()  # the head's time begins with its first byte
         self._advance()
 
     def eof_received(self) -> bool:
@@ -238,13 +262,14 @@ class ClientConnection(asyncio.Protocol):
         self._transport = None
         self._closing = True
         self._server.connections.pop(self, None)
+        self._release()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_gone()
 
     def pause_writing(self) -> None:
         self._paused = True
-        self._stalled_since = self._server.driver.now()
+        self._stalled_since = self._now()
         if self._exchange is not None:
             self._exchange.pause()
 
@@ -264,10 +289,10 @@ class ClientConnection(asyncio.Protocol):
         """Whether the client understands chunked answers."""
         return self._head is not None and self._head.http11
 
-    def write(self, data: bytes) -> None:
-        """Send bytes of an answer."""
-        if self._transport is not None:
-            self._transport.write(data)
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Sends bytes of an answer."""
+        return _nowhere if self._transport is None else self._transport.write
 
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
@@ -275,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
         if not keep or head is None or not head.keep_alive or self._server.stopping:
             self._close()
             return
-        self._since = self._server.driver.now()
+        self._since = self._now()
         self._bound_reading()
         if self._buffer:
             # In a turn of its own: pipelined requests must not nest.
@@ -333,7 +358,9 @@ class ClientConnection(asyncio.Protocol):
             if now - self._since > (table.write_timeout_s if unsent else _LINGER_S):
                 self.abort()
         elif self._head is not None:
-            if now - self._since > table.body_timeout_s:
+            took_s = now - self._since
+            slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
+            if slow or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._buffer:
             if now - self._since > table.head_timeout_s:
@@ -356,81 +383,99 @@ class ClientConnection(asyncio.Protocol):
         self._bound_reading()
 
     def _read_head(self) -> bool:
-        while self._buffer.startswith(b"\r\n"):
-            self._buffer = self._buffer[2:]  # RFC 9112, 2.2: an empty line before a request is skipped
-        if self._buffer and not 65 <= self._buffer[0] <= 90 and self._buffer != b"\r":
+        buffer, server = self._buffer, self._server
+        while buffer.startswith(b"\r\n"):
+            buffer = buffer[2:]  # RFC 9112, 2.2: an empty line before a request is skipped
+        if buffer and not 65 <= buffer[0] <= 90 and buffer != b"\r":
             raise GateError(400, "This is not the beginning of an HTTP request.")  # TLS, say
-        end = head_end(self._buffer)
+        end = head_end(buffer)
         if not end:
+            self._buffer = buffer
             return False
-        raw, self._buffer = self._buffer[:end], self._buffer[end:]
-        head = parse_request_head(bytes(raw))
-        tenants = self._server.tenants
+        self._buffer = buffer[end:]
+        head, length = server.heads.find(buffer[:end])
+        tenants = server.tenants
         self._tenant = None if tenants is None else _recognise(head, tenants)
-        if any(n == b"content-encoding" and v.lower() != b"identity" for n, v in head.headers):
-            raise GateError(415, "Encoded request bodies are not accepted.")
-        limit = self._body_limit(head)
-        if head.content_length is not None and head.content_length > limit:
-            raise GateError(413, f"The request body is larger than {limit} bytes.")
-        if head.expects is not None and head.expects != b"100-continue":
-            raise GateError(417, "The only expectation understood is 100-continue.")
-        if head.expects is not None and not self._server.knows(head.path):
-            raise GateError(404, "Not Found")  # before the body is asked for
         self._head = head
-        self._since = self._server.driver.now()
+        self._since = self._now()
         self._body = []
-        self._body_left = head.content_length or 0
+        self._body_left = length or 0
         self._decoder = ChunkedDecoder() if head.chunked else None
-        if (
-            head.expects is not None
-            and head.http11
-            and (self._body_left or self._decoder)
-            and not self._buffer
-        ):
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if length is not None and length > self._body_limit(head):
+            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+        if head.expects is not None:
+            self._expected(head)
         return True
 
+    def _expected(self, head: RequestHead) -> None:
+        """Somebody waits to be told to send the body."""
+        if head.expects != b"100-continue":
+            raise GateError(417, "The only expectation understood is 100-continue.")
+        if not self._server.knows(head.path):
+            raise GateError(404, "Not Found")  # before the body is asked for
+        if head.http11 and (self._body_left or self._decoder) and not self._buffer:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
     def _body_limit(self, head: RequestHead) -> int:
-        content_type = head.header(b"content-type") or b""
         table = self._server.table
-        if content_type.lower().startswith(b"multipart/"):
-            return table.max_multipart_bytes
-        return table.max_body_bytes
+        multipart = head.content_type.startswith(b"multipart/")
+        return table.max_multipart_bytes if multipart else table.max_body_bytes
 
     def _read_body(self) -> bool:
         """Take the body out of the buffer; True when it is whole."""
-        if self._decoder is not None:
-            if not self._buffer:
+        buffer, decoder = self._buffer, self._decoder
+        if decoder is None:
+            left = self._body_left
+            if not left:
+                return True
+            if len(buffer) < left:
+                self._take(buffer)
+                self._body_left = left - len(buffer)
+                self._buffer = b""
                 return False
-            data, self._buffer = self._buffer, b""
-            payload = self._decoder.feed(data)
-            if payload:
-                self._body.append(payload)
-                self._body_left += len(payload)
-                assert self._head is not None
-                if self._body_left > self._body_limit(self._head):
-                    raise GateError(413, "The request body is too large.")
-            if not self._decoder.done:
-                return False
-            self._buffer = self._decoder.surplus
+            self._body.append(buffer[:left])
+            self._buffer = buffer[left:]
+            self._body_left = 0
             return True
-        if self._body_left:
-            piece, self._buffer = self._buffer[: self._body_left], self._buffer[self._body_left :]
-            if piece:
-                self._body.append(piece)
-                self._body_left -= len(piece)
-        return not self._body_left
+        if not buffer:
+            return False
+        self._buffer = b""
+        payload = decoder.feed(buffer)
+        if payload:
+            self._take(payload)
+            self._body_left += len(payload)
+            assert self._head is not None
+            if self._body_left > self._body_limit(self._head):
+                raise GateError(413, "The request body is too large.")
+        if not decoder.done:
+            return False
+        self._buffer = decoder.surplus
+        return True
+
+    def _take(self, piece: bytes) -> None:
+        """Keep a piece of a body of which more is to come."""
+        self._body.append(piece)
+        self._held += len(piece)
+        self._server.held_bytes += len(piece)
+        if self._server.held_bytes > self._server.table.max_held_bytes:
+            raise _Refusal(replies.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
+
+    def _release(self) -> None:
+        """What was kept of a body is whole, or of no use any more."""
+        self._server.held_bytes -= self._held
+        self._held = 0
+        self._body = []
 
     # --- answering ---
 
     def _serve(self) -> None:
         head = self._head
         assert head is not None
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
-        server = self._server
+        pieces, server = self._body, self._server
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._release()
         if server.stopping:
-            raise GateError(503, "The proxy is shutting down.")
+            raise _Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
         kind = server.kind(head.path)
         if kind is None:
             kept = _RESPONSE_PATH.fullmatch(head.path)
@@ -442,10 +487,9 @@ class ClientConnection(asyncio.Protocol):
         if head.method != b"POST" and kind is not Kind.PLAIN:
             self._method_not_allowed(b"POST")
             return
-        content_type = head.header(b"content-type") or b""
-        if content_type.lower().startswith(b"multipart/"):
-            call = read_multipart(content_type, body)
-        elif content_type.lower().startswith(b"application/x-www-form-urlencoded") and kind is Kind.AUDIO:
+        if head.content_type.startswith(b"multipart/"):
+            call = read_multipart(head.fields[b"content-type"], body)
+        elif kind is Kind.AUDIO and head.content_type.startswith(b"application/x-www-form-urlencoded"):
             raise GateError(415, "This form is expected as multipart/form-data.")
         elif kind is Kind.PLAIN and not body:
             call = Call()
@@ -487,19 +531,15 @@ class ClientConnection(asyncio.Protocol):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         body = inject_usage(kind, call, body)
         prompts, exact = call.prompts, call.prompt_tokens is not None
-        if kind in (Kind.PLAIN, Kind.PINNED):
+        if not kind.prompted:
             total, prompts = 1, 1
         elif call.prompt_tokens is not None:
             total = call.prompt_tokens
         else:
-            counter = driver.sizes.counter(model)
-            if counter is not None and 0 < len(call.text) <= _MAX_TOKENIZED_BYTES:
-                total = counter(call.text.decode("utf-8", "replace"))
-            else:
-                total = driver.sizes.estimate(model, call.text_bytes)
-        each = max(1, -(-total // prompts))
+            total = driver.sizes.tokens(model, call.text, call.text_bytes)
+        each = total if prompts == 1 else max(1, -(-total // prompts))
         request_id = driver.next_id()
-        label = head.header(b"x-request-id")
+        label = head.fields.get(b"x-request-id")
         if label is None or _LABEL.fullmatch(label) is None:
             text = f"{self._server.label_prefix}-{request_id:x}"
         else:
@@ -507,8 +547,9 @@ class ClientConnection(asyncio.Protocol):
         now = driver.now()
         beginnings: tuple[tuple[str, int | None], ...] = ()
         if kind.generates and prompts == 1:
-            session = head.header(self._server.table.session_header.lower().encode())
+            session = head.fields.get(self._server.session_header)
             beginnings = beginnings_of(session, call.text, each)
+        owner = None if tenant is None else tenant.name
         request = Request(
             id=request_id,
             model=model,
@@ -521,11 +562,21 @@ class ClientConnection(asyncio.Protocol):
             prompt_exact=exact,
             pinned=pinned,
             beginnings=beginnings,
+            priority=call.priority,
+            tenant=owner if self._server.tenant_header is None else self._claimed(head, owner),
         )
-        owner = None if tenant is None else tenant.name
         exchange = Exchange(driver, self, head, kind, call, request, body, text, now, owner)
         self._exchange = exchange
         driver.submit(exchange)
+
+    def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
+        """Whose share a request is of, where a header says it (of a key's owner, if there are keys)."""
+        assert self._server.tenant_header is not None
+        name = head.fields.get(self._server.tenant_header)
+        if name is None or _TENANT.fullmatch(name) is None:
+            return owner
+        claimed = name.decode("ascii")
+        return claimed if owner is None else f"{owner}/{claimed}"
 
     def _served(self, name: str) -> tuple[str, ...]:
         """What an instance answers to."""
@@ -596,9 +647,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        answer = _REFUSALS.get(error.status) or replies.bad_request(error.status)
-        totals, key = self._server.driver.totals, (answer.outcome, Phase.QUEUE.value)
-        totals.requests[key] = totals.requests.get(key, 0) + 1
+        answer = error.answer if isinstance(error, _Refusal) else replies.bad_request(error.status)
+        self._server.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
         head = self._head
@@ -607,12 +657,13 @@ class ClientConnection(asyncio.Protocol):
             replies.response(
                 error.status,
                 replies.error_body(answer, error.message),
-                headers=replies.refusal_headers(answer, 1.0 if error.status in _REFUSALS else None),
+                headers=replies.refusal_headers(answer, 1.0 if answer.should_retry else None),
                 close=not keep,
                 head_only=head is not None and head.method == b"HEAD",
             )
         )
-        self._body, self._body_left, self._decoder = [], 0, None
+        self._release()
+        self._body_left, self._decoder = 0, None
         if keep:
             self.end(keep=True)
         else:
@@ -622,7 +673,7 @@ class ClientConnection(asyncio.Protocol):
         """Close our side only: bytes still on their way would otherwise reset what was just written."""
         self._closing = True
         self._head = None
-        self._since = self._server.driver.now()
+        self._since = self._now()
         if self._transport is None or self._transport.is_closing():
             return
         if self._transport.can_write_eof():
@@ -632,9 +683,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         self._closing = True
-        self._since = self._server.driver.now()
+        self._since = self._now()
         if self._transport is not None:
             self._transport.close()
+
+
+def _nowhere(data: bytes) -> None:
+    """The client is gone."""
 
 
 def _half_of_the_descriptors() -> int:
@@ -644,12 +699,12 @@ def _half_of_the_descriptors() -> int:
 
 def _recognise(head: RequestHead, tenants: Mapping[bytes, Tenant]) -> Tenant | None:
     """Whose key came with a request; nobody's is needed where balancers ask. Raises `GateError` (401)."""
-    authorization = head.header(b"authorization")
+    authorization = head.fields.get(b"authorization")
     if authorization is not None:
         scheme, _, key = authorization.partition(b" ")
         key = key.strip() if scheme.lower() == b"bearer" else b""
     else:
-        key = head.header(b"x-api-key") or b""  # as Anthropic's clients send it
+        key = head.fields.get(b"x-api-key") or b""  # as Anthropic's clients send it
     tenant = tenants.get(hashlib.sha256(key).digest()) if key else None
     if tenant is None and head.path not in _OPEN_PATHS:
         told = (

@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
 from hetlb.proxy.metrics import Totals
-from hetlb.proxy.requestlog import LineWriter, escape
+from hetlb.proxy.requestlog import FORMATS, LineWriter, escape
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes, load_tokenizers
@@ -71,11 +72,12 @@ class Service:
         self._started = fleet.written
         self._event_log = event_log
         self._lines: LineWriter | None = None
+        self._write_line = FORMATS[fleet.proxy.request_log_format]
         self._events: LineWriter | None = None
         self._event_fd: int | None = None
         self._runner: web.AppRunner | None = None
         #: The requests that ended lately, for the dashboard.
-        self.history = History()
+        self._history = History()
         self._stop = asyncio.Event()
         self._hurry = False
         loop = asyncio.get_running_loop()
@@ -88,6 +90,7 @@ class Service:
             seed=fleet.policy.seed,
             lengths=fleet.output_lengths(),
             initial_health=Health.SUSPECT,
+            health=fleet.health_params,
             now=loop.time(),
         )
         self.driver = Driver(
@@ -95,7 +98,7 @@ class Service:
             fleet.proxy,
             PromptSizes(load_tokenizers(fleet.tokenizers)),
             loop,
-            self._request_ended,
+            self._requests_ended,
             self._engines,
         )
         self.server = ProxyServer(self.driver, self)
@@ -392,7 +395,8 @@ class Service:
         for spec in come:
             self._add(spec, access.engines[spec.name])
         self.driver.configure(fleet.proxy)
-        self.server.table, self.server.tenants = fleet.proxy, access.tenants
+        self.server.configure(fleet.proxy)
+        self.server.tenants = access.tenants
         if access.tls is not None:
             self.server.tls = access.tls
         if access.admin_tls is not None:
@@ -420,8 +424,10 @@ class Service:
                 msgspec.structs.replace(now.policy, name=""),
             ),
             "queue": (then.queue, now.queue),
+            "health": (then.health, now.health),
             "scrape": (then.scrape, now.scrape),
             "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
+            "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
         }
         return [key for key, (before, after) in pairs.items() if before != after]
@@ -438,29 +444,18 @@ class Service:
 
     # --- what is kept of a request ---
 
-    def _request_ended(self, exchange: Exchange, phase: Phase) -> None:
-        self.history.add(exchange)
-        self._log_request(exchange, phase)
+    @property
+    def history(self) -> History:
+        """The requests that ended lately."""
+        self.driver.settle()
+        return self._history
 
-    def _log_request(self, exchange: Exchange, phase: Phase) -> None:
-        if self._lines is None:
-            return
-        lease = exchange.lease
-        arrived, first, ended = exchange.arrived_at, exchange.first_byte_at, exchange.ended_at
-        assert ended is not None
-        assert exchange.outcome is not None
-        self._lines.write(
-            f"request={escape(exchange.label)} tenant={exchange.tenant or '-'} "
-            f"model={escape(exchange.request.model)} path={exchange.path} "
-            f"instance={lease.instance if lease else '-'} outcome={exchange.outcome.value} "
-            f"phase={phase.value} status={exchange.status} "
-            f"prompt_tokens={exchange.prompt_tokens_used or exchange.request.prompt_tokens} "
-            f"output_tokens={lease.output_tokens if lease else 0} "
-            f"predicted_output={lease.predicted_output if lease else 0:.0f} "
-            f"queue_s={(exchange.dispatched_at or ended) - arrived:.4f} "
-            f"ttft_s={f'{first - arrived:.4f}' if first is not None else '-'} "
-            f"total_s={ended - arrived:.4f} retries={exchange.retries}\n"
-        )
+    def _requests_ended(self, ended: list[Exchange]) -> None:
+        epoch_s = time.time() - self.driver.now()
+        for exchange in ended:
+            self._history.add(exchange)
+            if self._lines is not None:
+                self._lines.write(self._write_line(exchange, epoch_s))
 
     # --- shutdown ---
 

@@ -17,16 +17,20 @@ START_BYTES_PER_TOKEN = 4.0
 _START_WEIGHT_TOKENS = 200.0
 _MEMORY_TOKENS = 200_000.0
 _LEAST, _MOST = 0.5, 16.0
+#: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
+_MAX_TOKENIZED_BYTES = 64 << 10
 
 
 class BytesPerToken:
     """A ratio of sums with slow forgetting, for one model."""
 
-    __slots__ = ("_bytes", "_tokens")
+    __slots__ = ("_bytes", "_tokens", "ratio")
 
     def __init__(self) -> None:
         self._tokens = _START_WEIGHT_TOKENS
         self._bytes = _START_WEIGHT_TOKENS * START_BYTES_PER_TOKEN
+        #: Bytes per token, within reason.
+        self.ratio = START_BYTES_PER_TOKEN
 
     def learn(self, text_bytes: int, tokens: int) -> None:
         """A prompt of `text_bytes` had `tokens` tokens."""
@@ -35,11 +39,7 @@ class BytesPerToken:
             self._bytes /= 2.0
         self._tokens += tokens
         self._bytes += text_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Bytes per token, within reason."""
-        return min(_MOST, max(_LEAST, self._bytes / self._tokens))
+        self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
 
 
 class PromptSizes:
@@ -49,9 +49,15 @@ class PromptSizes:
         self._learnt: dict[str, BytesPerToken] = {}
         self._counters = dict(counters or {})
 
-    def counter(self, model: str) -> Callable[[str], int] | None:
-        """The local tokenizer's count for a model that has one."""
-        return self._counters.get(model)
+    def tokens(self, model: str, text: bytes, text_bytes: float) -> int:
+        """Tokens of a prompt, at least 1: counted where the model has a local tokenizer, else estimated.
+
+        `text_bytes` is what to estimate from; a picture in `text` is longer than what it counts for.
+        """
+        counter = self._counters.get(model) if self._counters else None
+        if counter is not None and 0 < len(text) <= _MAX_TOKENIZED_BYTES:
+            return max(1, counter(text.decode("utf-8", "replace")))
+        return self.estimate(model, text_bytes)
 
     def estimate(self, model: str, text_bytes: float) -> int:
         """Tokens of `text_bytes` bytes of prompt, at least 1."""

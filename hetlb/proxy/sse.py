@@ -7,7 +7,11 @@ is held back only while it could still be that one, and never more than `MAX_HEL
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+
+from hetlb.proxy.http1 import CHUNK_SIZES
 
 MAX_HELD_BYTES = 64 << 10
 
@@ -62,6 +66,11 @@ class SseWatcher:
         self.failed = False
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None
+
+    @property
+    def between(self) -> bool:
+        """Whether what was fed ended with an event: the next byte begins one."""
+        return not self._tail
 
     def feed(self, data: bytes) -> bytes:
         """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
@@ -155,6 +164,45 @@ class SseWatcher:
         return only_usage
 
 
+#: No beginning of an event is longer than this: an id, a name of a model.
+_MAX_BEGINNING = 1024
+#: How an event of text ends in its chunk: its choices, or no usage, come last.
+_TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
+
+
+def text_beginning(data: bytes) -> bytes | None:
+    """What the last event in `data` begins with, up to its first choice, None if it has none.
+
+    The next events of text of that stream begin with the same: its id, its model.
+    """
+    start = data.rfind(b"data: {") if data.endswith(_END) else -1
+    at = data.find(b'"choices":[{', start, start + _MAX_BEGINNING) if start >= 0 else -1
+    if at < 0 or b"\n" in data[start:at] or b'"usage"' in data[start:at] or b'"error"' in data[start:at]:
+        return None
+    return data[start : at + 12]
+
+
+def text_events(chunks: bytes, beginning: bytes) -> int:
+    """How many events `chunks` is, if it is nothing but whole chunks, each of them one event of text.
+
+    Each event begins as the others of its stream did, so it is no error, no usage alone, nor the end; and
+    ends with its choices or no usage. 0 means that it takes a closer look.
+    """
+    position, length, events = 0, len(chunks), 0
+    while position < length:
+        line_end = chunks.find(b"\r\n", position, position + 5)
+        size = CHUNK_SIZES.get(chunks[position:line_end])
+        if size is None or not chunks.startswith(beginning, line_end + 2):
+            return 0
+        position = line_end + size + 4
+        if chunks.find(b"\n", line_end + 2) != position - 4 or not chunks.endswith(
+            _TEXT_ENDS, line_end, position
+        ):
+            return 0
+        events += 1
+    return events if position == length else 0
+
+
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
@@ -170,6 +218,8 @@ def _could_be_usage(event: bytes) -> bool:
 
 #: How much of the end of a plain body is kept: `usage` stands near it.
 TAIL_BYTES = 16 << 10
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
@@ -177,26 +227,11 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
 
     Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
     """
-    at = tail.rfind(b'"usage":{')
-    if at < 0:
-        at = tail.rfind(b'"usage": {')
-        if at < 0:
-            return None, None
-    start = tail.find(b"{", at)
-    depth = 0
-    for index in range(start, len(tail)):
-        byte = tail[index]
-        if byte == 0x7B:
-            depth += 1
-        elif byte == 0x7D:
-            depth -= 1
-            if not depth:
-                break
-    try:
-        usage = msgspec.json.decode(tail[start : index + 1], type=_Usage)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    at = tail.rfind(b'"usage":')
+    if at < 0 or tail[at + 8 : at + 10].lstrip()[:1] != b"{":
         return None, None
+    completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
     return (
-        _first(usage.completion_tokens, usage.output_tokens),
-        _first(usage.prompt_tokens, usage.input_tokens),
+        None if completion is None else int(completion[1]),
+        None if prompt is None else int(prompt[1]),
     )

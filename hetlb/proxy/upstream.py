@@ -4,7 +4,7 @@ Promise: an idle connection is reused for at most `upstream_idle_s` (uvicorn clo
 that fails before its answer began, having been idle before, is replaced by a fresh one without anybody
 noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
 told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
-once, not for each.
+once, not for each; a chunk of a stream that is read whole goes on as it stands.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from urllib.parse import urlsplit
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
+from hetlb.proxy.http1 import (
+    ChunkedDecoder,
+    GateError,
+    KnownHeads,
+    ResponseHead,
+    head_end,
+    parse_response_head,
+)
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _MAX_HEAD_BYTES = 32 << 10
 #: How long an engine may take to take leave of a TLS connection.
 _TLS_SHUTDOWN_S = 1.0
+#: Bodies up to this size are written in one piece with their head.
+_COPIED_BYTES = 16 << 10
 
 
 class Carried(Protocol):
@@ -32,10 +41,11 @@ class Carried(Protocol):
 
     @property
     def method(self) -> bytes: ...
-    def engine_request(self, own_headers: bytes, passthrough: bool) -> list[bytes]: ...
+    def engine_request(self, own_headers: bytes, passthrough: bool) -> tuple[bytes, bytes]: ...
     def engine_connected(self, connection: EngineConnection) -> None: ...
     def engine_lost_idle(self) -> None: ...
-    def engine_head(self, head: ResponseHead) -> None: ...
+    def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
+    def engine_events(self, chunks: bytes) -> bool: ...
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
     def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None: ...
@@ -53,10 +63,12 @@ class EnginePool:
         "_idle",
         "_idle_s",
         "_loop",
+        "_now",
         "_port",
         "_tls",
         "busy",
         "closed",
+        "heads",
         "own_headers",
         "passthrough",
     )
@@ -76,12 +88,14 @@ class EnginePool:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._host_header = b"host: " + parts.netloc.encode("ascii")
         self._loop = loop
+        self._now = loop.time
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
         self.busy: set[EngineConnection] = set()
         self._connecting: dict[Carried, asyncio.Task[None]] = {}
         self.closed = False
+        self.heads = KnownHeads(_parse_answer_head)
 
     def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
         """What holds for requests and connections from now on: key, certificates, times in seconds."""
@@ -96,10 +110,10 @@ class EnginePool:
                 "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
             }
         #: The header lines that are ours, and whether a client's own key goes along with them.
-        self.own_headers = self._host_header
+        self.own_headers = self._host_header + b"\r\n"
         self.passthrough = access.passthrough and access.authorization is None
         if access.authorization is not None:
-            self.own_headers += b"\r\nauthorization: " + access.authorization
+            self.own_headers += b"authorization: " + access.authorization + b"\r\n"
 
     @property
     def open_connections(self) -> int:
@@ -109,9 +123,9 @@ class EnginePool:
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
         """Send the exchange's request on an idle connection, or on a new one."""
         if not fresh:
-            oldest = self._loop.time() - self._idle_s
-            while self._idle:
-                connection = self._idle.pop()
+            idle, oldest = self._idle, self._now() - self._idle_s
+            while idle:
+                connection = idle.pop()
                 if connection.idle_since > oldest and connection.usable:
                     connection.begin(exchange, reused=True)
                     return
@@ -129,7 +143,7 @@ class EnginePool:
         if self.closed:
             connection.close()
             return
-        connection.idle_since = self._loop.time()
+        connection.idle_since = self._now()
         self._idle.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
@@ -178,6 +192,10 @@ class EnginePool:
             exchange.engine_failed(outcome, detail)
 
 
+def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
+    return parse_response_head(raw, b"POST")
+
+
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
@@ -205,14 +223,20 @@ class EngineConnection(asyncio.Protocol):
         """Send the request of `exchange`."""
         self.exchange = exchange
         self.head = None
+        self._decoder = None
         self._reused = reused
         self._answered = False
         self._buffer = b""
-        self._pool.busy.add(self)
-        assert self._transport is not None, "expected a connection that was made"
-        exchange.engine_connected(self)
         pool = self._pool
-        self._transport.writelines(exchange.engine_request(pool.own_headers, pool.passthrough))
+        pool.busy.add(self)
+        transport = self._transport
+        assert transport is not None, "expected a connection that was made"
+        exchange.engine_connected(self)
+        head, body = exchange.engine_request(pool.own_headers, pool.passthrough)
+        if len(body) <= _COPIED_BYTES:
+            transport.write(head + body)
+        else:
+            transport.writelines((head, body))
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -251,6 +275,10 @@ class EngineConnection(asyncio.Protocol):
             # Bytes nobody asked for: the framing of this connection cannot be trusted.
             self.abort()
             return
+        decoder = self._decoder
+        # By far the most common read: an event in a chunk of its own.
+        if decoder is not None and decoder.between and exchange.engine_events(data):
+            return
         self._answered = True
         try:
             self._receive(exchange, data)
@@ -268,16 +296,19 @@ class EngineConnection(asyncio.Protocol):
                 if not end:
                     self._buffer = data
                     return
-                head = parse_response_head(data[:end], exchange.method)
-                data = data[end:]
+                raw, data = data[:end], data[end:]
+                if exchange.method == b"HEAD":
+                    head, length = parse_response_head(raw, b"HEAD")
+                else:
+                    head, length = self._pool.heads.find(raw)
                 if head.status >= 200:
                     break
                 if head.status == 101:
                     raise GateError(502, "The engine switched protocols.")
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
-            self._left = head.content_length
-            exchange.engine_head(head)
+            self._left = length
+            exchange.engine_head(head, length)
             if exchange is not self.exchange:
                 return
         if self._decoder is not None:

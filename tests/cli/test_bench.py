@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import hetlb.demo
 from hetlb.cli.main import main
@@ -45,7 +46,7 @@ async def both_up(admin_url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with helper_processes() as helpers:
         arguments = ("--port", "0", "--served-model-name", "m", "--time-scale", "0.02")
         engines = [
@@ -54,8 +55,16 @@ def fleet() -> Iterator[Fleet]:
         ]
         for engine in engines:
             asyncio.run(engine.ready())
-        instances = [word for engine in engines for word in ("--instance", engine.urls[0])]
-        proxy = helpers.start("proxy", "serve", "--port", "0", "--admin-port", "0", *instances)
+        document = {
+            "version": 1,
+            "listen": {"port": 0},
+            "admin": {"port": 0},
+            "scrape": {"interval_s": 0.05},  # every run waits for what the engines say before and after it
+            "models": [{"name": "m", "instances": [{"url": engine.urls[0]} for engine in engines]}],
+        }
+        config = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+        config.write_text(yaml.safe_dump(document))
+        proxy = helpers.start("proxy", "serve", "--config", str(config))
         asyncio.run(proxy.ready())
         asyncio.run(both_up(proxy.urls[1]))
         yield Fleet(engines[0].urls[0], *proxy.urls)
@@ -226,9 +235,14 @@ def test_policies_meet_the_same_load_and_the_policy_is_put_back(
     assert document["search"] == []
 
 
-def test_the_policy_in_force_is_named(capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path) -> None:
+def test_the_policy_in_force_and_what_the_engines_report_are_told(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path
+) -> None:
     (run,) = bench(capsys, "--url", fleet.proxy, "--admin", fleet.admin, "--trace", trace)["runs"]
     assert run["policy"] == "hetlb"
+    for each in run["instances"]:
+        assert each["preemptions"] == 0
+        assert 0 <= each["kv_peak"] < 1
 
 
 @pytest.mark.parametrize(

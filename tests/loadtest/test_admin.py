@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.admin import busy_figures, fleet_admin
+from hetlb.loadtest.admin import FleetAdmin, Reported, busy_figures, fleet_admin
 
 IDLE = {"in_flight": 0, "queued": 0, "workload": 0.0, "kv_reserved_tokens": 0, "health": "up"}
 
@@ -34,9 +35,14 @@ class Listener:
         self.refuse = False
         self.busy = 0
         self.polled = 0
+        #: What each look at the fleet finds next; the last stays.
+        self.looks: list[list[dict[str, Any]]] = []
 
     async def fleet(self, _: web.Request) -> web.Response:
         self.polled += 1
+        if self.looks:
+            found = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+            return web.json_response(fleet_of(self.policy, *found))
         busy = {**IDLE, "in_flight": 1} if self.polled <= self.busy else IDLE
         return web.json_response(fleet_of(self.policy, IDLE, busy))
 
@@ -97,6 +103,53 @@ async def test_a_busy_fleet_is_waited_for() -> None:
         async with fleet_admin(f"http://{server.host}:{server.port}") as admin:
             await admin.idle()
     assert listener.polled == 5
+
+
+def report(age_s: float | None, preemptions: int | None, kv: float | None) -> dict[str, Any]:
+    """One engine's report. A negative age is newer than anything, a large one older."""
+    return {**IDLE, "signal_age_s": age_s, "preemptions": preemptions, "kv_reported": kv}
+
+
+async def reported(*looks: list[dict[str, Any]]) -> Reported:
+    """What is made of these looks at the fleet; the run, which does nothing, is after the first."""
+    listener = Listener()
+    listener.looks = [looks[0], *looks]  # one more: the policy is asked for first
+    async with listener.server() as server:
+        async with fleet_admin(f"http://{server.host}:{server.port}") as admin:
+            async with admin.reported() as found:
+                pass
+    return found
+
+
+async def test_preemptions_are_those_of_the_run_and_the_peak_is_the_largest_share_seen() -> None:
+    before = [report(-1.0, 3, 0.2), report(-1.0, None, None)]
+    after = [report(-1.0, 8, 0.7), report(-1.0, None, 0.4)]
+    found = await reported(before, after)
+    assert found.preemptions == {"i0": 5}
+    assert found.kv_peak == {"i0": 0.7, "i1": 0.4}
+
+
+async def test_what_an_engine_said_before_the_run_ended_is_not_taken_for_its_end() -> None:
+    old, end = [report(60.0, 4, 0.1)], [report(-1.0, 11, 0.9)]
+    found = await reported([report(-1.0, 9, 0.3)], old, old, end)
+    assert found.preemptions == {"i0": 2}
+    assert found.kv_peak == {"i0": 0.9}
+
+
+async def test_an_engine_that_was_started_anew_and_one_that_is_not_heard_have_no_preemptions() -> None:
+    before = [report(-1.0, 9, 0.5), report(None, None, None)]
+    found = await reported(before, [report(-1.0, 2, 0.1), report(None, None, None)])
+    assert found.preemptions == {}
+    assert found.kv_peak == {"i0": 0.1}
+
+
+async def test_a_proxy_that_no_longer_answers_fails_no_run() -> None:
+    listener = Listener()
+    listener.looks = [[report(-1.0, 1, 0.5)]]
+    async with listener.server() as server, aiohttp.ClientSession() as session:
+        async with FleetAdmin(session, f"http://{server.host}:{server.port}").reported() as found:
+            await server.close()
+    assert found == Reported()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.arrivals import PlannedRequest
 from hetlb.emulator.requests import VOCABULARY
-from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, given_texts
+from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, conversations, given_texts
 from hetlb.loadtest.datasets import Row, estimate_tokens
 
 BLOCK = 8
@@ -84,6 +84,18 @@ def test_blocks_are_the_same_wherever_they_occur() -> None:
     assert three == [*one[BLOCK : 2 * BLOCK], *one[: 12 - BLOCK]]
     assert four[:BLOCK] == one[:BLOCK]
     assert shared(one, four) < BLOCK + 4  # what its blocks do not cover is its own
+
+
+def test_a_conversation_is_named_and_another_one_in_another_run() -> None:
+    rows = [Row(None, 5, 1, session=name) for name in ("a", "b\r\n", "a", "")]
+    first, second = (
+        [conversations(rows, salt, "x-session-id")(planned) for planned in plan_of(rows)] for salt in "st"
+    )
+    assert first[0] == first[2]
+    assert first[3] == {}
+    names = {each["x-session-id"] for each in (*first[:3], *second[:3])}
+    assert len(names) == 4
+    assert all(name.isalnum() for name in names)
 
 
 def body(path: str, row: Row, *, ignore_eos: bool = True) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_a_trace_keeps_its_prompts_sessions_and_blocks(tmp_path: Path) -> None:
         '0,5,2,a,1,"[12, 7]",\n1,6,2,,,,What is it?\n',
     )
     first, second = trace_rows(path)
-    assert (first.session, first.hash_ids, first.text) == ("a", ("12", "7"), None)
+    assert (first.session, first.turn, first.hash_ids, first.text) == ("a", "1", ("12", "7"), None)
     assert (second.session, second.hash_ids, second.text) == ("", (), "What is it?")
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord
+from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.figures import details, peak_concurrency, run_figures
 from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.pictures import against_rate, distribution, in_flight, output_rate
@@ -87,12 +88,15 @@ def test_the_most_requests_in_flight() -> None:
 
 def test_details_of_every_request() -> None:
     never_sent = RequestRecord(scheduled_s=1.0, prompt_tokens=5, error="connect: refused")
-    found = details(result(record(0.0), never_sent))
+    rows = [Row(None, 5, 3, session="a", turn="2"), Row(None, 5, 3)]
+    found = details(result(record(0.0), never_sent), rows)
     assert found["output_lens"] == [3, 0]
     assert found["errors"] == ["", "connect: refused"]
     assert found["start_times"] == [0.0, None]
     assert found["itls"] == [[0.01, 0.01], []]
     assert {len(values) for values in found.values()} == {2}
+    assert (found["session_ids"], found["turns"]) == (["a", None], ["2", None])
+    assert "turns" not in details(result(record(0.0)), [Row(None, 5, 3)])
 
 
 # --- pictures -----------------------------------------------------------------------------------------

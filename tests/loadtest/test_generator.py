@@ -40,6 +40,18 @@ async def answer(call: Call) -> None:
     await call.answer(instance=f"i{call.number % 2}")
 
 
+async def test_a_request_has_headers_of_its_own() -> None:
+    class Named(CompletionBodies):
+        def headers(self, planned: PlannedRequest) -> dict[str, str]:
+            return {"x-session-id": f"s{planned.index}"} if planned.index else {}
+
+    plan = plan_of(2)
+    async with stub(answer) as server:
+        await load(plan, server.url, bodies=Named("m", plan, random.Random(0)))
+        sent = {len(call.body["prompt"]): call.headers.get("x-session-id") for call in server.calls}
+    assert sent == {10: None, 11: "s1"}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_request_is_sent_once_and_recorded(stream: bool) -> None:
     plan = plan_of(20, output=4)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
 from loadtest.test_figures import record, result
 
+from hetlb.loadtest.compare import FIGURES, comparisons
 from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.runs import Measured
@@ -23,8 +25,10 @@ class Balanced(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.text = ""
+        self.bold = 0
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.bold += tag == "b"
         if tag not in VOID:
             self.open.append(tag)
 
@@ -38,7 +42,7 @@ class Balanced(HTMLParser):
         self.text += data
 
 
-def page(*, failed: bool = False, name: str = "a") -> Balanced:
+def page(*, failed: bool = False, name: str = "a", comparison: Sequence[dict[str, Any]] = ()) -> Balanced:
     measured = []
     for rate in (2.0, 4.0):
         records = result(*(record(i / rate, name=name, ok=not failed) for i in range(10)))
@@ -46,7 +50,7 @@ def page(*, failed: bool = False, name: str = "a") -> Balanced:
         measured.append(Measured(run, records))
     document = {
         "runs": [each.run for each in measured],
-        "comparison": [],
+        "comparison": comparison,
         "search": [],
         "metadata": {
             "model_id": "m <i>",
@@ -82,3 +86,26 @@ def test_a_page_of_runs_without_an_answer() -> None:
     text = page(failed=True, name="").text
     assert "SUSPECT: 2 of 2 runs" in text
     assert "failed: 10 of 10 requests (10 x timeout)" in text
+
+
+def compared(rounds: int, *, spread: float) -> Balanced:
+    """`p2c` gives 10 % more than `rr` (100) in every figure, give or take `spread` from round to round."""
+    runs = [
+        {
+            "policy": policy, "round": number, "request_rate": 2.0,
+            **dict.fromkeys(FIGURES, 100.0 if policy == "rr" else 110.0 + spread * (-1) ** number),
+        }
+        for policy in ("rr", "p2c")
+        for number in range(1, rounds + 1)
+    ]  # fmt: skip
+    return page(comparison=comparisons(runs, ["rr", "p2c"]))
+
+
+def test_policies_are_beside_each_other_and_sure_differences_are_bold() -> None:
+    sure, unsure, once = compared(4, spread=1.0), compared(4, spread=40.0), compared(1, spread=0.0)
+    for found in (sure, unsure, once):
+        assert found.text.count("+10.0 %") >= 7
+        assert "Differences" in found.text
+    assert (sure.bold, unsure.bold, once.bold) == (7, 0, 0)
+    assert "Means over 4 rounds. Bold: the 95 % interval" in sure.text
+    assert "One round gives no interval" in once.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from xml.etree import ElementTree
 
 from hypothesis import given
@@ -78,7 +79,14 @@ def test_long_lines_are_thinned_between_their_ends() -> None:
 def test_more_lines_than_colours_differ_in_their_dashes() -> None:
     made = legend([f"n{i}" for i in range(10)])
     assert made.count('class="line line-0"') == 2
-    assert made.count("stroke-dasharray") == 2
+    dashes = re.findall(r'class="line (line-\d)"[^>]*?(?:stroke-dasharray="([^"]*)")?/>', made)
+    assert len(set(dashes)) == 10
+
+
+def test_neighbours_differ_without_colour() -> None:
+    dashes = re.findall(r'y2="5"(?: stroke-dasharray="([^"]*)")?/>', legend([f"n{i}" for i in range(10)]))
+    assert len(dashes) == 10
+    assert all(len(set(dashes[i : i + 4])) == 4 for i in range(5))
 
 
 def test_values_beside_an_axis() -> None:

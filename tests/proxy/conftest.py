@@ -15,7 +15,7 @@ from hetlb.config import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes
 
@@ -39,18 +39,25 @@ class Proxy:
     """A running proxy and a record of how its requests ended."""
 
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
-        self.ended: list[tuple[str, str, int]] = []
-        self.exchanges: list[Exchange] = []
-        self.driver = Driver(scheduler, table, PromptSizes(), asyncio.get_running_loop(), self._finished)
+        self._exchanges: list[Exchange] = []
+        self.driver = Driver(
+            scheduler, table, PromptSizes(), asyncio.get_running_loop(), self._exchanges.extend
+        )
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0
         self.changed = asyncio.Condition()
 
-    def _finished(self, exchange: Exchange, phase: Phase) -> None:
-        assert exchange.outcome is not None
-        self.ended.append((exchange.outcome.value, phase.value, exchange.status))
-        self.exchanges.append(exchange)
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Those that ended, in order."""
+        self.driver.settle()
+        return self._exchanges
+
+    @property
+    def ended(self) -> list[tuple[str, str, int]]:
+        """Outcome, phase and status of those that ended."""
+        return [(str(each.outcome), each.ended_in.value, each.status) for each in self.exchanges]
 
     async def settled(self) -> None:
         """Wait until no request is open, then check that nothing of one is left."""

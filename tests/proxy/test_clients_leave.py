@@ -82,13 +82,14 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
         driver = service.driver
         ended: list[int] = []
 
-        def on_finished(exchange: Exchange, phase: Phase) -> None:
-            ended.append(exchange.request.id)
-            assert exchange.outcome is not None
-            outcomes[exchange.outcome.value] += 1
-            phases[phase] += 1
+        def on_ended(exchanges: list[Exchange]) -> None:
+            for exchange in exchanges:
+                ended.append(exchange.request.id)
+                assert exchange.outcome is not None
+                outcomes[exchange.outcome.value] += 1
+                phases[exchange.ended_in] += 1
 
-        driver._on_finished = on_finished
+        driver._on_ended = on_ended
         try:
             await service.start()
             tasks_before = asyncio.all_tasks()
@@ -104,6 +105,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
                     await asyncio.sleep(0)
                 while service.server.connections:
                     await asyncio.sleep(0)
+            driver.settle()
             accepted = REQUESTS - seen["left while sending"]
             assert seen["answered"] > 600
             assert seen["left"] > 200

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetlb.proxy.http1 import (
     MAX_HEAD_BYTES,
     ChunkedDecoder,
     GateError,
+    KnownHeads,
     head_end,
-    nominated,
     parse_request_head,
     parse_response_head,
 )
@@ -176,7 +180,7 @@ def test_a_head_is_whole_only_with_its_last_byte() -> None:
 )  # fmt: skip
 def test_keep_alive(version: str, connection: str | None, kept: bool) -> None:
     lines = [] if connection is None else [f"Connection: {connection}"]
-    assert parse_request_head(head(*lines, first=f"GET / HTTP/{version}")).keep_alive is kept
+    assert parse_request_head(head(*lines, first=f"GET / HTTP/{version}"))[0].keep_alive is kept
 
 
 def answer(*lines: str, first: str = "HTTP/1.1 200 OK") -> bytes:
@@ -219,14 +223,14 @@ def test_ambiguous_answers_are_a_502(raw: bytes) -> None:
 
 
 def test_framing_of_answers() -> None:
-    assert parse_response_head(answer("Content-Length: 3"), b"POST").content_length == 3
-    assert parse_response_head(answer("Content-Length: 3"), b"HEAD").content_length == 0
-    assert parse_response_head(answer(first="HTTP/1.1 204 No Content"), b"POST").content_length == 0
-    assert parse_response_head(answer("Transfer-Encoding: chunked"), b"POST").chunked
-    bare = parse_response_head(answer(), b"POST")
-    assert (bare.content_length, bare.chunked, bare.keep_alive) == (None, False, True)
-    assert not parse_response_head(answer("Connection: Close"), b"POST").keep_alive
-    assert not parse_response_head(answer(first="HTTP/1.0 200 OK"), b"POST").keep_alive
+    assert parse_response_head(answer("Content-Length: 3"), b"POST")[1] == 3
+    assert parse_response_head(answer("Content-Length: 3"), b"HEAD")[1] == 0
+    assert parse_response_head(answer(first="HTTP/1.1 204 No Content"), b"POST")[1] == 0
+    assert parse_response_head(answer("Transfer-Encoding: chunked"), b"POST")[0].chunked
+    bare, length = parse_response_head(answer(), b"POST")
+    assert (length, bare.chunked, bare.keep_alive) == (None, False, True)
+    assert not parse_response_head(answer("Connection: Close"), b"POST")[0].keep_alive
+    assert not parse_response_head(answer(first="HTTP/1.0 200 OK"), b"POST")[0].keep_alive
 
 
 CHUNKED = b"5\r\nhello\r\n1\r\n \r\nA\r\n0123456789\r\n0\r\n\r\n"
@@ -264,5 +268,75 @@ def test_many_one_byte_chunks_are_linear() -> None:
     assert decoder.done
 
 
-def test_nominated_headers() -> None:
-    assert nominated([(b"connection", b"X-A, close"), (b"connection", b"x-b")]) == {b"x-a", b"close", b"x-b"}
+def test_a_known_head_is_found_with_the_length_of_the_new_one() -> None:
+    heads = KnownHeads(parse_request_head)
+    first, length = heads.find(head("Content-Length: 5"))
+    assert length == 5
+    again, length = heads.find(head("Content-Length: 1234"))
+    assert (again is first, length) == (True, 1234)
+    other, length = heads.find(head())
+    assert (other.sized, length) == (False, None)
+    assert heads.find(head())[0] is other
+    assert heads.find(head("content-length: 1234"))[0] is not first
+
+
+#: Values of a length: what is right once must not let pass what is wrong.
+LENGTHS = [
+    "5",
+    "0",
+    "12",
+    "",
+    "05",
+    "+5",
+    "5 ",
+    " 5",
+    "5,5",
+    "0x5",
+    "1_0",
+    "-1",
+    "9" * 15,
+    "9" * 16,
+    "9" * 17,
+]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["Content-Length: ", "content-length: ", "Content-Length:", "X-Length: "]),
+            st.sampled_from(LENGTHS),
+            st.booleans(),
+        ),
+        max_size=8,
+    )
+)
+def test_known_heads_say_what_parsing_each_says(asked: list[tuple[str, str, bool]]) -> None:
+    heads = KnownHeads(parse_request_head)
+    for name, value, twice in asked:
+        raw = head(f"{name}{value}", *(["Content-Length: 7"] if twice else []))
+        try:
+            expected: Any = parse_request_head(raw)
+        except GateError as error:
+            with pytest.raises(GateError) as refused:
+                heads.find(raw)
+            assert refused.value.status == error.status  # noqa: PT017 - both have to raise
+            continue
+        found, length = heads.find(raw)
+        assert (found.sized, found.chunked, length) == (expected[0].sized, expected[0].chunked, expected[1])
+
+
+def test_an_answer_without_a_body_is_known_as_such() -> None:
+    heads = KnownHeads(lambda raw: parse_response_head(raw, b"POST"))
+    for length in ("0", "5", "0", "7"):
+        assert heads.find(answer(f"Content-Length: {length}", first="HTTP/1.1 204 No Content"))[1] == 0
+    for length in (5, 0, 7, 5):
+        assert heads.find(answer(f"Content-Length: {length}"))[1] == length
+
+
+def test_known_heads_are_forgotten_when_they_are_too_many() -> None:
+    heads = KnownHeads(parse_request_head)
+    for number in range(3 * heads.MOST):
+        heads.find(head(f"X-Request-Id: {number}"))
+        assert len(heads._whole) <= heads.MOST
+    heads.find(head("X-Long: " + "x" * heads.LONGEST_BYTES))
+    assert all(len(raw) <= heads.LONGEST_BYTES for raw in heads._whole)

@@ -1,14 +1,24 @@
-"""Lines are written in order by a thread; a reader that is slow or gone costs lines, never the event loop."""
+"""Lines are written in order by a thread; a reader that is slow or gone costs lines, never the event loop.
+A request is one line in either format, whatever its client calls itself, its request and its model."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy.services import Engine, document, serving
 
-from hetlb.proxy.requestlog import LineWriter, escape
+from hetlb.config import load_fleet
+from hetlb.core.types import Lease, Outcome, Request
+from hetlb.errors import ConfigError
+from hetlb.proxy.requestlog import FORMATS, LineWriter, escape, json_line, keyvalue_line
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:
@@ -59,3 +69,110 @@ def test_text_from_outside_is_one_harmless_word(text: str) -> None:
 )
 def test_examples(text: str, word: str) -> None:
     assert escape(text) == word
+
+
+@dataclass
+class Over:
+    """A request that is over."""
+
+    label: str = "r-1"
+    tenant: str | None = None
+    path: str = "/v1/completions"
+    model: str = "m"
+    lease: Lease | None = None
+    outcome: Outcome | None = Outcome.REJECTED_FULL
+    ended_in: str = "queue"
+    status: int = 429
+    retries: int = 0
+    prompt_tokens_used: int | None = None
+    arrived_at: float = 10.0
+    dispatched_at: float | None = None
+    first_byte_at: float | None = None
+    ended_at: float | None = 10.25
+
+    @property
+    def request(self) -> Request:
+        return Request(id=1, model=self.model, prompt_tokens=7)
+
+
+def served() -> Over:
+    lease = Lease(
+        1, Over().request, "a", 1, work_ns=0, kv_tokens=0, prompt_tokens=7, predicted_output=12.4,
+        dispatched_at=10.5,
+    )  # fmt: skip
+    lease.output_tokens = 5
+    return Over(
+        tenant="ann", lease=lease, outcome=Outcome.OK, ended_in="stream", status=200, retries=1,
+        prompt_tokens_used=9, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
+    )  # fmt: skip
+
+
+def test_a_line_of_words() -> None:
+    assert keyvalue_line(served()) == (
+        "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=stream status=200 "
+        "prompt_tokens=9 output_tokens=5 predicted_output=12 queue_s=0.5000 ttft_s=1.0000 total_s=2.0000 "
+        "retries=1\n"
+    )
+    assert keyvalue_line(Over()) == (
+        "request=r-1 tenant=- model=m path=/v1/completions instance=- outcome=rejected_full phase=queue "
+        "status=429 prompt_tokens=7 output_tokens=0 predicted_output=0 queue_s=0.2500 ttft_s=- "
+        "total_s=0.2500 retries=0\n"
+    )
+
+
+def test_a_line_of_json_has_the_same_keys_and_a_time() -> None:
+    document = json.loads(json_line(served(), 1.0e9))
+    words = dict(word.split("=") for word in keyvalue_line(served()).split())
+    assert list(document) == ["time", *words]
+    assert document["time"] == "2001-09-09T01:46:52.000+00:00"
+    for key, word in words.items():
+        expected = type(document[key])(word)
+        assert document[key] == (pytest.approx(expected, abs=0.5) if key == "predicted_output" else expected)
+    rejected = json.loads(json_line(Over(), 0.0))
+    assert (rejected["tenant"], rejected["instance"], rejected["ttft_s"]) == (None, None, None)
+    assert rejected["total_s"] == 0.25
+
+
+FORGED = 'x\nrequest=forged outcome=ok\r\n{"request":"forged"}\u2028\u0085 a=b"\\'
+
+
+@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
+def test_a_client_cannot_forge_a_line(write: Callable[[Over, float], str]) -> None:
+    for over in (Over(label=FORGED), Over(model=FORGED), Over(tenant=FORGED), Over(path=FORGED)):
+        line = write(over, 0.0)
+        assert line.splitlines() == [line[:-1]]
+        assert not line.startswith(("request=forged", '{"request":"forged"'))
+
+
+@given(st.text(), st.text(), st.none() | st.text())
+def test_any_text_is_part_of_one_line(label: str, model: str, tenant: str | None) -> None:
+    over = Over(label=label, model=model, tenant=tenant)
+    line = keyvalue_line(over)
+    assert line.isascii()
+    assert [word.count("=") for word in line.split()] == [1] * 15
+    line = json_line(over, 0.0)
+    assert line.splitlines() == [line[:-1]]
+    document = json.loads(line)
+    if label.isprintable():
+        assert document["request"] == label
+
+
+async def test_the_file_chooses_the_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with Engine() as engine:
+        fleet = document(engine, proxy={"request_log_format": "json"})
+        async with serving(tmp_path, fleet) as running:
+            assert (await running.ask(x_request_id="mine")).status == 200
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    logged = json.loads(line)
+    assert {key: logged[key] for key in ("request", "model", "instance", "outcome", "status")} == {
+        "request": "mine", "model": "m", "instance": "i0", "outcome": "ok", "status": 200,
+    }  # fmt: skip
+    assert abs(datetime.fromisoformat(logged["time"]) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    models = "models: [{name: m, instances: [{url: http://127.0.0.1:1}]}]"
+    path.write_text(f"version: 1\n{models}\nproxy: {{request_log_format: xml}}\n")
+    with pytest.raises(ConfigError, match=r"fleet.yaml: proxy.request_log_format: .*'xml'"):
+        load_fleet(path)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.proxy.http1 import ChunkedDecoder
-from hetlb.proxy.sse import MAX_HELD_BYTES, SseWatcher, usage_in_tail
+from hetlb.proxy.sse import MAX_HELD_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'
@@ -141,3 +142,83 @@ def test_recorded_streams_of_vllm(name: str, hold: bool) -> None:
 )
 def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, int | None]) -> None:
     assert usage_in_tail(tail) == expected
+
+
+def spelt(*payloads: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(payload), payload) for payload in payloads)
+
+
+BEGINNING = b'data: {"id":"chatcmpl-1","model":"m","choices":[{'
+TEXT = BEGINNING + b'"delta":{"content":" a"}}]}\n\n'
+TEXT_NO_USAGE = TEXT[:-3] + b',"usage":null}\n\n'
+
+
+def test_the_beginning_of_the_events_of_a_stream() -> None:
+    assert text_beginning(TEXT) == BEGINNING
+    assert text_beginning(b"data: [DONE]\n\n" + TEXT_NO_USAGE) == BEGINNING
+    for other in (
+        b"",
+        TEXT[:-1],
+        b"data: [DONE]\n\n",
+        b'data: {"error":{"choices":[{}]}}\n\n',
+        b'data: {"usage":{"a":1},"choices":[{}]}\n\n',
+        b'data: {"id":"1","choices":[]}\n\n',
+        b'data: {"id":1}\n\nevent: {"choices":[{}]}\n\n',
+        b'data: {"id":"' + b"x" * 2000 + b'","choices":[{}]}\n\n',
+    ):
+        assert text_beginning(other) is None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "events"),
+    [
+        (spelt(TEXT), 1),
+        (spelt(TEXT_NO_USAGE), 1),
+        (spelt(TEXT, TEXT_NO_USAGE, TEXT), 3),
+        (b"", 0),
+        (spelt(TEXT)[:-1], 0),
+        (spelt(TEXT) + b"5", 0),
+        (spelt(TEXT + TEXT), 0),
+        (spelt(TEXT[:20], TEXT[20:]), 0),
+        (spelt(TEXT[:-1]), 0),
+        (spelt(TEXT, b"data: [DONE]\n\n"), 0),
+        (spelt(b'data: {"id":"chatcmpl-1","model":"m","choices":[],"usage":{"prompt_tokens":1}}\n\n'), 0),
+        (spelt(TEXT[:-3] + b',"usage":{"prompt_tokens":1}}\n\n'), 0),
+        (spelt(b'data: {"error":{"message":"no"}}\n\n'), 0),
+        (spelt(TEXT).replace(b"\r\n", b"\n", 1), 0),
+        (b"0" + spelt(TEXT), 0),
+        (b"+" + spelt(TEXT), 0),
+        (spelt(TEXT).replace(b"\r\n", b";a=b\r\n", 1), 0),
+        (b"0\r\n\r\n", 0),
+    ],
+)
+def test_events_of_text_that_may_pass_as_they_stand(chunks: bytes, events: int) -> None:
+    assert text_events(chunks, BEGINNING) == events
+
+
+@given(st.lists(st.sampled_from([TEXT, TEXT_NO_USAGE]), min_size=1, max_size=3), st.data())
+def test_what_passes_as_it_stands_is_what_a_closer_look_would_find(payloads: list[bytes], data: Any) -> None:
+    raw = bytearray(spelt(*payloads))
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        match data.draw(st.sampled_from(["change", "cut", "add"])):
+            case "change":
+                raw[at] = data.draw(st.sampled_from(b'0123456789abcdefABCDEF+ _x;}]"\r\n\0'))
+            case "cut":
+                del raw[at : at + data.draw(st.integers(1, 9))]
+            case "add":
+                raw[at:at] = data.draw(st.sampled_from([b"\n\n", b"\r\n", b"0", b"x", b"\r\n\r\n", TEXT]))
+        if not raw:
+            return
+    events = text_events(bytes(raw), BEGINNING)
+    if not events:
+        return
+    decoder = ChunkedDecoder()
+    payload = decoder.feed(bytes(raw))  # nothing that the gate refuses
+    watcher = SseWatcher(True)
+    assert decoder.between
+    assert not decoder.done
+    assert watcher.feed(payload) == payload
+    assert watcher.between
+    assert (watcher.events, watcher.done, watcher.failed) == (events, False, False)
+    assert watcher.completion_tokens is None

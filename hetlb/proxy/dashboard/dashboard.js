@@ -178,7 +178,7 @@ const everybody = (snapshot) => snapshot.fleet.models.flatMap((model) => model.i
 // --- now ------------------------------------------------------------------------------------------------
 
 const TILES = [
-  ["up", "Instances up"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
+  ["up", "Taking requests"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
   ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV tokens promised"],
 ];
 const tileValues = new Map(TILES.map(([name, title]) => {
@@ -298,7 +298,8 @@ class FleetTable {
   /** Returns how many instances are shown. */
   update(model, words, queued) {
     const up = model.instances.filter((row) => row.health === "up").length;
-    say(this.#summary, `${up} of ${model.instances.length} up, ${queued ? `${count(queued)} waiting` : "nobody waits"}`);
+    const out = model.instances.filter((row) => row.state !== "ready").length;
+    say(this.#summary, `${up} of ${model.instances.length} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "nobody waits"}`);
     const names = new Set(model.instances.map((row) => row.name));
     for (const [name, row] of this.#rows) {
       if (!names.has(name)) {

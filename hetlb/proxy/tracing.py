@@ -1,0 +1,271 @@
+"""Traces for OpenTelemetry: a span per request, made when the request is over, and the id that engines get.
+
+Promise: without `tracing` in the fleet file none of OpenTelemetry is imported. A client's `traceparent` is
+continued and its sampling obeyed; what a client sends that is no traceparent begins a trace of its own. Spans
+hold times, counts and names, no prompt and no answer. A thread of its own sends them: a collector that is
+slow or gone costs spans, never a request.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+import hetlb
+from hetlb.config import TracingTable
+from hetlb.core.types import Outcome
+from hetlb.errors import ConfigError
+from hetlb.proxy.body import Kind
+from hetlb.proxy.requestlog import Ended
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+#: Where a collector takes spans over HTTP, if its address says no path.
+OTLP_PATH = "/v1/traces"
+_TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED, _RANDOM = 0x01, 0x02
+#: How long the last spans may take when the proxy stops.
+_CLOSE_S = 3.0
+_LONGEST_TEXT = 256
+#: What `gen_ai.operation.name` is for the endpoints that have one.
+_OPERATIONS = {
+    Kind.CHAT: "chat",
+    Kind.RESPONSES: "chat",
+    Kind.MESSAGES: "chat",
+    Kind.COMPLETION: "text_completion",
+}
+_EMBEDDINGS = "/v1/embeddings"
+#: Ends that are no failure on our side unless the status says so.
+_NO_ERROR = frozenset(
+    {Outcome.OK, Outcome.BAD_REQUEST, Outcome.CLIENT_GONE, Outcome.UPSTREAM_ERROR, Outcome.REJECTED_FULL}
+)
+
+
+class Trace:
+    """The ids of one request: its parent's, its own, and the one whose children an engine makes."""
+
+    __slots__ = ("engine_id", "flags", "parent_id", "span_id", "trace_id")
+
+    def __init__(
+        self, trace_id: int, parent_id: int | None, span_id: int, engine_id: int, flags: int
+    ) -> None:
+        self.trace_id = trace_id
+        self.parent_id = parent_id
+        self.span_id = span_id
+        self.engine_id = engine_id
+        self.flags = flags
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its spans are kept."""
+        return bool(self.flags & _SAMPLED)
+
+    @property
+    def header(self) -> bytes:
+        """The header for the engine, without a line end."""
+        return b"traceparent: 00-%032x-%016x-%02x" % (self.trace_id, self.engine_id, self.flags)
+
+    def onto(self, lines: bytes) -> bytes:
+        """A head's lines (names in lower case, CR LF behind each) with `header` instead of the client's."""
+        taken = _CONTINUED if self.parent_id is not None else _BEGUN
+        return b"%b%b\r\n" % (taken.sub(b"", lines), self.header)
+
+
+_CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
+#: What somebody else's trace left behind means nothing in another one.
+_BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
+
+
+class Traced(Ended, Protocol):
+    """What is told of a request that is over, and its ids."""
+
+    @property
+    def trace(self) -> Trace | None: ...
+    @property
+    def method(self) -> bytes: ...
+    @property
+    def kind(self) -> Kind: ...
+
+
+class Tracing:
+    """Begins traces and makes their spans. On the event loop only."""
+
+    def __init__(self, table: TracingTable, where: str = "", exporter: SpanExporter | None = None) -> None:
+        """`where` begins an error; `exporter` takes the place of the one to `table.otlp_endpoint`.
+
+        Raises `ConfigError` where OpenTelemetry is not installed.
+        """
+        check_installed(where)
+        from opentelemetry import trace
+        from opentelemetry.context import Context
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.id_generator import IdGenerator
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+        class Given(IdGenerator):
+            """Ids that were chosen when the request was sent on."""
+
+            def __init__(self) -> None:
+                self.trace_id = self.span_id = 0
+
+            def generate_trace_id(self) -> int:
+                return self.trace_id
+
+            def generate_span_id(self) -> int:
+                return self.span_id
+
+            def is_trace_id_random(self) -> bool:
+                return True
+
+        if exporter is None:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            exporter = OTLPSpanExporter(endpoint=spans_url(table.otlp_endpoint))
+        resource = Resource.create({"service.name": table.service_name, "service.version": hetlb.__version__})
+        self._api = trace
+        self._no_context = Context()
+        self._ids = Given()
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("hetlb", hetlb.__version__)
+        self._draw = random.Random()
+        self._kept = table.sample_ratio
+
+    def begin(self, traceparent: bytes | None) -> Trace:
+        """The ids of a request that came with this header, None without one."""
+        draw = self._draw.getrandbits
+        span_id, engine_id = draw(64) or 1, draw(64) or 1
+        parent = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent)
+        if parent is not None and (parent[1] != b"00" or parent[5] is None):
+            trace_id, parent_id = int(parent[2], 16), int(parent[3], 16)
+            if trace_id and parent_id:
+                return Trace(
+                    trace_id, parent_id, span_id, engine_id, int(parent[4], 16) & (_SAMPLED | _RANDOM)
+                )
+        kept = self._kept >= 1.0 or self._draw.random() < self._kept
+        return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (_SAMPLED if kept else 0))
+
+    def finished(self, ended: Traced, now_s: float) -> None:
+        """A request is over: its spans. `now_s` is the time on its clock."""
+        ids = ended.trace
+        if ids is None or not ids.sampled or ended.ended_at is None or ended.outcome is None:
+            return
+        now_ns, end = time.time_ns(), ended.ended_at
+
+        def at(when: float) -> int:
+            return now_ns - int((now_s - when) * 1e9)
+
+        api, lease, request = self._api, ended.lease, ended.request
+        model, outcome = _text(request.model), ended.outcome
+        operation = _OPERATIONS.get(ended.kind)
+        if operation is None and ended.path == _EMBEDDINGS:
+            operation = "embeddings"
+        shared: dict[str, str | int] = {"hetlb.outcome": outcome.value}
+        if operation is not None:
+            shared |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm"}
+            shared["gen_ai.request.model"] = model
+        if lease is not None:
+            shared["hetlb.instance"] = lease.instance
+            if operation is not None:
+                shared["gen_ai.usage.input_tokens"] = ended.prompt_tokens_used or request.prompt_tokens
+                shared["gen_ai.usage.output_tokens"] = lease.output_tokens
+        failed = outcome not in _NO_ERROR or ended.status >= 500
+        if failed:
+            shared["error.type"] = outcome.value
+        method = ended.method.decode("ascii", "replace")
+        # An id in a path would give every request a name of its own.
+        route = "/v1/responses/{id}" if ended.kind is Kind.PINNED else ended.path
+        own: dict[str, str | int | float] = {
+            **shared,
+            "http.request.method": method,
+            "http.route": route,
+            "url.path": ended.path,
+            "http.response.status_code": ended.status,
+            "hetlb.request_id": _text(ended.label),
+            "hetlb.phase": str(ended.ended_in),
+            "hetlb.retries": ended.retries,
+            "hetlb.queue_s": (end if ended.dispatched_at is None else ended.dispatched_at) - ended.arrived_at,
+        }
+        if ended.tenant is not None:
+            own["hetlb.tenant"] = _text(ended.tenant)
+        if lease is not None:
+            own["hetlb.predicted_output_tokens"] = lease.predicted_output
+        if not ended.status:
+            del own["http.response.status_code"]  # the client left before there was one
+
+        # The id of the trace is asked for only where there is no parent.
+        self._ids.trace_id, self._ids.span_id = ids.trace_id, ids.span_id
+        span = self._tracer.start_span(
+            f"{method} {route}",
+            self._child_of(ids, ids.parent_id, remote=True),
+            kind=api.SpanKind.SERVER,
+            attributes=own,
+            start_time=at(ended.arrived_at),
+        )
+        if ended.dispatched_at is not None:
+            span.add_event("dispatched", timestamp=at(ended.dispatched_at))
+        if ended.first_byte_at is not None:
+            span.add_event("first_token", timestamp=at(ended.first_byte_at))
+        status = api.Status(api.StatusCode.ERROR) if failed else None
+        if status is not None:
+            span.set_status(status)
+        if lease is not None and ended.dispatched_at is not None:
+            self._ids.span_id = ids.engine_id
+            child = self._tracer.start_span(
+                f"{operation or method} {model}".rstrip(),
+                self._child_of(ids, ids.span_id, remote=False),
+                kind=api.SpanKind.CLIENT,
+                attributes=shared,
+                start_time=at(ended.dispatched_at),
+            )
+            if status is not None:
+                child.set_status(status)
+            child.end(at(end))
+        span.end(at(end))
+
+    def _child_of(self, ids: Trace, parent_id: int | None, *, remote: bool) -> Context:
+        if parent_id is None:
+            return self._no_context
+        parent = self._api.SpanContext(
+            ids.trace_id, parent_id, is_remote=remote, trace_flags=self._api.TraceFlags(ids.flags)
+        )
+        return self._api.set_span_in_context(self._api.NonRecordingSpan(parent), self._no_context)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Send what is left, for at most `timeout_s`."""
+        last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        last.start()
+        last.join(timeout_s)
+
+
+def check_installed(where: str) -> None:
+    """Raise `ConfigError` unless OpenTelemetry is installed. `where` begins the error."""
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigError(
+            f"{where}tracing: expected the extra otel to be installed: pip install 'hetlb[otel]'"
+        )
+
+
+def spans_url(endpoint: str) -> str:
+    """Where spans are posted: a collector's address, with the usual path unless it has one."""
+    return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
+
+
+def _text(value: str) -> str:
+    """Text from outside, so short and such that it can be sent: half a character would cost a whole batch."""
+    return value[:_LONGEST_TEXT].encode("utf-8", "replace").decode()

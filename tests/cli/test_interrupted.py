@@ -1,0 +1,76 @@
+"""Ctrl-C ends every command at once with status 1, says nothing and leaves no process.
+
+`serve`, `engine`, `bench`, `demo` and `top` have tests of their own beside their others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, str, str]:
+    """Start a command in a group of its own, press Ctrl-C once it is `busy`; status and output."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hetlb", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        busy()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)  # nobody of its group is left
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "--config", str(CONFIGS / "two-servers.yaml"), "--request-rate", "inf"],
+        ["search", "--config", str(CONFIGS / "clusters" / "l40s-llama-70b.yaml")],
+    ],
+    ids=["simulate", "search"],
+)
+def test_while_it_reads_a_trace(tmp_path: Path, arguments: list[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    os.mkfifo(trace)
+    with contextlib.ExitStack() as stack:
+        # Opening waits for the reader.
+        status, out, err = interrupted(
+            [*arguments, "--trace", str(trace)], lambda: stack.enter_context(trace.open("w"))
+        )
+    assert (status, out, err) == (1, "", "")
+
+
+@pytest.mark.parametrize("command", ["profile", "explain"])
+def test_while_a_server_does_not_answer(tmp_path: Path, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        arguments = {
+            "profile": ["profile", "--url", url, "--out", str(tmp_path / "p.yaml")],
+            "explain": ["explain", "--url", url, "--last", "3"],
+        }
+        status, out, err = interrupted(
+            arguments[command], lambda: stack.enter_context(server.accept()[0]).recv(1)
+        )
+    assert (status, out) == (1, "")
+    assert "Traceback" not in err
