@@ -113,13 +113,18 @@ class Driver:
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
-        """A lease ended; with `retry` the scheduler says what becomes of its request."""
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        """A lease ended; with `retry` the scheduler says what becomes of its request.
+
+        `server_error`: the engine answered in full, with a status of 500 or more.
+        """
         if retry:
             self._totals.lease_ended(lease.instance, outcome)
             self._totals.retries += 1
         started = perf_counter()
-        commands = self.scheduler.on_lease_ended(lease, outcome, self.now(), retry=retry)
+        commands = self.scheduler.on_lease_ended(
+            lease, outcome, self.now(), retry=retry, server_error=server_error
+        )
         self._end_s.append(perf_counter() - started)
         if commands or self._ticker is None:
             self.carry_out(commands)
@@ -159,7 +164,7 @@ class Driver:
             self.settle()
         if lease is not None:
             self._drain_rate.ended(ended_at)
-            self.lease_ended(lease, outcome, retry=False)
+            self.lease_ended(lease, outcome, retry=False, server_error=exchange.status >= 500)
         elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.carry_out(self.scheduler.on_cancelled(exchange.request.id, ended_at))
         if self._idle_waiters and not self.exchanges:

@@ -24,6 +24,7 @@ from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.tracing import Trace
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
 
@@ -88,6 +89,7 @@ class Exchange:
         "_tail", "_text_at", "_text_beginning", "_watcher", "_write", "arrived_at", "dispatched_at",
         "ended_at", "ended_in", "expected_s", "first_byte_at", "kind", "label", "lease", "outcome", "phase",
         "prompt_tokens_used", "request", "retries", "since", "status", "tenant",
+        "trace",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +117,8 @@ class Exchange:
         self.label = label
         #: Whose key the client showed, None where none is needed.
         self.tenant = tenant
+        #: The ids of its spans, None without tracing.
+        self.trace: Trace | None = None
         self.phase = self.ended_in = Phase.QUEUE
         #: Since when this phase lasts, or when last something came.
         self.arrived_at = self.since = self._beat_at = self._text_at = now
@@ -186,6 +190,8 @@ class Exchange:
         """
         head, body = self._head, self._body
         lines = request_lines(head, passthrough=passthrough)
+        if self.trace is not None:
+            lines = self.trace.onto(lines)
         if not body and head.method in (b"GET", b"HEAD", b"DELETE"):
             return b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), body
         return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (

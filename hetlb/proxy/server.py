@@ -29,6 +29,7 @@ from hetlb.proxy.beginnings import beginnings_of
 from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.tracing import Tracing
 from hetlb.proxy.http1 import (
     ChunkedDecoder,
     GateError,
@@ -107,6 +108,8 @@ class ProxyServer:
         self.connections: dict[ClientConnection, None] = {}
         self.stopping = False
         self.heads = KnownHeads(parse_request_head)
+        #: Makes the ids of every request's spans, None without tracing.
+        self.tracing: Tracing | None = None
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
         #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
@@ -566,6 +569,8 @@ class ClientConnection(asyncio.Protocol):
             tenant=owner if self._server.tenant_header is None else self._claimed(head, owner),
         )
         exchange = Exchange(driver, self, head, kind, call, request, body, text, now, owner)
+        if self._server.tracing is not None:
+            exchange.trace = self._server.tracing.begin(head.fields.get(b"traceparent"))
         self._exchange = exchange
         driver.submit(exchange)
 

@@ -48,6 +48,7 @@ from hetlb.proxy.requestlog import FORMATS, LineWriter, escape
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes, load_tokenizers
+from hetlb.proxy.tracing import Tracing
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -103,6 +104,8 @@ class Service:
         )
         self.server = ProxyServer(self.driver, self)
         self.server.tls, self.server.tenants = self._access.tls, self._access.tenants
+        self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
+        self.server.tracing = self._tracing
         self.scraper = Scraper(
             fleet.scrape,
             on_change=self.driver.change,
@@ -427,6 +430,7 @@ class Service:
             "health": (then.health, now.health),
             "scrape": (then.scrape, now.scrape),
             "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
+            "tracing": (then.tracing, now.tracing),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
         }
@@ -451,8 +455,11 @@ class Service:
         return self._history
 
     def _requests_ended(self, ended: list[Exchange]) -> None:
-        epoch_s = time.time() - self.driver.now()
+        now = self.driver.now()
+        epoch_s = time.time() - now
         for exchange in ended:
+            if self._tracing is not None:
+                self._tracing.finished(exchange, now)
             self._history.add(exchange)
             if self._lines is not None:
                 self._lines.write(self._write_line(exchange, epoch_s))
@@ -472,6 +479,8 @@ class Service:
         if self._runner is not None:
             await self._runner.cleanup()
         self.driver.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         for writer in (self._lines, self._events):
             if writer is not None:
                 writer.close()
