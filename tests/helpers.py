@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import OnlinePredictor, Predictor
@@ -38,6 +39,7 @@ def make_scheduler(
     health: Health = Health.UP,
     seed: int = 0,
     params: PolicyParams | None = None,
+    health_params: HealthParams | None = None,
 ) -> Scheduler:
     """A scheduler whose instances are up."""
     return Scheduler(
@@ -48,6 +50,7 @@ def make_scheduler(
         predictor=predictor or OnlinePredictor(),
         rng=random.Random(seed),
         initial_health=health,
+        health=health_params,
     )
 
 

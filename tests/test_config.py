@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.config import Fleet, fleet_from_urls, load_fleet, load_profile
-from hetlb.errors import InputError
+from hetlb.errors import ConfigError, InputError
 from hetlb.traces import read_trace
 
 PROFILE = """\
@@ -181,3 +181,33 @@ def test_a_trace_keeps_its_further_columns(tmp_path: Path) -> None:
         (None, 5, 7, {"session_id": "s1"}),
         (1.5, 6, 8, {"session_id": "s2"}),
     ]
+
+
+def test_health_and_tenants_reach_the_scheduler_s_own_types(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    more = "health: {slow_start_s: 0}\nqueue: {tenant_share: 0.5, tenant_weights: {gold: 3, plain: 0.5}}\n"
+    instances = "models: [{name: m, instances: [{url: 'http://h:1'}]}]\n"
+    path.write_text("version: 1\n" + instances + more)
+    fleet = load_fleet(path)
+    assert fleet.health_params.slow_start_s == 0.0
+    assert fleet.queue_limits.tenant_share == 0.5
+    assert fleet.queue_limits.tenant_weights == {"gold": 3.0, "plain": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ("health: {slow_start_s: -1}", "health.slow_start_s: expected"),
+        ("health: {slow_start: 1}", "health.slow_start: unknown key"),
+        ("queue: {tenant_share: 0}", "queue.tenant_share: expected"),
+        ("queue: {tenant_weights: {gold: 0}}", "queue.tenant_weights"),
+        ("queue: {tenant_weights: {gold: .inf}}", "queue.tenant_weights.gold: expected a finite number"),
+    ],
+)
+def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more: str, complaint: str) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(f"version: 1\nmodels: [{{name: m, instances: [{{url: 'http://h:1'}}]}}]\n{more}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(path)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)

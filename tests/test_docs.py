@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config import FleetFile, ModelTable, Profile
+from hetlb.config import ApiKeyTable, ClusterFile, FleetFile, ModelTable, Profile
 from hetlb.core.policies import COMBINE_FORMS, POLICIES
 from hetlb.core.predictor import PREDICTORS
-from hetlb.core.types import Outcome
+from hetlb.core.types import Outcome, RejectReason
+from hetlb.proxy.replies import REJECTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,6 +44,11 @@ def keys(kind: type, prefix: str = "") -> list[str]:
 
 @pytest.mark.parametrize("key", [*keys(FleetFile), *keys(ModelTable, "models[].")])
 def test_every_key_of_a_fleet_file_is_described(key: str) -> None:
+    assert f"`{key}`" in page("configuration.md")
+
+
+@pytest.mark.parametrize("key", [*keys(ClusterFile), *keys(ApiKeyTable)])
+def test_every_key_of_a_cluster_file_and_of_the_clients_keys_is_described(key: str) -> None:
     assert f"`{key}`" in page("configuration.md")
 
 
@@ -78,6 +84,11 @@ def test_every_metric_is_described() -> None:
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_every_outcome_is_described(outcome: Outcome) -> None:
     assert f"| `{outcome.value}` |" in page("behaviour.md")
+
+
+@pytest.mark.parametrize("reason", list(RejectReason))
+def test_every_reason_to_turn_a_request_down_is_described_with_its_outcome(reason: RejectReason) -> None:
+    assert f"| `{reason.value}` | `{REJECTIONS[reason].outcome.value}` |" in page("behaviour.md")
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *PREDICTORS])

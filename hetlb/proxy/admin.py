@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ from aiohttp import web
 from hetlb.core.instance import Instance
 from hetlb.core.policies import POLICIES
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, AdminStateSet, InstanceChange
+from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
 from hetlb.proxy.dashboard.decisions import decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
@@ -43,7 +43,10 @@ class Control(Source, Protocol):
     def set_policy(self, name: str) -> None: ...
     async def register(self, table: Mapping[str, Any]) -> None: ...
     def unregister(self, name: str) -> None: ...
-    def reload(self) -> str: ...
+    async def reload_everywhere(self) -> str: ...
+    async def refresh(self) -> None: ...
+    async def settled(self) -> None: ...
+    async def last_decisions(self, count: int) -> Sequence[Dispatch]: ...
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
@@ -170,6 +173,7 @@ def make_app(control: Control) -> web.Application:
         return await handler(request)
 
     async def metrics(_: web.Request) -> web.Response:
+        await control.refresh()
         return web.Response(body=await page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fleet(_: web.Request) -> web.Response:
@@ -179,11 +183,12 @@ def make_app(control: Control) -> web.Application:
         text = request.query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
-        recent = list(control.decisions)[-int(text) :]
+        recent = await control.last_decisions(int(text))
         documents = []
         for each in recent:
             # One at a time: the candidates of many decisions on a large fleet are long to make.
-            documents.append(msgspec.Raw(msgspec.json.encode(decision_document(each))))
+            document = decision_document(each, control.tokens_so_far)
+            documents.append(msgspec.Raw(msgspec.json.encode(document)))
             await asyncio.sleep(0)
         return _reply({"decisions": documents, "clock_s": control.now()})
 
@@ -192,6 +197,7 @@ def make_app(control: Control) -> web.Application:
         if not isinstance(name, str) or name not in POLICIES:
             return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {_short(name)}")
         control.set_policy(name)
+        await control.settled()
         return _reply({"policy": name})
 
     def find(name: str) -> Instance | None:
@@ -205,12 +211,14 @@ def make_app(control: Control) -> web.Application:
         if state not in tuple(AdminState):
             return _refuse(400, f"state: expected ready, drain or maint, got {_short(state)}")
         control.change(AdminStateSet(name, AdminState(state)))
+        await control.settled()
         return _reply({"name": name, "state": state})
 
     async def register(request: web.Request) -> web.Response:
         if not control.registration:
             return _refuse(403, "admin.registration is false")
         await control.register(await _body(request))
+        await control.settled()
         return _reply(fleet_document(control.scheduler, control.now()), 201)
 
     async def unregister(request: web.Request) -> web.Response:
@@ -220,10 +228,11 @@ def make_app(control: Control) -> web.Application:
         if find(name) is None:
             return _refuse(404, f"there is no instance {name[:80]!r}")
         control.unregister(name)
+        await control.settled()
         return _reply({"name": name})
 
     async def reload(_: web.Request) -> web.Response:
-        return _reply({"reloaded": control.reload()})
+        return _reply({"reloaded": await control.reload_everywhere()})
 
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, guard])
     app.add_routes(

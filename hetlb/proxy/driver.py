@@ -213,6 +213,10 @@ class Driver:
         if len(self.made_at) > RESPONSES_KEPT:
             del self.made_at[next(iter(self.made_at))]
 
+    def kept_at(self, response_id: str, owner: str | None) -> tuple[str, str | None] | None:
+        """Which instance keeps an answer, and whose it is; None where it is not known. `owner` asks."""
+        return self.made_at.get(response_id)
+
     # --- instances ---
 
     def change(self, change: InstanceChange) -> None:
@@ -244,6 +248,13 @@ class Driver:
                     connect_timeout_s=table.connect_timeout_s,
                     idle_s=table.upstream_idle_s,
                 )
+
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or those that came until now."""
+        exchange = None if lease.ended else self.exchanges.get(lease.request.id)
+        if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
+            return lease.output_tokens
+        return exchange.tokens_so_far
 
     def pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
@@ -287,16 +298,19 @@ class Driver:
             elif isinstance(command, Reject):
                 self.exchanges[command.request_id].rejected(command)
             elif isinstance(command, HealthChanged):
-                if command.health is Health.EJECTED:
-                    self._totals.instance(command.instance).ejections += 1
-                level = logging.INFO if command.health.value == "up" else logging.WARNING
-                logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
+                self._health_changed(command)
             elif isinstance(command, Abort):
                 self.exchanges[command.request_id].client_gone()
             else:
                 assert isinstance(command, PassOn)  # what the engine says goes on by itself
         if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
             self._ticker = self.loop.call_at(deadline, self._tick)
+
+    def _health_changed(self, command: HealthChanged) -> None:
+        if command.health is Health.EJECTED:
+            self._totals.instance(command.instance).ejections += 1
+        level = logging.INFO if command.health.value == "up" else logging.WARNING
+        logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
 
     def _dispatch(self, command: Dispatch) -> None:
         self._totals.decisions += 1

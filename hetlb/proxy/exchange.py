@@ -331,6 +331,11 @@ class Exchange:
             self._try_again(outcome)
 
     @property
+    def tokens_so_far(self) -> int:
+        """Output tokens of a stream until now, 0 of another answer: its lease has the number at the end."""
+        return 0 if self._watcher is None else self._watcher.events
+
+    @property
     def streamed(self) -> bool:
         """Whether the answer is, or was, a stream."""
         return self._watcher is not None

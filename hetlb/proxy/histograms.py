@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 
 #: Gaps below this many milliseconds are counted by the millisecond.
 FINE_MS = 2048
@@ -38,6 +38,11 @@ class Histogram:
             counts[bisect_left(bounds, value)] += 1
         self._sum += sum(values)
 
+    def add(self, other: Histogram) -> None:
+        """Count what another one with the same bounds has counted."""
+        self._counts = list(map(add, self._counts, other._counts))
+        self._sum += other._sum
+
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
         return self._bounds, list(accumulate(self._counts)), self._sum
@@ -60,6 +65,11 @@ class Gaps:
     def long(self, gap_s: float) -> None:
         """Count a gap of `FINE_MS` milliseconds or more."""
         self._long.observe(gap_s)
+
+    def add(self, other: Gaps) -> None:
+        """Count what another one with the same bounds has counted."""
+        self.fine = list(map(add, self.fine, other.fine))
+        self._long.add(other._long)
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """As `Histogram.figures`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
@@ -167,6 +168,15 @@ class Totals:
             model.time_ratio.observe(exchange.expected_s / max(served_s, CLOCK_S))
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One of several processes that serve: whether it does now, and how often it had to be started again."""
+
+    number: int
+    up: bool
+    restarts: int
+
+
 class MetricsSource(Protocol):
     """What a scrape reads."""
 
@@ -178,6 +188,8 @@ class MetricsSource(Protocol):
     def invalid_samples(self) -> Mapping[str, int]: ...
     @property
     def lost_lines(self) -> int: ...
+    @property
+    def workers(self) -> Sequence[WorkerState]: ...
     def now(self) -> float: ...
 
 
@@ -239,10 +251,10 @@ class MetricsPage:
         queue = scheduler.queue
         yield _family("hetlb_queue_requests", "gauge", "Requests waiting for an instance.", [len(queue)])
         yield _family("hetlb_queue_bytes", "gauge", "Bytes of the bodies waiting.", [queue.bytes])
-        oldest = min((queue.first(lane, 1)[0].arrived_at for lane in queue.lanes), default=now)
+        oldest_at = queue.oldest_at()
         yield _family(
             "hetlb_queue_oldest_seconds", "gauge", "How long the request that waits longest has waited.",
-            [now - oldest],
+            [0.0 if oldest_at is None else now - oldest_at],
         )  # fmt: skip
         yield from self._models(totals)
         calls = {"arrival": totals.arrival, "end": totals.end}
@@ -257,6 +269,15 @@ class MetricsPage:
         yield from self._counted(instances, totals, source.invalid_samples)
         yield from self._believed(instances, now)
         yield from self._states(instances)
+        if workers := source.workers:
+            yield _family(
+                "hetlb_worker_up", "gauge", "1 for a process that serves, with several of them.",
+                [f'{{worker="{each.number}"}} {int(each.up)}' for each in workers],
+            )  # fmt: skip
+            yield _family(
+                "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
+                [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
+            )  # fmt: skip
         yield generate_latest(self._process).decode()
 
     def _models(self, totals: Totals) -> Iterator[Piece]:

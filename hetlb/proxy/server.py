@@ -15,7 +15,7 @@ import secrets
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -29,7 +29,6 @@ from hetlb.proxy.beginnings import beginnings_of
 from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.tracing import Tracing
 from hetlb.proxy.http1 import (
     ChunkedDecoder,
     GateError,
@@ -38,6 +37,7 @@ from hetlb.proxy.http1 import (
     head_end,
     parse_request_head,
 )
+from hetlb.proxy.tracing import Tracing
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED = 64 << 10
@@ -118,7 +118,7 @@ class ProxyServer:
         self.tls: ssl.SSLContext | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self.label_prefix = f"hetlb-{secrets.token_hex(4)}"
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
     def configure(self, table: ProxyTable) -> None:
@@ -127,8 +127,11 @@ class ProxyServer:
         self.session_header = table.session_header.lower().encode()
         self.tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound."""
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
+        """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound.
+
+        With `sockets`, which are bound already, on those.
+        """
         loop = self.driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
@@ -138,18 +141,21 @@ class ProxyServer:
                 "ssl_handshake_timeout": self.table.head_timeout_s,
                 "ssl_shutdown_timeout": _LINGER_S,
             }
-        self._server = await loop.create_server(
-            lambda: ClientConnection(self), host, port, backlog=2048, reuse_address=True, **tls
-        )
+        addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
+        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
+        for where in wheres:
+            self._servers.append(
+                await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
+            )
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
-        name = self._server.sockets[0].getsockname()
+        name = self._servers[0].sockets[0].getsockname()
         return name[0], name[1]
 
     def stop_accepting(self) -> None:
         """Close the listener; open connections end with the answer they are at."""
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in list(self.connections):
             connection.close_if_idle()
 
@@ -159,9 +165,9 @@ class ProxyServer:
             self._sweeper.cancel()
         for connection in list(self.connections):
             connection.abort()
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        for server in self._servers:
+            server.close()
+            await server.wait_closed()
 
     def kind(self, path: str) -> Kind | None:
         """What is at a path, None for nothing."""
@@ -519,7 +525,7 @@ class ClientConnection(asyncio.Protocol):
         """
         driver = self._server.driver
         owner = None if self._tenant is None else self._tenant.name
-        known = driver.made_at.get(response_id)
+        known = driver.kept_at(response_id, owner)
         if known is None and owner is None and not strict:
             return None
         if known is None or known[1] != owner or all(i.name != known[0] for i in driver.scheduler.instances):

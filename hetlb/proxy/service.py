@@ -31,24 +31,27 @@ from hetlb.core.types import (
     AdminState,
     AdminStateSet,
     Dispatch,
+    EngineSample,
     Health,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    Lease,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
-from hetlb.proxy.metrics import Totals
+from hetlb.proxy.metrics import Totals, WorkerState
 from hetlb.proxy.requestlog import FORMATS, LineWriter, escape
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes, load_tokenizers
-from hetlb.proxy.tracing import Tracing
+from hetlb.proxy.tracing import Tracing, check_installed
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -61,6 +64,10 @@ _RESOLVE_S = 5.0
 
 class Service:
     """A running proxy: the driver, the listener, the watcher and the admin surface over one fleet."""
+
+    #: What is made of each; a process that is one of several has its own (see `hetlb.workers`).
+    driver_kind: type[Driver] = Driver
+    scraper_kind: type[Scraper] = Scraper
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
         self.fleet = fleet
@@ -94,7 +101,7 @@ class Service:
             health=fleet.health_params,
             now=loop.time(),
         )
-        self.driver = Driver(
+        self.driver = self.driver_kind(
             self._build_scheduler(setup),
             fleet.proxy,
             PromptSizes(load_tokenizers(fleet.tokenizers)),
@@ -106,14 +113,22 @@ class Service:
         self.server.tls, self.server.tenants = self._access.tls, self._access.tenants
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
         self.server.tracing = self._tracing
-        self.scraper = Scraper(
+        self.scraper = self.scraper_kind(
             fleet.scrape,
-            on_change=self.driver.change,
-            on_sample=self.driver.sample,
+            on_change=self._watched,
+            on_sample=self._sampled,
             access=self._engines,
         )
         self.address = ("", 0)
         self.admin_address = ("", 0)
+
+    def _watched(self, change: InstanceChange) -> None:
+        """The watcher found something out about an instance."""
+        self.driver.change(change)
+
+    def _sampled(self, name: str, sample: EngineSample) -> None:
+        """The watcher read an engine's metrics."""
+        self.driver.sample(name, sample)
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
@@ -136,11 +151,22 @@ class Service:
 
     async def start(self) -> None:
         """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
-        if self.fleet.proxy.request_log:
-            self._lines = LineWriter(sys.stderr.fileno(), "request log")
+        self._open_log()
         await self.scraper.start(
             (Target(spec.name, spec.url) for spec in self.fleet.instances), FIRST_ROUND_S
         )
+        self._say_what_is_missing()
+        listen = self.fleet.listen
+        with named("listen", listen.host, listen.port):
+            self.address = await self.server.start(listen.host, listen.port)
+        await self._open_admin()
+
+    def _open_log(self) -> None:
+        if self.fleet.proxy.request_log:
+            self._lines = LineWriter(sys.stderr.fileno(), "request log")
+
+    def _say_what_is_missing(self) -> None:
+        """After the first round of probes: who is not there, or not what was expected."""
         for instance in self.driver.scheduler.instances:
             if instance.health.state is not Health.UP:
                 logger.warning(
@@ -157,12 +183,12 @@ class Service:
                     instance.spec.model,
                 )
             self._compare_profile(instance.name)
-        listen, admin = self.fleet.listen, self.fleet.admin
-        with _named("listen", listen.host, listen.port):
-            self.address = await self.server.start(listen.host, listen.port)
+
+    async def _open_admin(self) -> None:
+        admin = self.fleet.admin
         self._runner = web.AppRunner(make_app(self), access_log=None, handle_signals=False)
         await self._runner.setup()
-        with _named("admin", admin.host, admin.port):
+        with named("admin", admin.host, admin.port):
             site = web.TCPSite(self._runner, admin.host, admin.port, ssl_context=self._admin_context())
             await site.start()
         self.admin_address = self._runner.addresses[0][:2]
@@ -289,6 +315,10 @@ class Service:
         """The last dispatches."""
         return self.driver.decisions
 
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or those that came until now."""
+        return self.driver.tokens_so_far(lease)
+
     @property
     def readiness(self) -> str:
         """`ready`, or why requests should go elsewhere."""
@@ -310,6 +340,29 @@ class Service:
     def now(self) -> float:
         """The driver's clock, seconds."""
         return self.driver.now()
+
+    @property
+    def workers(self) -> Sequence[WorkerState]:
+        """The processes that serve, where there are several."""
+        return ()
+
+    async def refresh(self) -> None:
+        """Have the counters of all processes here; those of one are."""
+
+    async def settled(self) -> None:
+        """What an operator changed is in force in all processes; in one it is at once."""
+
+    async def reload_everywhere(self) -> str:
+        """As `reload`, in all processes."""
+        return self.reload()
+
+    async def last_decisions(self, count: int) -> Sequence[Dispatch]:
+        """The last dispatches of all processes, the oldest first."""
+        return list(self.driver.decisions)[-count:]
+
+    async def decision(self, lease: int) -> Dispatch | None:
+        """The dispatch with this number, None where it is not kept any more."""
+        return find(self.driver.decisions, lease)
 
     def change(self, change: InstanceChange) -> None:
         """An operator changed an instance."""
@@ -340,14 +393,16 @@ class Service:
             raise ConfigError("url: expected a value, but the key is missing")
         spec, _ = resolve_instance(instance, model, "", Path(), {})
         address = allowed_address(await _resolve(spec.url), self._access.networks)
-        access = self._access
         if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        self._add_registered(spec, address)
+
+    def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
         self._add(
             spec,
             registered_access(
                 spec.url,
-                access.model_keys.get(model),
+                self._access.model_keys.get(spec.model),
                 passthrough=self.fleet.proxy.passthrough_authorization,
                 address=address,
             ),
@@ -362,21 +417,26 @@ class Service:
         try:
             done = self._reload()
         except InputError as error:
-            self.totals.reloads["refused"] += 1
+            self.driver.totals.reloads["refused"] += 1
             logger.error("not reloaded, the last good configuration stays: %s", error)
             raise
-        self.totals.reloads["done"] += 1
+        self.driver.totals.reloads["done"] += 1
         logger.info("reloaded: %s", done)
         return done
 
     def _reload(self) -> str:
+        fleet = self._read_again()
+        return self._swap(fleet, require_urls(fleet))
+
+    def _read_again(self) -> Fleet:
+        """The fleet as its file has it now, whole and valid. Raises `InputError`."""
         running = self.fleet
         if running.path is None:
             raise ConfigError("there is no file to reload: hetlb was started with --instance")
         read = load_fleet(running.path)
         # The listeners stay where they are, whatever the file says now.
         replace = msgspec.structs.replace
-        fleet = replace(
+        return replace(
             read,
             listen=replace(running.listen, tls=read.listen.tls if self.server.tls else None),
             admin=replace(
@@ -386,7 +446,10 @@ class Service:
                 tls=read.admin.tls if self._admin_tls else None,
             ),
         )
-        access = require_urls(fleet)
+
+    def _swap(self, fleet: Fleet, access: Access) -> str:
+        """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
+        running = self.fleet
         old = {instance.name: instance.spec for instance in self.scheduler.instances}
         new = {spec.name: spec for spec in fleet.instances}
         gone = [name for name in old if new.get(name) != old[name]]
@@ -499,6 +562,8 @@ def require_urls(fleet: Fleet) -> Access:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
+    if fleet.tracing is not None:
+        check_installed(fleet.where)
     return load_access(fleet)
 
 
@@ -518,7 +583,7 @@ async def _resolve(url: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _named(what: str, host: str, port: int) -> Iterator[None]:
+def named(what: str, host: str, port: int) -> Iterator[None]:
     """Turn a failed bind into one line that names the address."""
     try:
         yield

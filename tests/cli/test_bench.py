@@ -349,6 +349,7 @@ WRONG = [
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2.0"),
     (["--html", "/nowhere/x.html"], "--html: expected a file in a folder that exists"),
     (["--dataset-name", "random"], "expected either --trace or --dataset-name"),
+    (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
     (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a folder that exists"),
     (["--save-result", "--result-dir", "/nowhere"], "--result-dir: expected a folder that exists"),
     (["--save-result", "--result-filename", "a/b"], "--result-filename: expected a file in a folder that"),

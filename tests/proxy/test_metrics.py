@@ -300,7 +300,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> MetricsSour
         MetricsSource,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), invalid_samples={"node-001": 4}, lost_lines=7,
-            now=lambda: 12.5, **more,
+            now=lambda: 12.5, workers=(), **more,
         ),
     )  # fmt: skip
 

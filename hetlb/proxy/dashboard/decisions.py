@@ -6,14 +6,17 @@ only for whoever opens it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
-from hetlb.core.types import Dispatch
+from hetlb.core.types import Dispatch, Lease
+
+#: Output tokens of a lease, all of them or until now.
+TokensSoFar: TypeAlias = Callable[[Lease], int]
 
 
-def decision_summary(dispatch: Dispatch) -> dict[str, Any]:
+def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
     """A decision without its candidates. `lease` is its number, which a request that is retried has anew.
 
     Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
@@ -28,23 +31,23 @@ def decision_summary(dispatch: Dispatch) -> dict[str, Any]:
         "sequences": lease.request.sequences,
         "predicted_output": lease.predicted_output,
         "dispatched_at_s": lease.dispatched_at,
-        "output_tokens": lease.output_tokens,
+        "output_tokens": tokens_so_far(lease),
         "ended": lease.ended,
         "chosen": lease.instance,
     }
 
 
-def decision_document(dispatch: Dispatch) -> dict[str, Any]:
+def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
     """One entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
     return {
-        **decision_summary(dispatch),
+        **decision_summary(dispatch, tokens_so_far),
         "candidates": [candidate.document() for candidate in dispatch.candidates],
     }
 
 
-def newest(decisions: Sequence[Dispatch], count: int) -> list[dict[str, Any]]:
+def newest(decisions: Sequence[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:
     """Summaries of the last decisions, the newest first."""
-    return [decision_summary(dispatch) for dispatch in islice(reversed(decisions), count)]
+    return [decision_summary(dispatch, tokens_so_far) for dispatch in islice(reversed(decisions), count)]
 
 
 def find(decisions: Sequence[Dispatch], lease: int) -> Dispatch | None:

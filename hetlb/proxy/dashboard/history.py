@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -84,6 +84,17 @@ class History:
                     outcome.value,
                 )
             )  # fmt: skip
+
+    def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Take down what other histories (`rows_since`) have, in the order in which they ended."""
+        for row in rows:
+            self._rows.append(row)
+            self.added += 1
+
+    def rows_since(self, added: int) -> list[tuple[Any, ...]]:
+        """The rows, as they are kept, that came after `added` were taken down; those that are left of them."""
+        new = min(self.added - added, len(self._rows))
+        return list(islice(self._rows, len(self._rows) - new, None))
 
     def count(self, start: float, end: float) -> int:
         """How many rows ended from `start` on and before `end`."""

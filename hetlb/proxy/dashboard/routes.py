@@ -6,7 +6,6 @@ fleet; everything else stands behind the admin listener's guard like any other p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, Protocol
@@ -17,9 +16,9 @@ from aiohttp.typedefs import Handler
 
 import hetlb
 from hetlb.core.policies import POLICIES
-from hetlb.core.types import Dispatch
+from hetlb.core.types import Dispatch, Lease
 from hetlb.proxy.dashboard import whatif
-from hetlb.proxy.dashboard.decisions import decision_document, find, newest
+from hetlb.proxy.dashboard.decisions import decision_document, newest
 from hetlb.proxy.dashboard.events import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
 from hetlb.proxy.metrics import MetricsSource
@@ -53,6 +52,8 @@ class Source(whatif.Source, MetricsSource, Protocol):
 
     @property
     def decisions(self) -> Sequence[Dispatch]: ...
+    async def decision(self, lease: int) -> Dispatch | None: ...
+    def tokens_so_far(self, lease: Lease) -> int: ...
 
 
 class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,16 +99,16 @@ class Dashboard:
         for model in fleet["models"]:
             for instance in model["instances"]:
                 instance["health_reason"] = reasons[instance["name"]]
-        waiting = list(scheduler.queue)
-        fleet["queue"]["models"] = Counter(entry.request.model for entry in waiting)
-        fleet["queue"]["oldest_s"] = max((now - entry.arrived_at for entry in waiting), default=None)
+        oldest_at = scheduler.queue.oldest_at()
+        fleet["queue"]["models"] = scheduler.queue.by_model()
+        fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at
         return {
             "version": hetlb.__version__,
             "clock_s": now,
             "policies": list(POLICIES),
             "decisions": {
                 "total": source.totals.decisions,
-                "last": newest(source.decisions, DECISIONS_SHOWN),
+                "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
             },
             "fleet": fleet,
             "series": self._series.document(now),
@@ -119,10 +120,10 @@ class Dashboard:
         }
 
     async def _get_decision(self, request: web.Request) -> web.Response:
-        dispatch = find(self._source.decisions, int(request.match_info["lease"]))
+        dispatch = await self._source.decision(int(request.match_info["lease"]))
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
-        body = msgspec.json.encode(decision_document(dispatch))
+        body = msgspec.json.encode(decision_document(dispatch, self._source.tokens_so_far))
         return web.Response(body=body, content_type="application/json")
 
     def _what_if_reply(self, status: int = 200) -> web.Response:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
+from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
 from hetlb.proxy.dashboard import events
 from hetlb.proxy.dashboard.events import EventStream
@@ -233,3 +234,24 @@ async def test_a_snapshot_that_fails_is_not_the_last_one() -> None:
             assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 1\n\n"
             assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 3\n\n"
     assert ["expected by this test" in str(context["exception"]) for context in told] == [True]
+
+
+async def test_a_decision_says_how_many_tokens_came_so_far(tmp_path: Path) -> None:
+    async with Engine(SSE_HEAD + 3 * chunk(TOKEN)) as engine, serving(tmp_path, document(engine)) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        body = b'{"model":"m","prompt":"hello","max_tokens":5,"stream":true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        for _ in range(3):
+            await reader.readuntil(TOKEN)
+
+        async def counted() -> list[tuple[int, bool]]:
+            listed = (await running.admin("GET", "/v1/decisions")).json["decisions"]
+            single = (await running.admin("GET", f"/v1/decisions/{listed[0]['lease']}")).json
+            return [(each["output_tokens"], each["ended"]) for each in (*listed, single)]
+
+        assert await counted() == [(3, False)] * 2
+        (await engine.asked_for()).send(chunk(TOKEN) + chunk(DONE) + LAST)
+        await reader.readuntil(LAST)
+        assert await counted() == [(4, True)] * 2
+        writer.close()
