@@ -14,7 +14,7 @@ what they were served, per weight, by at most one request of each; and nobody sa
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -149,6 +149,9 @@ class _Share:
 class Queue:
     """Waiting requests in lanes, bounded by count and bytes over all of them."""
 
+    #: Requests that wait in queues of other processes over the same instances (see `core.fellows`).
+    elsewhere = 0
+
     __slots__ = ("_lanes", "_shares", "_sizes", "bytes", "held", "limits")
 
     def __init__(self, limits: QueueLimits) -> None:
@@ -195,6 +198,19 @@ class Queue:
         for fair in by_priority.values():
             return list(islice(fair.turn().entries.values(), count))
         return []
+
+    def by_model(self) -> dict[str, int]:
+        """How many wait, by model."""
+        return Counter(entry.request.model for entry in self)
+
+    def oldest_at(self) -> float | None:
+        """When the one arrived that waits longest, None if nobody waits."""
+        return min((flow[0].arrived_at for flow in self.flows()), default=None)
+
+    def count(self, lane: Lane) -> int:
+        """How many wait in a lane."""
+        fairs = self._lanes.get(lane, {}).values()
+        return sum(len(flow.entries) for fair in fairs for flow in fair.flows.values())
 
     def waiting(self, model: str) -> int:
         """The sizes of all that wait for a model, added up."""

@@ -17,11 +17,14 @@ failed answers cost.
 
 Beside that there is doubt: whoever failed `DOUBT_AFTER` times in a row gets one request at a time, with
 longer and longer pauses, until an answer ends well; half of the failures are forgotten every `DOUBT_HALF_S`.
+Where answers were dropped or broken off a pause also ends as soon as a request or two went elsewhere, so that
+the failures that eject come soon; beyond those, where it may not be ejected, after 4, 8, 16, ... requests.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetlb.core.types import Health, ProbeResult
@@ -65,6 +68,8 @@ class HealthTracker:
         "_probe_failures",
         "_probe_successes",
         "_rng",
+        "_skip",
+        "_skipped",
         "_well",
         "_window_since",
         "ejected_until",
@@ -92,6 +97,23 @@ class HealthTracker:
         self._failures = 0
         self._failed_at = 0.0
         self._held_until = 0.0
+        #: How many requests that went elsewhere end a pause, None where none do, and how many did.
+        self._skip: int | None = None
+        self._skipped = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is up and no success could make it any better."""
+        return self._clean
+
+    def saved(self) -> dict[str, object]:
+        """How it stands, for `restore` in another process with the same clock."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "_rng"}
+
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Stand as another tracker of the same instance did."""
+        for name, value in saved.items():
+            setattr(self, name, value)
 
     # --- evidence ---
 
@@ -158,16 +180,22 @@ class HealthTracker:
         self._passive_failures += 1
         in_a_row = self._passive_failures
         reason = f"{in_a_row} answers failed in a row" if in_a_row >= PASSIVE_FALL else ""
+        if in_a_row > DOUBT_AFTER:
+            self._skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
+        else:
+            self._skip = 1
         return self._failed_once(reason, now, may_eject)
 
     def on_server_error(self, now: float, *, may_eject: bool) -> bool:
         """A whole answer that says 5xx: the request's fault or the engine's. True if the state changed."""
+        self._skip = None
         return self._failed_once("", now, may_eject)
 
     def _failed_once(self, reason: str, now: float, may_eject: bool) -> bool:
         self._clean = False
         self._failures = self._remembered(now) + 1
         self._failed_at = now
+        self._skipped = 0
         self._held_until = now + self._pause_s(self._failures)
         if self._window_since is None or now - self._window_since >= WINDOW_S:
             self._window_since, self._failed, self._well = now, 0, 0
@@ -196,7 +224,9 @@ class HealthTracker:
 
     def held(self, now: float) -> bool:
         """Whether it is in doubt and its pause is not over."""
-        return now < self._held_until and self.in_doubt(now)
+        if now >= self._held_until or (self._skip is not None and self._skipped >= self._skip):
+            return False
+        return self.in_doubt(now)
 
     @property
     def doubt_reason(self) -> str:
@@ -207,6 +237,11 @@ class HealthTracker:
         """It got a request: in doubt, the pause begins anew."""
         if self._failures >= DOUBT_AFTER:
             self._held_until = now + self._pause_s(self._remembered(now))
+            self._skipped = 0
+
+    def on_passed_over(self) -> None:
+        """A request went elsewhere while it was held."""
+        self._skipped += 1
 
     def _remembered(self, now: float) -> int:
         return self._failures >> min(64, max(0, int((now - self._failed_at) / DOUBT_HALF_S)))

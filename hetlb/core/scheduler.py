@@ -722,7 +722,8 @@ class Scheduler:
             able, excluded, standings = self._able(request, ready, now)
         if not able:
             return None
-        waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+        queue = self._queue
+        waiting = queue.waiting(request.model) - own_size if queue.held or queue.elsewhere else 0
         question = self._question(request, predicted, waiting, now, standings, long)
         index, work_s, candidates = self._policy.choose(question, able)
         if index is None:
@@ -751,6 +752,9 @@ class Scheduler:
         instance.acquire(lease)
         if question.standings is not None:
             instance.health.on_dispatched(now)
+            for other in ready.able:
+                if other is not instance and other.health.held(now):
+                    other.health.on_passed_over()
         if request.beginnings:
             self._affinity.sent(request, instance, predicted)
         self._leased[lease.id] = instance
@@ -833,7 +837,11 @@ class Scheduler:
 
     def _may_retry(self) -> bool:
         """Whether the budget of retries that may run twice allows one more."""
-        return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
+        return self._within_budget(len(self._retrying), len(self._leased))
+
+    @staticmethod
+    def _within_budget(retrying: int, leased: int) -> bool:
+        return retrying < max(RETRY_FLOOR, int(RETRY_SHARE * leased))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """What becomes of a request that an engine did not answer."""

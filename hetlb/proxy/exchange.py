@@ -336,6 +336,13 @@ class Exchange:
         return 0 if self._watcher is None else self._watcher.events
 
     @property
+    def server_error(self) -> bool:
+        """Whether an engine answered in full that it failed; one that is busy has not."""
+        head = self._answer_head
+        busy = self.status in _BUSY and head is not None and b"retry-after" in head.fields
+        return self.status >= 500 and not busy
+
+    @property
     def streamed(self) -> bool:
         """Whether the answer is, or was, a stream."""
         return self._watcher is not None
