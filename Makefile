@@ -3,12 +3,15 @@
 #   make test       the tests (real sockets, no GPU, under a minute)
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
+#   make fuzz       five fuzz targets for a minute each, ten thousand raw mutants on sockets
+#   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make bench      the recorded benches against real vLLM on CPU
+#   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test check format bench test-vllm clean
+.PHONY: demo test check format bench bench-proxies test-vllm fuzz soak clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -45,6 +48,20 @@ test-vllm: .venv/.dev
 bench: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python bench/vllm_pair.py
+
+bench-proxies: .venv/.run
+	$(BIN)/python bench/proxies/run.py --instances 2,8 --page \
+	  --proxies hetlb,vllm-router,vllm-router-rr,sglang-router,envoy,nginx,haproxy,litellm,aiohttp-relay
+
+.venv/.fuzz: pyproject.toml | .venv/.dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]' || echo 'no atheris for this Python: fuzzing without coverage'
+	@touch $@
+
+fuzz: .venv/.dev .venv/.fuzz
+	$(BIN)/python tests/fuzz/run.py
+
+soak: .venv/.dev
+	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
 	rm -rf .venv .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,265 @@
+"""What is fuzzed: five readers of bytes from outside, each with what must hold whatever the bytes are.
+
+Promise: this is the one file that knows where the readers live and what they are called. A target takes any
+bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`) are caught
+here; everything else about them is checked: that all ways to cut the input give one reading, that a second
+parser reads the same, that a figure is within its range, that an error is one line.
+"""
+
+# ruff: noqa: PT017, B904 -- what is caught here is judged; nothing else is a test
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h11
+
+from hetlb import config
+from hetlb.core import engine_metrics
+from hetlb.errors import InputError
+from hetlb.proxy import body as bodies
+from hetlb.proxy import http1, sse
+
+CORPUS = Path(__file__).parent / "corpus"
+
+#: Where heads are remembered, as the listener and the pools do; they live as long as the fuzzer.
+_known_requests: Any = None
+_known_responses: Any = None
+if hasattr(http1, "KnownHeads"):
+    _known_requests = http1.KnownHeads(http1.parse_request_head)
+    _known_responses = http1.KnownHeads(lambda head: http1.parse_response_head(head, b"POST"))
+
+
+def _facts(found: Any) -> dict[str, Any]:
+    """Everything a parsed head says, for comparison. The parser gives the head, or it and a length.
+
+    A head that is remembered may have come with another length: the one beside it counts.
+    """
+    head = _head_of(found)
+    facts = {name: getattr(head, name) for name in type(head).__slots__}
+    facts["headers"] = [(name, value) for name, value in head.headers if name != b"content-length"]
+    if "fields" in facts:
+        facts["fields"] = {name: value for name, value in head.fields.items() if name != b"content-length"}
+    return facts | {"length": _length_of(found)}
+
+
+def _head_of(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _length_of(found: Any) -> int | None:
+    length: int | None = found[1] if isinstance(found, tuple) else found.content_length
+    return length
+
+
+def gate(data: bytes) -> None:
+    """Request heads, response heads and chunked bodies."""
+    _request_head(data)
+    _response_head(data)
+    _chunks(data)
+
+
+def _request_head(data: bytes) -> None:
+    try:
+        end = http1.head_end(data)
+        if not end:
+            return
+        found = http1.parse_request_head(data[:end])
+    except http1.GateError as error:
+        assert 400 <= error.status < 500
+        if _known_requests is not None and b"\r\n\r\n" in data:
+            with contextlib.suppress(http1.GateError):
+                _known_requests.find(data[: data.index(b"\r\n\r\n") + 4])
+                raise AssertionError("a head that the gate refuses was remembered as good")
+        return
+    if _known_requests is not None:
+        assert _facts(_known_requests.find(data[:end])) == _facts(found), "remembered otherwise than it reads"
+    head, length = _head_of(found), _length_of(found)
+    assert not (head.chunked and length is not None), "two framings"
+    # A second parser reads the same message.
+    peer = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    peer.receive_data(data[:end])
+    event = peer.next_event()
+    assert isinstance(event, h11.Request), event
+    target = head.path.encode() + (b"?" + head.query if head.query or b"?" in event.target else b"")
+    assert (event.method, event.target) == (head.method, target)
+    # h11 takes blanks off values at both ends, and writes `chunked` small.
+    ours = [(name, value.strip(b" \t").lower()) for name, value in head.headers]
+    assert ours == [(name, value.lower()) for name, value in event.headers]
+
+
+def _response_head(data: bytes) -> None:
+    try:
+        end = http1.head_end(data)
+        if not end:
+            return
+        found = http1.parse_response_head(data[:end], b"POST")
+    except http1.GateError as error:
+        assert error.status in (431, 502)
+        return
+    if _known_responses is not None:
+        assert _facts(_known_responses.find(data[:end])) == _facts(found), (
+            "remembered otherwise than it reads"
+        )
+    head, length = _head_of(found), _length_of(found)
+    assert not (head.chunked and length is not None), "two framings"
+    assert 100 <= head.status <= 599
+
+
+def _decode(pieces: list[bytes]) -> tuple[bytes | None, bytes]:
+    """Payload and surplus of a chunked body that comes in these pieces; None if it is refused."""
+    decoder, payload = http1.ChunkedDecoder(), b""
+    try:
+        for number, piece in enumerate(pieces):
+            if piece:
+                payload += decoder.feed(piece)
+            if decoder.done:
+                return payload, decoder.surplus + b"".join(pieces[number + 1 :])
+    except http1.GateError:
+        return None, b""
+    return payload, b""
+
+
+def _chunks(data: bytes) -> None:
+    whole = _decode([data])
+    cuts = sorted({len(data) // 3, len(data) // 2, *(at + 1 for at in range(len(data)) if data[at] == 10)})
+    cuts = cuts[:64]
+    assert _decode([data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]) == whole
+    if len(data) < 200:
+        assert _decode([bytes([byte]) for byte in data]) == whole
+
+
+def body(data: bytes) -> None:
+    """Request bodies, as every kind of endpoint reads them."""
+    for kind in bodies.Kind:
+        try:
+            call = bodies.read_json(kind, data)
+        except bodies.GateError as error:
+            assert error.status == 400
+            assert "\n" not in error.message
+            continue
+        sent = bodies.inject_usage(kind, call, data)
+        # What Python reads, and so vLLM: of a repeated key the last.
+        try:
+            read, injected = json.loads(data), json.loads(sent)
+        except RecursionError:
+            continue
+        assert isinstance(read, dict)
+        assert call.model == read.get("model")
+        assert call.stream == bool(read.get("stream"))
+        assert call.n >= 1
+        assert call.prompts >= 1
+        assert call.max_tokens is None or call.max_tokens >= 1
+        assert call.prompt_tokens is None or call.prompt_tokens >= 1
+        if sent != data:
+            assert injected == read | {"stream_options": {"include_usage": True}}
+    boundary, _, form = data.partition(b"\n")
+    with contextlib.suppress(bodies.GateError):
+        bodies.read_multipart(b"multipart/form-data; boundary=" + boundary, form)
+
+
+def _watch(pieces: list[bytes], hold: bool) -> tuple[bytes, tuple[Any, ...]]:
+    watcher = sse.SseWatcher(hold)
+    out = b"".join([watcher.feed(piece) for piece in pieces if piece]) + watcher.flush()
+    facts = (watcher.done, watcher.failed, watcher.completion_tokens, watcher.prompt_tokens)
+    return out, (watcher.events, *facts)
+
+
+def sse_watcher(data: bytes) -> None:
+    """Streams: the facts and the output do not depend on where the reads were cut."""
+    for hold in (False, True):
+        whole = _watch([data], hold)
+        if not hold:
+            assert whole[0] == data, "bytes were changed"
+        cuts = sorted(
+            {len(data) // 3, len(data) // 2, *(at + 1 for at in range(len(data)) if data[at] == 10)}
+        )
+        cuts = cuts[:64]
+        pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+        assert _watch(pieces, hold) == whole
+        if len(data) < 200:
+            assert _watch([bytes([byte]) for byte in data], hold) == whole
+    completion, prompt = sse.usage_in_tail(data)
+    assert completion is None or isinstance(completion, int)
+    assert prompt is None or isinstance(prompt, int)
+    if hasattr(sse, "text_events"):
+        _text_events(data)
+
+
+def _text_events(data: bytes) -> None:
+    """The short way past the watcher counts what the watcher would."""
+    first, _, chunks = data.partition(b"\0")
+    beginning = sse.text_beginning(first)
+    if beginning is None:
+        return
+    count = sse.text_events(chunks, beginning)
+    if not count:
+        return
+    payload, surplus = _decode([chunks])
+    assert payload is not None
+    assert not surplus
+    out, facts = _watch([payload], True)
+    assert out == payload
+    assert facts == (count, False, False, None, None)
+
+
+def metrics(data: bytes) -> None:
+    """Metrics pages of engines."""
+    text = data.decode("utf-8", "replace")
+    sample = engine_metrics.parse(text)
+    for number in (sample.running, sample.waiting):
+        assert number is None or (isinstance(number, int) and number >= 0)
+    assert sample.kv_usage is None or 0 <= sample.kv_usage <= 1
+    capacity = sample.capacity
+    for number in (capacity.kv_cache_tokens, capacity.block_size, capacity.kv_tokens_per_request):
+        assert number is None or number > 0
+    counters = engine_metrics.parse_counters(text)
+    for name in type(counters).__slots__:
+        value = getattr(counters, name)
+        assert value is None or (value >= 0 and math.isfinite(value))
+    engine_metrics.has_prefix_cache(text)
+
+
+_folder = Path(tempfile.mkdtemp(prefix="hetlb-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+
+@atexit.register
+def _clean_up() -> None:
+    for path in _folder.iterdir():
+        path.unlink()
+    _folder.rmdir()
+
+
+def config_file(data: bytes) -> None:
+    """Fleet files, profiles, lists of keys, clusters: read whole, or one line that says why not."""
+    path = _folder / f"{os.getpid()}.yaml"
+    path.write_bytes(data)
+    for load in (config.load_fleet, config.load_profile, config.load_api_keys, config.load_cluster):
+        try:
+            load(path)
+        except InputError as error:
+            assert "\n" not in str(error), str(error)
+            assert str(_folder) in str(error), str(error)
+    path.unlink()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "gate": gate,
+    "body": body,
+    "sse": sse_watcher,
+    "metrics": metrics,
+    "config": config_file,
+}
+
+
+def seeds(name: str) -> list[Path]:
+    """The kept corpus of a target."""
+    return sorted(path for path in (CORPUS / name).iterdir() if path.is_file())
