@@ -416,8 +416,17 @@ class Instance:
         """Take over what a scrape says.
 
         Who makes others wait while its KV cache has room runs all it can. One scrape may have caught a
-        request between arriving and running: two in a row that say the same are believed.
+        request between arriving and running: two in a row that say the same are believed. A scrape that
+        lacks a figure (or has an absurd one) is no news while the last one that had it is fresh.
         """
+        last, last_at = self.sample, self.sample_at
+        if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
+            pairs = ((sample.running, last.running), (sample.waiting, last.waiting))
+            if any(
+                new is None and old is not None for new, old in (*pairs, (sample.kv_usage, last.kv_usage))
+            ):
+                self.learn_capacity(sample.capacity)
+                return
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)

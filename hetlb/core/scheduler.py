@@ -559,6 +559,8 @@ class Scheduler:
             if instance.rejoining:
                 self._join(instance, now)
         self._reindex(now)
+        if instance.removed:  # its name may be another's by now
+            return []
         return [HealthChanged(instance.name, state, instance.health.reason)]
 
     def _pools(self, instance: Instance) -> list[Sequence[Instance]]:

@@ -29,6 +29,8 @@ from hetlb.core.types import (
     Lease,
     Outcome,
     PassOn,
+    Probed,
+    ProbeResult,
     Reject,
     RejectReason,
     RequestId,
@@ -48,6 +50,10 @@ logger = logging.getLogger("hetlb.proxy")
 SWEEP_S = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE = 64
+#: After a pause of the process this long, what came meanwhile is read before anybody is told of a timeout.
+GAP_S = 1.0
+#: An instance from which something came within so many seconds is not failed by a probe.
+EMITS_S = 2.0
 DECISIONS_KEPT = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT = 50_000
@@ -221,9 +227,20 @@ class Driver:
 
     def change(self, change: InstanceChange) -> None:
         """Something about an instance changed."""
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED and self._emits(change.name):
+            return  # busy, not dead: its probes wait behind its work
         self.carry_out(self.scheduler.on_instance(change, self.now()))
         self._drop_unused_pools()
         self._bound_decisions()
+
+    def _emits(self, name: str) -> bool:
+        """Whether part of an answer came from an instance lately."""
+        since = self.now() - EMITS_S
+        return any(
+            exchange.phase is Phase.STREAM and exchange.since >= since
+            for exchange in self.exchanges.values()
+            if exchange.lease is not None and exchange.lease.instance == name
+        )
 
     def _bound_decisions(self) -> None:
         kept = min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, len(self.scheduler.instances)))
@@ -332,10 +349,11 @@ class Driver:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
         clock = perf_counter()
         self.settle()
-        self._totals.lag.observe(max(0.0, clock - self._sweep_due))
+        lag_s = max(0.0, clock - self._sweep_due)
+        self._totals.lag.observe(lag_s)
         self._sweep_due = clock + SWEEP_S
         now, table = self.now(), self.table
-        for exchange in list(self.exchanges.values()):
+        for exchange in list(self.exchanges.values()) if lag_s <= GAP_S else ():
             if exchange.phase is not Phase.DONE:
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
         for pool in self._pools.values():

@@ -208,8 +208,16 @@ class Exchange:
         self.since = self._now()
 
     def engine_lost_idle(self) -> None:
-        """A reused connection was closed before it answered: once more on a fresh one, same instance."""
+        """A reused connection was closed before it answered: once more on a fresh one, same instance.
+
+        Most likely it was closed while idle; but the engine may have taken the request and dropped it. So
+        this, too, is one of the two times that a request is run.
+        """
+        if self._dropped:
+            self.engine_failed(Outcome.NO_RESPONSE, "the engine closed the connection")
+            return
         assert self.lease is not None
+        self._dropped = True
         self._engine = None
         self._enter(Phase.CONNECT, self._now())
         self._driver.pool(self.lease).send(self, fresh=True)
@@ -293,10 +301,10 @@ class Exchange:
                 if self.first_byte_at is None:
                     self._first_byte(payload)
                 payload = watcher.feed(payload)
-            payload += watcher.flush()
             if not watcher.done and not watcher.failed and self.kind in (Kind.CHAT, Kind.COMPLETION):
                 self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
                 return
+            payload += watcher.flush()
         elif payload:
             if self.first_byte_at is None:
                 self._first_byte(payload)
@@ -319,16 +327,25 @@ class Exchange:
         """The engine (or this machine) failed at `outcome`; `bad`: it did answer, but not HTTP."""
         self._engine = None
         if self._committed and not self._early:
-            rest = self._watcher.flush() if self._watcher is not None else b""
-            self._break(Outcome.BROKEN_STREAM, detail, rest)
+            self._break(Outcome.BROKEN_STREAM, detail)
         elif outcome is Outcome.LOCAL_FAULT:
             self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0)
+        elif not bad and self._unbegun:
+            # vLLM sends the head of a stream before it has read the prompt: nobody has answered yet.
+            self._answer_head = self._answer_length = self._watcher = None
+            self.status = 0
+            self._try_again(Outcome.NO_RESPONSE)
         elif bad or self._answer_head is not None:
             self._answer(
                 replies.BAD_UPSTREAM, f"The instance gave no valid answer: {detail.removesuffix('.')}."
             )
         else:
             self._try_again(outcome)
+
+    @property
+    def _unbegun(self) -> bool:
+        """Whether the engine has sent the head of a stream and not one byte of it."""
+        return self._watcher is not None and self.status == 200 and self.first_byte_at is None
 
     @property
     def tokens_so_far(self) -> int:
@@ -386,14 +403,13 @@ class Exchange:
             self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
             self._stop_engine()
-            rest = self._watcher.flush() if self._watcher is not None else b""
-            self._break(Outcome.BROKEN_STREAM, "the instance stopped in the middle of its answer", rest)
+            self._break(Outcome.BROKEN_STREAM, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
         if self._committed and not self._early:
-            self._break(Outcome.SHUTDOWN, "the proxy is shutting down", b"")
+            self._break(Outcome.SHUTDOWN, "the proxy is shutting down")
         else:
             self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0)
 
@@ -540,6 +556,10 @@ class Exchange:
 
     def _try_again(self, outcome: Outcome) -> None:
         """Nothing has reached the client: the scheduler decides what becomes of the request."""
+        if outcome is Outcome.NO_RESPONSE and self._dropped:
+            # Run twice, dropped twice: the request itself may be what kills engines.
+            self._answer(replies.REJECTIONS[RejectReason.NO_RESPONSE], "The instances dropped the request.")
+            return
         lease, self.lease = self.lease, None
         assert lease is not None
         self.retries += 1
@@ -572,10 +592,12 @@ class Exchange:
         )
         self._finish(answer.outcome)
 
-    def _break(self, outcome: Outcome, detail: str, rest: bytes) -> None:
-        """End a response that has begun so that no client takes it for complete."""
+    def _break(self, outcome: Outcome, detail: str, rest: bytes = b"") -> None:
+        """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
         if not self._committed:
             self._write(self._commit())
+        if self._watcher is not None:
+            rest += self._watcher.cut()
         if rest:
             self._write(self._frame(rest))
         if self._watcher is not None or self._early:

@@ -8,11 +8,13 @@ format, whatever its client called it or asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import queue
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -149,8 +151,11 @@ def _whole(text: str) -> str:
 class LineWriter:
     """Collects lines on the event loop and hands them to a writing thread."""
 
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
         self._fd = fd
+        #: Whole lines of so many bytes at most are written at once where several processes write to `fd`:
+        #: what is no longer than `PIPE_BUF` stays in one piece.
+        self._at_once = at_once
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
@@ -159,10 +164,13 @@ class LineWriter:
         self._thread.start()
 
     def write(self, line: str) -> None:
-        """Queue one line (with its newline). On the event loop only."""
+        """Queue one line (with its newline). Not from several threads at once."""
         self._lines.append(line)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+            try:
+                self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+            except RuntimeError:
+                self.flush()  # before the event loop began, or after it
 
     def flush(self) -> None:
         """Hand what is queued to the thread."""
@@ -191,6 +199,45 @@ class LineWriter:
             data = memoryview(batch)
             try:
                 while data:
-                    data = data[os.write(self._fd, data) :]
+                    data = data[os.write(self._fd, data[: self._piece(batch, len(data))]) :]
             except OSError:
                 self.lost += batch.count(b"\n")
+
+    def _piece(self, batch: bytes, left: int) -> int:
+        """How many of the bytes that are left of a batch are written at once."""
+        if self._at_once is None or left <= self._at_once:
+            return left
+        start = len(batch) - left
+        end = batch.rfind(b"\n", start, start + self._at_once)
+        return left if end < 0 else end + 1 - start
+
+
+_STDERR = 2
+
+
+class LineHandler(logging.Handler):
+    """Python's own log through a `LineWriter`: who has something to say does not wait for who reads it."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record as one line or, with a traceback, several."""
+        try:
+            self._writer.write(self.format(record) + "\n")
+        except Exception:  # a log line must not end what it tells of
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Send what is logged to stderr without ever waiting for who reads it."""
+    writer = LineWriter(_STDERR, "log")
+    handler = LineHandler(writer)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        writer.close()

@@ -239,8 +239,9 @@ class Service:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
             await self._stop.wait()
-            if not self._hurry and self.server.connections:
+            if not self._hurry and await self._connected():
                 self.stopping_soon = True
+                self._tell_stopping()
                 with contextlib.suppress(TimeoutError):
                     self._stop.clear()
                     async with asyncio.timeout(READINESS_LAG_S):
@@ -249,6 +250,13 @@ class Service:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+
+    async def _connected(self) -> bool:
+        """Whether clients are connected."""
+        return bool(self.server.connections)
+
+    def _tell_stopping(self) -> None:
+        """Readiness says no from now on."""
 
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
     stopping_soon = False
@@ -472,6 +480,7 @@ class Service:
             self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
         done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
+        done = "; ".join([done, *_twins(fleet)])
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
@@ -492,6 +501,7 @@ class Service:
             "queue": (then.queue, now.queue),
             "health": (then.health, now.health),
             "scrape": (then.scrape, now.scrape),
+            "proxy.workers": (then.proxy.workers, now.proxy.workers),
             "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
             "tracing": (then.tracing, now.tracing),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
@@ -565,6 +575,16 @@ def require_urls(fleet: Fleet) -> Access:
     if fleet.tracing is not None:
         check_installed(fleet.where)
     return load_access(fleet)
+
+
+def _twins(fleet: Fleet) -> list[str]:
+    """A sentence for each instance with the address of another: both count its capacity as theirs."""
+    first: dict[str, str] = {}
+    return [
+        f"{spec.name} has the address of {other}: its load is counted as that of two"
+        for spec in fleet.instances
+        if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
+    ]
 
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:

@@ -1,8 +1,9 @@
 """Watching a stream of server-sent events as it passes: its first token, its tokens, its usage, its end.
 
 Promise: any split of the same bytes gives the same facts and the same output. Nothing is changed but one
-thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. An unfinished event
-is held back only while it could still be that one, and never more than `MAX_HELD_BYTES` of it.
+thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. The beginning of an
+event waits for its end, since nobody can use half an event, and what breaks off must not end in one; but
+never more than `MAX_HELD_BYTES` of it.
 """
 
 from __future__ import annotations
@@ -98,10 +99,16 @@ class SseWatcher:
         self._passing = 0
         return rest
 
+    def cut(self) -> bytes:
+        """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
+        part_is_out = self._passing > 0
+        self._tail, self._passing = b"", 0
+        return b"\n\n" if part_is_out else b""
+
     def _keep(self, tail: bytes) -> bytes:
         """Remember an unfinished event and pass on of it what cannot be held for good."""
         self._tail = tail
-        if self._hold and len(tail) <= MAX_HELD_BYTES and not self._passing and _could_be_usage(tail):
+        if len(tail) <= MAX_HELD_BYTES and not self._passing:
             return b""
         out = tail[self._passing :]
         if len(tail) > MAX_HELD_BYTES + 1:
@@ -205,15 +212,6 @@ def text_events(chunks: bytes, beginning: bytes) -> int:
 
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
-
-
-def _could_be_usage(event: bytes) -> bool:
-    """Whether the beginning of an event may still turn out to be the usage-only one."""
-    choices = event.find(b'"choices":[')
-    if choices < 0:
-        return b"data: ".startswith(event[:6])
-    after = event[choices + 11 : choices + 12]
-    return after in (b"", b"]")
 
 
 #: How much of the end of a plain body is kept: `usage` stands near it.

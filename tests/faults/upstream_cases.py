@@ -160,7 +160,6 @@ async def stale(rig: Rig) -> None:
     "dropped-on-warm-connections",
     engines=2,
     outcomes={"ok": 2, "no_response": 1},
-    known="a drop on a reused connection is taken for a stale one at each instance: run up to four times",
 )
 async def drops_on_warm_connections(rig: Rig) -> None:
     for _ in range(2):
@@ -172,7 +171,8 @@ async def drops_on_warm_connections(rig: Rig) -> None:
 
 @case("U4", "empty-answer", engines=2, outcomes={"no_response": 1}, modes=("empty-200", "empty-200"))
 async def head_and_nothing(rig: Rig) -> None:
-    refused(await rig.ask(), 502, retry=False)
+    # vLLM sends the head of a stream before the prompt is read: it is as if it had said nothing.
+    refused(await rig.ask(runs=2), 502, retry=False)
 
 
 @case("U5", "500", engines=2, outcomes={"upstream_error": 12}, modes=("500", "500"))
@@ -283,9 +283,6 @@ async def interim_answers(rig: Rig) -> None:
     assert plain.header("link") is None
 
 
-GLUED = "the error event is glued to the half event in front of it, so that no client can read it"
-
-
 def breaks(row: str, mode: str, known: str | None = None, **tables: object) -> None:
     @case(row, mode, engines=2, outcomes={"broken_stream": 1, "ok": 1}, known=known, **tables)
     async def breaks_off(rig: Rig) -> None:
@@ -298,7 +295,7 @@ def breaks(row: str, mode: str, known: str | None = None, **tables: object) -> N
 for mode in ("fin", "rst", "no-done"):
     breaks("U11", mode)
 for mode in ("fin-mid-event", "fin-mid-utf8"):
-    breaks("U11", mode, known=GLUED)
+    breaks("U11", mode)
 for mode in ("no-length-cut",):
     breaks("U13", mode)
 for mode in ("bad-chunk", "chunk-ext-late", "trailers"):
@@ -445,7 +442,7 @@ on_a_wire("U16", "latency", {"ok": 1}, is_whole, {"latency_s": 0.05})
 on_a_wire("U16", "slicer", {"ok": 1}, is_whole, {"slicer": 7})
 on_a_wire("U16", "bandwidth", {"ok": 1}, is_whole, {"bandwidth": 20_000.0})
 on_a_wire("U12", "slow_close", {"ok": 1}, is_whole, {"slow_close_s": 0.2})
-on_a_wire("U11", "limit_data", {"broken_stream": 1}, is_cut, {"limit_data": 40_000}, known=GLUED)
+on_a_wire("U11", "limit_data", {"broken_stream": 1}, is_cut, {"limit_data": 40_000})
 on_a_wire("U4", "reset_peer", {"no_response": 1}, is_no_response, {"reset_peer": True}, scrape=QUIET)
 on_a_wire(
     "U3", "timeout", {"no_response": 1}, is_too_late, {"timeout": True}, proxy={"first_byte_timeout_s": 0.1}

@@ -97,13 +97,22 @@ def test_text_cannot_forge_tokens_usage_or_the_end() -> None:
     assert facts == (1, False, False, None, None)
 
 
-def test_a_partial_event_is_passed_on_as_soon_as_it_cannot_be_usage() -> None:
-    watcher = SseWatcher(True)
-    assert watcher.feed(b'data: {"id":"a",') == b""
-    assert watcher.feed(b'"choices":[{') == b'data: {"id":"a","choices":[{'
-    assert watcher.feed(b'"text":"x"}]}\n') == b'"text":"x"}]}\n'
-    assert watcher.feed(b"\n") == b"\n"
+@pytest.mark.parametrize("hold", [False, True])
+def test_the_beginning_of_an_event_waits_for_its_end(hold: bool) -> None:
+    watcher = SseWatcher(hold)
+    for piece in (b'data: {"id":"a",', b'"choices":[{', b'"text":"x"}]}\n'):
+        assert watcher.feed(piece) == b""
+    assert watcher.feed(b"\ndata: ") == b'data: {"id":"a","choices":[{"text":"x"}]}\n\n'
     assert watcher.events == 1
+    assert watcher.cut() == b""  # what nobody has seen a part of is dropped
+    assert watcher.flush() == b""
+
+
+def test_an_event_of_which_a_part_is_out_is_ended() -> None:
+    watcher = SseWatcher(False)
+    assert watcher.feed(b'data: {"' + b"x" * (MAX_HELD_BYTES + 10))
+    assert watcher.cut() == b"\n\n"
+    assert watcher.cut() == b""
 
 
 def test_no_more_than_the_limit_is_held() -> None:

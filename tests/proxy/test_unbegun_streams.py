@@ -1,0 +1,74 @@
+"""An engine that dies between the head of a stream and its first byte has not answered: another one does.
+
+vLLM sends the head of a stream as soon as it has taken the request, before the prompt is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from proxy.test_proxying import ASK_STREAM, Start, ask, post
+from proxy.upstreams import SSE_HEAD, STREAM, TOKEN, Upstream, chunk, closing, plain, resetting
+
+from hetlb.core.types import Health
+
+DIES = pytest.mark.parametrize("dies", [closing(SSE_HEAD), resetting(SSE_HEAD)], ids=["fin", "rst"])
+
+
+@DIES
+async def test_a_stream_of_which_only_the_head_came_is_answered_by_another(start: Start, dies: Any) -> None:
+    async with Upstream(dies) as bad, Upstream(STREAM) as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert (answer.status, answer.headers["x-hetlb-instance"]) == (200, "i1")
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert answer.body.count(TOKEN) == 2
+        assert (len(bad.visits), len(good.visits)) == (1, 1)
+        await bad.closed()
+    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.driver.totals.retries == 1
+    # It counts as a failure of the one that died, as a dropped request does.
+    assert [each.health.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
+
+
+@DIES
+async def test_what_comes_from_the_other_may_be_no_stream(start: Start, dies: Any) -> None:
+    """Nothing of the first answer is left: neither its status nor that it was a stream."""
+    error = b'{"error":{"message":"no"}}'
+    async with Upstream(dies) as bad, Upstream(plain(error, b"400 Bad Request")) as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert (answer.status, answer.body) == (400, error)
+        assert answer.headers["content-type"] == "application/json"
+    assert proxy.ended == [("upstream_error", "stream", 400)]
+
+
+@DIES
+async def test_such_a_request_runs_twice_at_most(start: Start, dies: Any) -> None:
+    async with Upstream(dies) as one, Upstream(dies) as two, Upstream(STREAM) as three:
+        proxy = await start(one.url, two.url, three.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
+        assert [len(each.visits) for each in (one, two, three)] == [1, 1, 0]
+    assert [(outcome, status) for outcome, _, status in proxy.ended] == [("no_response", 502)]
+
+
+async def test_a_stream_that_has_begun_is_not_run_again(start: Start) -> None:
+    """Not even if what came is less than an event, so that nothing of it has reached the client."""
+    for begun in (chunk(TOKEN), chunk(b"data: ")):
+        async with Upstream(closing(SSE_HEAD + begun)) as one, Upstream(STREAM) as two:
+            proxy = await start(one.url, two.url)
+            answer = await ask(proxy, post(ASK_STREAM))
+            assert b"[DONE]" not in answer.body
+            assert b'"error"' in answer.body
+            assert (len(one.visits), len(two.visits)) == (1, 0)
+        assert proxy.ended[0][0] in ("broken_stream", "no_response")
+
+
+async def test_the_head_of_an_answer_that_is_no_stream_is_an_answer(start: Start) -> None:
+    async with Upstream(closing(plain()[: plain().index(b"{")])) as one, Upstream() as two:
+        proxy = await start(one.url, two.url)
+        answer = await ask(proxy, post())
+        assert answer.status == 502
+        assert (len(one.visits), len(two.visits)) == (1, 0)
