@@ -5,13 +5,14 @@
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make fuzz       five fuzz targets for a minute each, ten thousand raw mutants on sockets
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
+#   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
 #   make bench      the recorded benches against real vLLM on CPU
 #   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test check format bench bench-proxies test-vllm fuzz soak clean
+.PHONY: demo test check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -44,6 +45,9 @@ format: .venv/.dev
 test-vllm: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python -m pytest -m vllm tests/vllm
+
+mutation: .venv/.dev
+	$(BIN)/python bench/mutation/run.py
 
 bench: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh

@@ -558,6 +558,7 @@ class ClientConnection(asyncio.Protocol):
         if kind.generates and prompts == 1:
             session = head.fields.get(self._server.session_header)
             beginnings = beginnings_of(session, call.text, each)
+        call.text = b""  # the size of the prompt is known: nobody needs it twice in memory
         owner = None if tenant is None else tenant.name
         request = Request(
             id=request_id,

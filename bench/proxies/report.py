@@ -1,0 +1,378 @@
+"""The figures as tables: medians over rounds, ratios within rounds, and what was wrong.
+
+Promise: a table of docs/proxies.md is replaced whole, between its two markers, or the page stays as it is. A
+figure that is missing has no run that counts: `void` says that there were runs and none did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from peers import ROOT, peer
+from scenarios import COALESCED_EVENTS, STREAMS
+
+PAGE = ROOT / "docs" / "proxies.md"
+Run = dict[str, Any]
+#: The round and the repeat in it: what ran one right after the other.
+Turn = tuple[int, int]
+#: What is asked of hetlb: at most this many times the other's CPU, per plain request and per paced chunk.
+ASKED = {"vllm-router": 0.95, "vllm-router-rr": 0.95, "envoy": 0.9, "nginx": 1.5}
+
+#: Times and rates are not told of a run during which others used more than this share of the cores.
+DISTURBED = 0.25
+
+
+class Figures:
+    """The recorded runs of one number of instances, looked up by proxy and scenario."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self._runs: dict[tuple[str, str, Turn], Run] = {
+            (run["proxy"], run["scenario"], (run["round"], run.get("repeat", 0))): run for run in runs
+        }
+        self.proxies = list(dict.fromkeys(proxy for proxy, _, _ in self._runs if proxy != "direct"))
+        self.rounds = sorted({number for _, _, number in self._runs})
+
+    def get(self, proxy: str, scenario: str, number: Turn, void: bool = False) -> Run | None:
+        """That run, if it counts (or whatever it was, with `void`)."""
+        found = self._runs.get((proxy, scenario, number))
+        return found if found is not None and (void or "void" not in found) else None
+
+    def cost_us(self, proxy: str, scenario: str, number: Turn) -> float | None:
+        """CPU per plain request or per event, microseconds, in one round."""
+        run = self.get(proxy, scenario, number)
+        if run is None or "us" not in run:
+            return None
+        kind, _, streams = scenario.partition("@")
+        if kind != "coalesced":
+            return float(run["us"])
+        plain = self.cost_us(proxy, f"plain@{streams}", number)
+        return None if plain is None else (run["us"] - plain) / COALESCED_EVENTS
+
+    def median(self, value: Callable[[Turn], float | None]) -> float | None:
+        """The median over the rounds that have a value."""
+        found = [got for number in self.rounds if (got := value(number)) is not None]
+        return statistics.median(found) if found else None
+
+    def ratio(self, proxy: str, other: str, scenario: str) -> float | None:
+        """The median over the rounds of the ratio of two proxies' costs in the same round."""
+
+        def one(number: Turn) -> float | None:
+            ours, theirs = (self.cost_us(name, scenario, number) for name in (proxy, other))
+            return None if ours is None or theirs is None or theirs <= 0 else ours / theirs
+
+        return self.median(one)
+
+    def added_ms(self, proxy: str, scenario: str, quantile: str, figure: str = "latency_ms") -> float | None:
+        """A quantile less that of the same load without a proxy in the same round, milliseconds."""
+
+        def one(number: Turn) -> float | None:
+            run = self.get(proxy, scenario, number)
+            if scenario == "half":
+                bare = self.get(proxy, "half-direct", number)
+            else:
+                # Without a proxy the generator is the bottleneck of a closed loop: no fault here.
+                bare = self.get("direct", scenario, number, void=True)
+            if run is None or bare is None or max(run["others"], bare["others"]) > DISTURBED:
+                return None
+            if quantile not in run[figure] or quantile not in bare[figure]:
+                return None
+            return float(run[figure][quantile] - bare[figure][quantile])
+
+        return self.median(one)
+
+    def reads_share(self, proxy: str, scenario: str) -> float | None:
+        """Separate reads per event against those without a proxy."""
+
+        def one(number: Turn) -> float | None:
+            run, bare = self.get(proxy, scenario, number), self.get("direct", scenario, number)
+            if run is None or bare is None:
+                return None
+            return float(run["reads"] / run["events"] / (bare["reads"] / bare["events"]))
+
+        return self.median(one)
+
+    def of(self, proxy: str, scenario: str, name: str) -> float | None:
+        """The median of a recorded number."""
+
+        def one(number: Turn) -> float | None:
+            run = self.get(proxy, scenario, number)
+            return None if run is None else float(run[name])
+
+        return self.median(one)
+
+    def rate(self, proxy: str) -> float | None:
+        """Plain requests a second with 32 connections."""
+
+        def one(number: Turn) -> float | None:
+            run = self.get(proxy, "plain@32", number)
+            quiet = run is not None and run["others"] <= DISTURBED
+            return float(run["answers"] / run["wall_s"]) if run is not None and quiet else None
+
+        return self.median(one)
+
+    def stream_kib(self, proxy: str) -> float | None:
+        """Resident memory that each of 512 open streams adds, KiB."""
+
+        def one(number: Turn) -> float | None:
+            few, many = self.get(proxy, "plain@1", number), self.get(proxy, "paced20@512", number)
+            return None if few is None or many is None else (many["rss"] - few["rss"]) / 511 / 1024
+
+        return self.median(one)
+
+    def answers(self, proxy: str) -> tuple[int, int]:
+        """Answers that were checked, and those that were wrong."""
+        runs = [run for (name, _, _), run in self._runs.items() if name == proxy]
+        wrong = sum(sum(run["errors"].values()) for run in runs)
+        return sum(run["answers"] for run in runs) + wrong, wrong
+
+    def voids(self) -> dict[tuple[str, str], str]:
+        """What had runs that do not count: how many, and why the first did not."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for (proxy, scenario, _), run in self._runs.items():
+            if proxy != "direct" and "void" in run:
+                found.setdefault((proxy, scenario), []).append(run["void"])
+        return {
+            key: why[0] if len(why) == 1 else f"{len(why)} runs, the first as {why[0]}"
+            for key, why in found.items()
+        }
+
+
+def tables(document: dict[str, Any]) -> str:
+    """All tables, by number of instances."""
+    parts = []
+    for instances in sorted({run["instances"] for run in document["runs"]}):
+        figures = Figures(run for run in document["runs"] if run["instances"] == instances)
+        parts += [f"### {instances} instances", "", *_sections(figures)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(figures: Figures) -> list[str]:
+    wide = [f"@{streams}" for streams in STREAMS]
+    costs = [f"plain{at}" for at in wide]
+    chunks = [
+        *(f"coalesced{at}" for at in wide),
+        "paced5@1",
+        "paced5@32",
+        "paced20@1",
+        "paced20@32",
+        "paced20@512",
+    ]
+
+    def rows(cells: Callable[[str], list[str]]) -> list[list[str]]:
+        return [[name, *cells(name)] for name in figures.proxies]
+
+    def cost(name: str, scenario: str) -> str:
+        return _number(figures.median(lambda number: figures.cost_us(name, scenario, number)), 1)
+
+    found = [
+        "CPU per plain request and per event, us (median of the rounds, idle CPU taken off):",
+        "",
+        _table(
+            ["", *costs, *chunks],
+            rows(lambda name: [cost(name, scenario) for scenario in [*costs, *chunks]]),
+        ),
+        "",
+    ]
+    if "hetlb" in figures.proxies and len(figures.proxies) > 1:
+        found += [
+            "hetlb's CPU against the other's in the same round (median of the ratios; below 1 is cheaper):",
+            "",
+            _table(
+                ["against", *costs, *chunks],
+                (
+                    [other, *(_number(figures.ratio("hetlb", other, s), 2) for s in [*costs, *chunks])]
+                    for other in figures.proxies
+                    if other != "hetlb"
+                ),
+            ),
+            "",
+        ]
+    found += [
+        "Latency added to a plain request (ms, against the same load without a proxy), requests a second "
+        "with 32 connections, CPU while idle, memory:",
+        "",
+        _table(
+            [
+                "",
+                "lone p50",
+                "lone p99",
+                "half load p50",
+                "half load p99",
+                "requests/s",
+                "idle CPU",
+                "idle RSS MiB",
+                "KiB per stream",
+            ],
+            rows(
+                lambda name: [
+                    *(_number(figures.added_ms(name, "plain@1", q), 3) for q in ("p50", "p99")),
+                    *(_number(figures.added_ms(name, "half", q), 3) for q in ("p50", "p99")),
+                    _number(figures.rate(name), 0),
+                    _percent(figures.median(lambda n: _idle_share(figures, name, n))),
+                    _number(_scaled(figures.of(name, "plain@1", "idle_rss"), 1 << 20), 1),
+                    _number(figures.stream_kib(name), 1),
+                ]
+            ),
+        ),
+        "",
+        "What clients saw: answers checked (status, every event, order, finish, `[DONE]`, framing), wrong "
+        "ones, separate reads per event against no proxy, growth of the median gap between reads:",
+        "",
+        _table(
+            [
+                "",
+                "answers",
+                "wrong",
+                "reads paced5@32",
+                "reads paced20@512",
+                "gap paced5@32 ms",
+                "gap paced20@32 ms",
+            ],
+            rows(
+                lambda name: [
+                    *map(str, figures.answers(name)),
+                    _number(figures.reads_share(name, "paced5@32"), 2),
+                    _number(figures.reads_share(name, "paced20@512"), 2),
+                    _number(figures.added_ms(name, "paced5@32", "p50", "gap_ms"), 3),
+                    _number(figures.added_ms(name, "paced20@32", "p50", "gap_ms"), 3),
+                ]
+            ),
+        ),
+        "",
+    ]
+    if voids := figures.voids():
+        found += ["Void, and in no figure above:", ""]
+        found += [f"- {proxy} {scenario}: {why}" for (proxy, scenario), why in voids.items()]
+        found.append("")
+    return found
+
+
+def verdicts(document: dict[str, Any]) -> str:
+    """What is asked of hetlb, and what was measured, per number of instances."""
+    lines = []
+    for instances in sorted({run["instances"] for run in document["runs"]}):
+        figures = Figures(run for run in document["runs"] if run["instances"] == instances)
+        for other, most in ASKED.items():
+            for scenario, what in (("plain@32", "plain request"), ("paced5@32", "5 ms-paced chunk")):
+                ratio = figures.ratio("hetlb", other, scenario)
+                lines.append(
+                    [
+                        f"{instances} instances: CPU per {what} at most {most} x {other}",
+                        f"{_number(ratio, 2)} x",
+                    ]
+                )
+        lines += [
+            [
+                f"{instances} instances: lone request, at most 0.25 ms added at p50",
+                f"{_number(figures.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms",
+            ],
+            [
+                f"{instances} instances: separate reads, at least 0.8 x",
+                f"{_number(figures.reads_share('hetlb', 'paced5@32'), 2)} x",
+            ],
+            [
+                f"{instances} instances: median gap at 32 streams, at most 1 ms more",
+                f"{_number(figures.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms",
+            ],
+        ]
+    return _table(["asked", "measured"], lines) + "\n"
+
+
+def about(script: str, names: Sequence[str]) -> dict[str, Any]:
+    """What was run, where, with what."""
+    sha = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "hetlb"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "command": f"python bench/proxies/{script} " + shlex.join(sys.argv[1:]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": sha + (" with changes" if dirty else ""),
+        "machine": f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, "
+        f"Python {platform.python_version()}",
+        "load_average": os.getloadavg(),
+        "proxies": {name: {"version": peer(name).version(), "log": peer(name).log} for name in names},
+    }
+
+
+def setup(document: dict[str, Any]) -> str:
+    """The command, the machine, the versions."""
+    told = document["about"]
+    rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
+    return (
+        f"```\n{told['command']}\n```\n\n{told['date']}, {told['machine']}; hetlb at {told['commit']}.\n\n"
+        + _table(["proxy", "version", "log and policy"], rows)
+        + "\n"
+    )
+
+
+def save(document: dict[str, Any], path: Path) -> None:
+    """One run a line, numbers with what precision they have."""
+    lines = ",\n".join(json.dumps(_rounded(run)) for run in document["runs"])
+    path.write_text(f'{{"about": {json.dumps(document["about"], indent=1)},\n"runs": [\n{lines}\n]}}\n')
+
+
+def write_page(document: dict[str, Any]) -> None:
+    """Renew the tables of docs/proxies.md."""
+    text = PAGE.read_text()
+    for name, new in (
+        ("setup", setup(document)),
+        ("verdicts", verdicts(document)),
+        ("tables", tables(document)),
+    ):
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end {name} -->")
+        if not (begin and end):
+            raise RuntimeError(f"{PAGE}: expected <!-- {name} --> ... <!-- end {name} -->")
+        text = before + begin + new + end + after
+    PAGE.write_text(text)
+
+
+def _idle_share(figures: Figures, name: str, number: Turn) -> float | None:
+    run = figures.get(name, "plain@1", number)
+    return None if run is None else run["idle_ns"] / (run["wall_s"] * 1e9)
+
+
+def _scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value / by
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return value
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
