@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
-#   make test       the tests (real sockets, no GPU, under a minute)
+#   make test       the tests (real sockets, no GPU, some minutes)
+#   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make fuzz       five fuzz targets for a minute each, ten thousand raw mutants on sockets
@@ -12,7 +13,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: demo test test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -32,6 +33,9 @@ demo: .venv/.run
 
 test: .venv/.dev
 	$(BIN)/python -m pytest
+
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m 'slow and not vllm'
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -451,6 +451,10 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout_s: Positive = 2.0
 
 
+#: More processes than this would only take memory from each other.
+MOST_WORKERS = 128
+
+
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
@@ -458,7 +462,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
     the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_held_bytes`
     bounds all bodies together that are being read. `max_connections` of clients None is half of the process's
-    file descriptors: the other half is for engines.
+    file descriptors: the other half is for engines. `workers` processes share the port.
     """
 
     extra_paths: tuple[str, ...] = ()
@@ -483,6 +487,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     passthrough_authorization: bool = False
     heartbeat_s: NonNegative = 0.0
     max_connections: PositiveInt | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
 
 
 class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

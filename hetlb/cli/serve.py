@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import resource
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 
-from hetlb.config import Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.config import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies import POLICIES
 from hetlb.errors import InputError
+from hetlb.proxy.requestlog import logging_to_stderr
 from hetlb.proxy.service import Service, require_urls
+from hetlb.workers.supervisor import Supervisor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
     parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (only 1 so far)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
     parser.add_argument("--check", action="store_true", help="validate and exit")
     parser.add_argument(
         "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
@@ -42,14 +43,17 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
-    if args.workers != 1:
-        raise InputError(f"--workers: expected 1, the only number supported so far, got {args.workers}")
+    if fleet.proxy.workers > 1 and args.event_log is not None:
+        raise InputError(
+            f"--event-log: expected one process, got {fleet.proxy.workers} workers: a log is of one scheduler"
+        )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     _allow_many_connections()
-    uvloop.run(_serve(fleet, args.event_log))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+    with logging_to_stderr():
+        uvloop.run(_serve(fleet, args.event_log))
     return 0
 
 
@@ -61,7 +65,8 @@ def _allow_many_connections() -> None:
 
 
 async def _serve(fleet: Fleet, event_log: Path | None) -> None:
-    service = Service(fleet, event_log)
+    workers = fleet.proxy.workers
+    service = Service(fleet, event_log) if workers == 1 else Supervisor(fleet, workers)
     try:
         await service.start()
         print(service.ready_line, flush=True)
@@ -77,6 +82,8 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     if (args.config is None) == (not args.instance):
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
+    if args.workers is not None and not 1 <= args.workers <= MOST_WORKERS:
+        raise InputError(f"--workers: expected a number from 1 to {MOST_WORKERS}, got {args.workers}")
     for flag, port in (("--port", args.port), ("--admin-port", args.admin_port)):
         if port is not None and not 0 <= port <= 65535:
             raise InputError(f"{flag}: expected a port from 0 to 65535, got {port}")
@@ -90,6 +97,7 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         listen=changed(fleet.listen, host=args.host, port=args.port),
         admin=changed(fleet.admin, port=args.admin_port),
         policy=changed(fleet.policy, name=args.policy),
+        proxy=changed(fleet.proxy, workers=args.workers),
     )
     check_policy(fleet.policy, "")
     return fleet

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import sub
 from typing import TypeAlias
 
 from hetlb.core.health import HealthTracker
@@ -367,8 +368,7 @@ class Instance:
         speed, others = self.speed, self.others
         if now > speed.last:
             self._elapsed(now)
-        work_ns, kv, prompt = new[0] - old[0], new[1] - old[1], new[2] - old[2]
-        pending, requests, sequences = new[3] - old[3], new[4] - old[4], new[5] - old[5]
+        work_ns, kv, prompt, pending, requests, sequences, prompts, tokens = map(sub, new, old)
         self.work_ns += work_ns
         self.kv_tokens += kv
         self.prompt_tokens += prompt
@@ -379,8 +379,8 @@ class Instance:
             others[0] + work_ns, others[1] + kv, others[2] + prompt,
             others[3] + pending, others[4] + requests, others[5] + sequences,
         )  # fmt: skip
-        if new[6] > old[6]:  # whoever begins anew counts from zero
-            speed.read(new[6] - old[6], max(0, new[7] - old[7]))
+        if prompts > 0:  # whoever begins anew counts from zero
+            speed.read(prompts, max(0, tokens))
 
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""

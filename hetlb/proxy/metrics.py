@@ -269,15 +269,15 @@ class MetricsPage:
         yield from self._counted(instances, totals, source.invalid_samples)
         yield from self._believed(instances, now)
         yield from self._states(instances)
-        if workers := source.workers:
-            yield _family(
-                "hetlb_worker_up", "gauge", "1 for a process that serves, with several of them.",
-                [f'{{worker="{each.number}"}} {int(each.up)}' for each in workers],
-            )  # fmt: skip
-            yield _family(
-                "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
-                [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
-            )  # fmt: skip
+        workers = source.workers or (WorkerState(0, True, 0),)
+        yield _family(
+            "hetlb_worker_up", "gauge", "1 for a process that serves requests.",
+            [f'{{worker="{each.number}"}} {int(each.up)}' for each in workers],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
+            [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
+        )  # fmt: skip
         yield generate_latest(self._process).decode()
 
     def _models(self, totals: Totals) -> Iterator[Piece]:

@@ -9,6 +9,7 @@ from hetlb.proxy.http1 import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_LINE_BYTES,
+    ChunkedDecoder,
     GateError,
     KnownHeads,
     RequestHead,
@@ -297,3 +298,54 @@ def test_a_length_is_cut_out_only_where_it_is_a_plain_number_of_a_length() -> No
     for value in (b"5", b"6"):
         raw = asked(b"X-Length: 7", b"Content-Length: " + value)
         assert known.find(raw)[1] == int(value)
+
+
+# --- chunks ---
+
+
+def test_a_decoder_begins_between_two_chunks() -> None:
+    decoder = ChunkedDecoder()
+    assert (decoder.done, decoder.between, decoder.surplus) == (False, True, b"")
+    assert decoder.feed(b"") == b""
+    assert (decoder.done, decoder.between, decoder.surplus) == (False, True, b"")
+    assert decoder.feed(b"1\r\n") == b""
+    assert not decoder.between
+    assert decoder.feed(b"x\r") == b"x"
+    assert not decoder.between
+    assert decoder.feed(b"\n") == b""
+    assert decoder.between
+    assert decoder.feed(b"0\r\n\r\nmore") == b""
+    assert (decoder.done, decoder.surplus) == (True, b"more")
+
+
+@pytest.mark.parametrize("size", [b"10", b"1f", b"A0", b"0100", b"fFf"])
+def test_sizes_are_hexadecimal(size: bytes) -> None:
+    data = b"x" * int(size, 16)
+    decoder = ChunkedDecoder()
+    assert decoder.feed(size + b"\r\n" + data + b"\r\n0\r\n\r\n") == data
+    assert decoder.done
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"5;a\r\n", "A chunk size is malformed or has extensions."),
+        (b"\r\n", "A chunk size is malformed or has extensions."),
+        (b"0" * 17 + b"5\r\n", "A chunk size is malformed."),
+        (b"0" * 19, "A chunk size is malformed."),
+        (b"5\n", "A chunk line does not end in CR LF."),
+        (b"1\r\nxy", "A chunk does not end where it should, or has trailers."),
+        (b"0\r\nX: y\r\n", "A chunk does not end where it should, or has trailers."),
+    ],
+)
+def test_what_is_wrong_with_a_chunk_is_said(data: bytes, message: str) -> None:
+    with pytest.raises(GateError) as caught:
+        ChunkedDecoder().feed(data)
+    assert (caught.value.status, caught.value.message) == (400, message)
+
+
+def test_the_longest_size_line_is_read_whole_and_cut() -> None:
+    line = b"0" * 14 + b"5\r\n"  # fifteen digits are the most
+    for cut in range(len(line) + 1):
+        decoder = ChunkedDecoder()
+        assert decoder.feed(line[:cut]) + decoder.feed(line[cut:] + b"hello\r\n") == b"hello"

@@ -92,7 +92,7 @@ class History:
             self.added += 1
 
     def rows_since(self, added: int) -> list[tuple[Any, ...]]:
-        """The rows, as they are kept, that came after `added` were taken down; those that are left of them."""
+        """The rows, as they are kept, that came after the first `added`; those that are left of them."""
         new = min(self.added - added, len(self._rows))
         return list(islice(self._rows, len(self._rows) - new, None))
 

@@ -1,0 +1,228 @@
+"""The ledger in shared memory: a row for every worker, written by that worker alone, read by all.
+
+Promise: no lock, no system call but to wake somebody; a figure is one aligned store of eight bytes, so that
+whoever is killed leaves whole figures, which the supervisor wipes out (`wipe`). A reader pays for what has
+changed, not for the size of the fleet: a row says in a ring which of its cells were written last.
+
+Layout, in words of eight bytes. A row: how many writes there were, the standing (3), answers remembered, then
+the ring of `RING` cell numbers, `cells` cells of 8 words, and `ANSWERS` triples (the hash of an answer's id,
+the cell of the instance that keeps it, the hash of whose it is).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from struct import Struct
+
+from hetlb.core.fellows import NOTHING, Cell, Standing
+
+#: So many writes are told one by one; who looks later than that compares everything.
+RING = 512
+#: Answers that can be asked for again, by worker, the last ones.
+ANSWERS = 10_000
+_HEAD_WORDS = 8
+_STANDING, _REMEMBERED = 1, 4
+_CELL_WORDS = 8
+_CELL = Struct("8q")
+_HEAD = Struct("4q")
+_NOBODY = (0, 0, 0, 0)
+
+
+class Memory:
+    """The memory itself, of `rows` rows of `cells` cells; `fd` is shared with the workers."""
+
+    def __init__(self, rows: int, cells: int, fd: int | None = None) -> None:
+        self.rows = rows
+        self.cells = cells
+        self.row_words = _HEAD_WORDS + RING + _CELL_WORDS * cells + 3 * ANSWERS
+        size = 8 * rows * self.row_words
+        if fd is None:
+            fd = os.memfd_create("hetlb-ledger", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+        self.fd = fd
+        self.map = mmap.mmap(fd, size)
+        self.words = memoryview(self.map).cast("q")
+
+    def close(self) -> None:
+        """Give the memory back; rows over it are of no use any more."""
+        self.words.release()
+        self.map.close()
+        os.close(self.fd)
+
+    def cell_at(self, row: int, cell: int) -> int:
+        """Where a cell of a row begins, in words."""
+        return row * self.row_words + _HEAD_WORDS + RING + _CELL_WORDS * cell
+
+    def read(self, row: int, cell: int) -> Cell:
+        """What a row holds in a cell."""
+        return _CELL.unpack_from(self.map, 8 * self.cell_at(row, cell))
+
+    def wipe(self, row: int) -> None:
+        """Take back all that a dead worker has booked. Only when it cannot write any more.
+
+        What it remembered of answers stays: the engines keep them.
+        """
+        words, start = self.words, row * self.row_words
+        for index in range(_STANDING, _REMEMBERED):
+            words[start + index] = 0
+        first = self.cell_at(row, 0)
+        for index in range(first, first + _CELL_WORDS * self.cells):
+            if words[index]:
+                words[index] = 0
+        words[start] += RING + 1  # everybody compares everything
+
+    def busy(self, cell: int) -> bool:
+        """Whether somebody has something booked in a cell of an instance."""
+        return any(any(self.read(row, cell)[:6]) for row in range(self.rows))
+
+
+class Row:
+    """A worker's view: its own row to write, the others' to read."""
+
+    def __init__(self, memory: Memory, number: int, wakers: Sequence[int] = ()) -> None:
+        self.number = number
+        self._memory = memory
+        self._map = memory.map
+        self._words = memory.words
+        self._wakers = wakers
+        self._start = number * memory.row_words
+        self._cells_at = 8 * (self._start + _HEAD_WORDS + RING)
+        others = [row for row in range(memory.rows) if row != number]
+        #: Of each of the others: how many of its writes were looked at and how it stood, and its cells.
+        self._heads: dict[int, tuple[int, ...]] = dict.fromkeys(others, _NOBODY)
+        self._known: dict[int, dict[int, Cell]] = {row: {} for row in others}
+        self._meant: set[int] = set()
+        self._waiting_at = [row * memory.row_words + _STANDING for row in others]
+        #: The others' standing at the last look; the same object for as long as nothing changes.
+        self.standings: Sequence[Standing] = [(0, 0, 0)] * len(others)
+        self._count = 0 if number < 0 else self._words[self._start]
+
+    # --- writing ---
+
+    def write(self, cell: int, figures: Cell) -> None:
+        """Write one cell, then say so."""
+        start, count, words = self._start, self._count, self._words
+        _CELL.pack_into(self._map, self._cells_at + 8 * _CELL_WORDS * cell, *figures)
+        words[start + _HEAD_WORDS + count % RING] = cell
+        self._count = words[start] = count + 1
+
+    def write_standing(self, standing: Standing) -> None:
+        """Write how our queue stands."""
+        at = self._start + _STANDING
+        self._words[at], self._words[at + 1], self._words[at + 2] = standing
+
+    def wake(self, fellow: int) -> None:
+        """Have another look at what waits there."""
+        os.eventfd_write(self._wakers[fellow], 1)
+
+    # --- reading ---
+
+    def anybody_waits(self) -> bool:
+        """Whether requests wait elsewhere at this moment."""
+        words = self._words
+        for at in self._waiting_at:  # noqa: SIM110 - this is asked at the end of every request
+            if words[at]:
+                return True
+        return False
+
+    def changed(self, *, everything: bool = False) -> Sequence[tuple[int, Cell, Cell]]:
+        """Cells that have changed since the last look: which, what they held, what they hold."""
+        found: list[tuple[int, Cell, Cell]] = []
+        memory, words, heads = self._memory, self._words, self._heads
+        row_words, moved = memory.row_words, False
+        for row, last in heads.items():
+            start = row * row_words
+            head = _HEAD.unpack_from(self._map, 8 * start)
+            if head == last and not everything:
+                continue
+            heads[row] = head
+            moved = moved or head[1:] != last[1:]
+            seen, count = last[0], head[0]
+            known, cells = self._known[row], self._meant
+            if not everything and count - seen < RING:
+                ring = start + _HEAD_WORDS
+                if count - seen == 1:
+                    cells = {words[ring + seen % RING]}
+                else:
+                    cells = {words[ring + each % RING] for each in range(seen, count)}
+            at = 8 * (start + _HEAD_WORDS + RING)
+            for cell in cells:
+                old = known.get(cell)
+                if old is None:  # nobody has said yet what it means
+                    continue
+                new: Cell = _CELL.unpack_from(self._map, at + 8 * _CELL_WORDS * cell)
+                if new != old:
+                    known[cell] = new
+                    found.append((cell, old, new))
+        if moved:
+            self.standings = [(head[1], head[2], head[3]) for head in heads.values()]
+        return found
+
+    def follow(self, cell: int) -> Cell:
+        """A cell has a (new) meaning: what the others hold in it now, added up; only later changes are told.
+
+        What has been counted since the beginning counts from now on.
+        """
+        self._meant.add(cell)
+        total = list(NOTHING)
+        for row, known in self._known.items():
+            known[cell] = figures = self._memory.read(row, cell)
+            for index in range(6):
+                total[index] += figures[index]
+        return (total[0], total[1], total[2], total[3], total[4], total[5], 0, 0)
+
+    def cells(self, cell: int) -> Sequence[tuple[int, Cell]]:
+        """What each of the others holds in a cell at this moment."""
+        read = self._memory.read
+        return [(row, read(row, cell)) for row in self._heads]
+
+    # --- answers that can be asked for again ---
+
+    def remember(self, response_id: str, cell: int, owner: str | None) -> None:
+        """An answer was made, and where."""
+        words, start = self._words, self._start
+        count = words[start + _REMEMBERED]
+        at = start + self._memory.row_words - 3 * ANSWERS + 3 * (count % ANSWERS)
+        words[at], words[at + 1], words[at + 2] = _hash(response_id), cell, _hash(owner or "")
+        words[start + _REMEMBERED] = count + 1
+
+    def kept_at(self, response_id: str) -> tuple[int, int] | None:
+        """The cell of the instance that keeps an answer, and the hash of whose it is (`owner_hash`)."""
+        wanted, memory = _hash(response_id), self._memory
+        for row in range(memory.rows):
+            at = (row + 1) * memory.row_words - 3 * ANSWERS
+            hashes = self._words[at : at + 3 * ANSWERS : 3].tolist()
+            if wanted in hashes:
+                found = at + 3 * hashes.index(wanted)
+                return self._words[found + 1], self._words[found + 2]
+        return None
+
+
+class Onlooker(Row):
+    """The view of one that has no row: it reads all, and what it would write is nobody's business."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory, -1)
+
+    def write(self, cell: int, figures: Cell) -> None:
+        """Nothing is booked by one that serves nobody."""
+
+    def write_standing(self, standing: Standing) -> None:
+        """Nor does anybody wait there."""
+
+    def wake(self, fellow: int) -> None:
+        """And nobody is to make way."""
+
+
+def owner_hash(owner: str | None) -> int:
+    """What stands in the ledger for the owner of an answer."""
+    return _hash(owner or "")
+
+
+def _hash(text: str) -> int:
+    """63 bits that no client can choose another text for; never 0."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 1) or 1

@@ -1,0 +1,348 @@
+"""Health by its edges: what is said, what is counted anew, and the moment at which a rule begins to hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetlb.core.health import (
+    DOUBT_AFTER,
+    DOUBT_CAP_S,
+    DOUBT_HALF_S,
+    EJECTION_BASE_S,
+    EJECTION_JITTER,
+    FALL,
+    FORGIVE_AFTER_S,
+    LEAST_ANSWERS,
+    PASSIVE_FALL,
+    RISE,
+    WINDOW_S,
+    HealthTracker,
+)
+from hetlb.core.types import Health, ProbeResult
+
+OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
+
+
+class Fixed(random.Random):
+    """A generator that always draws the same."""
+
+    def __init__(self, drawn: float) -> None:
+        super().__init__(0)
+        self.drawn = drawn
+
+    def random(self) -> float:
+        return self.drawn
+
+
+def tracker(state: Health = Health.UP, drawn: float = 0.5) -> HealthTracker:
+    return HealthTracker(Fixed(drawn), state)
+
+
+def failing(health: HealthTracker, count: int, now: float = 0.0) -> list[bool]:
+    return [health.on_failure(now, may_eject=True) for _ in range(count)]
+
+
+# --- what is said ---
+
+
+def test_every_change_says_why() -> None:
+    health = tracker(Health.SUSPECT)
+    assert health.reason == "not probed yet"
+    assert health.on_probe(OK, 0.0)
+    assert health.reason == "probe answered"
+    for _ in range(FALL):
+        health.on_probe(FAILED, 0.0)
+    assert (health.state, health.reason) == (Health.EJECTED, "3 probes failed in a row")
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert (health.state, health.reason) == (Health.UP, "2 probes answered")
+    assert health.on_refused(20.0)
+    assert (health.state, health.reason) == (Health.EJECTED, "connection refused")
+    assert tracker().reason == ""
+
+
+def test_an_answer_says_why_too() -> None:
+    for told in (HealthTracker.on_answering, HealthTracker.on_success):
+        health = tracker(Health.SUSPECT)
+        assert told(health, 0.0)
+        assert (health.state, health.reason) == (Health.UP, "answered a request")
+
+
+def test_failures_say_how_many() -> None:
+    health = tracker()
+    assert failing(health, PASSIVE_FALL) == [False] * (PASSIVE_FALL - 1) + [True]
+    assert health.reason == "5 answers failed in a row"
+    assert health.ejected_for_failures
+
+
+def test_the_only_one_becomes_suspect_and_says_so() -> None:
+    health = tracker()
+    changes = [health.on_probe(FAILED, 0.0, alone=True) for _ in range(FALL)]
+    assert changes == [False, False, True]
+    assert (health.state, health.reason) == (Health.SUSPECT, "3 probes failed in a row")
+
+
+# --- the share of failed answers ---
+
+
+def window(failed: int, well: int, *, last_at: float, began: float = 100.0) -> HealthTracker:
+    """So many answers, the first a failure at `began`, the last one a failure at `last_at`."""
+    health = tracker()
+    health.on_server_error(began, may_eject=True)
+    for _ in range(well):
+        health.on_success(began)
+    for _ in range(failed - 2):
+        health.on_server_error(began, may_eject=True)
+    health.on_server_error(last_at, may_eject=True)
+    return health
+
+
+def test_half_of_twenty_is_too_much() -> None:
+    health = window(LEAST_ANSWERS // 2, LEAST_ANSWERS // 2, last_at=107.0)
+    assert (health.state, health.reason) == (Health.EJECTED, "10 of 20 answers failed within 7 s")
+    assert health.ejected_for_failures
+
+
+@pytest.mark.parametrize(("failed", "well"), [(9, 11), (9, 10), (10, 9), (12, 13)])
+def test_less_than_half_or_less_than_twenty_is_not(failed: int, well: int) -> None:
+    assert window(failed, well, last_at=107.0).state is Health.UP
+
+
+def test_the_window_is_over_after_its_seconds() -> None:
+    just = WINDOW_S - 0.001
+    assert window(10, 10, last_at=100.0 + just).state is Health.EJECTED
+    assert window(10, 10, last_at=100.0 + WINDOW_S).state is Health.UP
+
+
+def test_a_new_window_counts_from_nothing() -> None:
+    health = window(19, 0, last_at=100.0)
+    assert health.state is Health.UP
+    for _ in range(LEAST_ANSWERS - 1):
+        health.on_server_error(100.0 + WINDOW_S, may_eject=True)
+    assert health.state is Health.UP
+    health.on_server_error(100.0 + WINDOW_S, may_eject=True)
+    assert health.state is Health.EJECTED
+
+
+def test_a_success_after_the_window_is_not_of_it() -> None:
+    """The window that a success has closed begins anew with the next failure."""
+    health = tracker()
+    for _ in range(15):
+        health.on_server_error(0.0, may_eject=True)
+    health.on_success(WINDOW_S)
+    for number in range(1, LEAST_ANSWERS + 1):
+        ejected = health.on_server_error(WINDOW_S, may_eject=True)
+        assert ejected is (number == LEAST_ANSWERS)
+
+
+# --- ejection ---
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.25, 0.5, 1.0])
+def test_the_time_out_is_spread_by_chance(drawn: float) -> None:
+    health = tracker(drawn=drawn)
+    failing(health, PASSIVE_FALL, 100.0)
+    spread = 1.0 + EJECTION_JITTER * (2.0 * drawn - 1.0)
+    assert health.ejected_until == pytest.approx(100.0 + EJECTION_BASE_S * spread)
+
+
+def test_an_ejection_is_forgiven_at_its_moment_and_not_before() -> None:
+    for wait, factor in ((FORGIVE_AFTER_S - 0.001, 2.0), (FORGIVE_AFTER_S, 1.0)):
+        health = tracker()
+        failing(health, PASSIVE_FALL, 100.0)
+        for _ in range(RISE):
+            health.on_probe(OK, 110.0)
+        assert health.state is Health.UP
+        health.on_success(100.0 + wait)
+        failing(health, PASSIVE_FALL, 200.0)
+        assert health.ejected_until == pytest.approx(200.0 + factor * EJECTION_BASE_S)
+
+
+def test_the_way_back_begins_anew_with_every_miss() -> None:
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    later = health.ejected_until
+    assert not health.on_probe(OK, later - 0.001)
+    assert not health.on_probe(FAILED, later)
+    assert not health.on_probe(OK, later)
+    assert not health.on_refused(later)
+    assert not health.on_probe(OK, later)
+    assert health.on_probe(OK, later)
+
+
+def test_probes_before_the_time_is_over_count_but_do_not_suffice() -> None:
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    for _ in range(RISE + 1):
+        assert not health.on_probe(OK, health.ejected_until - 0.001)
+    assert health.on_probe(OK, health.ejected_until)
+
+
+def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
+    """Neither missed probes nor failed answers of before count, in whatever state."""
+    health = tracker()
+    for _ in range(FALL - 1):
+        health.on_probe(FAILED, 0.0)
+    assert not health.on_probe(OK, 0.0)
+    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert [health.on_probe(FAILED, 50.0) for _ in range(FALL)] == [False, False, True]
+    health = tracker()
+    failing(health, PASSIVE_FALL - 1)
+    assert health.on_refused(0.0)
+    for _ in range(RISE):
+        health.on_probe(OK, 0.0)
+    assert failing(health, PASSIVE_FALL)[:-1] == [False] * (PASSIVE_FALL - 1)
+
+
+def test_who_is_refused_comes_back_as_another_process() -> None:
+    """Neither on trial nor in doubt, and no window of failures: one failed answer takes it out no more."""
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    assert health.ejected_for_failures
+    assert not health.on_refused(1.0)
+    assert not health.ejected_for_failures
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert health.state is Health.UP
+    assert not health.in_doubt(health.ejected_until)
+    assert not health.on_failure(health.ejected_until, may_eject=True)
+    assert not health.in_doubt(health.ejected_until)
+
+    health = tracker()
+    for _ in range(LEAST_ANSWERS - 1):
+        health.on_server_error(0.0, may_eject=True)
+    assert health.on_refused(0.0)
+    for _ in range(RISE):
+        health.on_probe(OK, 0.0)
+    assert not health.on_server_error(0.0, may_eject=True)
+    assert health.state is Health.UP
+
+
+def test_who_comes_back_is_on_trial_until_an_answer_ends_well() -> None:
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert not health.on_answering(health.ejected_until)  # begun is not ended
+    assert health.on_failure(health.ejected_until, may_eject=True)
+    assert (health.state, health.reason) == (Health.EJECTED, "failed again after it came back")
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert not health.on_success(health.ejected_until)
+    assert failing(health, PASSIVE_FALL, health.ejected_until) == [False] * (PASSIVE_FALL - 1) + [True]
+
+
+def test_who_is_out_is_not_put_out_again() -> None:
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    until = health.ejected_until
+    assert failing(health, PASSIVE_FALL) == [False] * PASSIVE_FALL
+    assert health.ejected_until == until
+
+
+def test_who_may_not_be_ejected_stays() -> None:
+    health = tracker()
+    assert not any(health.on_failure(0.0, may_eject=False) for _ in range(3 * PASSIVE_FALL))
+    assert health.state is Health.UP
+    assert health.on_failure(0.0, may_eject=True)
+
+
+def test_a_success_is_heeded_after_every_kind_of_trouble() -> None:
+    """Who is known to be well is asked nothing; a missed probe or a failure ends that."""
+    health = tracker()
+    assert not health.on_success(0.0)
+    health.on_probe(FAILED, 0.0)
+    health.on_probe(FAILED, 0.0)
+    assert not health.on_answering(0.0)
+    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
+    health = tracker()
+    failing(health, PASSIVE_FALL - 1)
+    assert not health.on_success(0.0)
+    assert failing(health, PASSIVE_FALL) == [False] * (PASSIVE_FALL - 1) + [True]
+
+
+# --- doubt ---
+
+
+def test_the_pauses_double_up_to_their_cap() -> None:
+    health = tracker()
+    for failures in range(1, 30):
+        health.on_failure(0.0, may_eject=False)
+        pause_s = 0.0 if failures < DOUBT_AFTER else min(DOUBT_CAP_S, 2.0 ** (failures - DOUBT_AFTER))
+        assert health.in_doubt(0.0) is (failures >= DOUBT_AFTER)
+        if pause_s:
+            assert health.held(pause_s - 0.001)
+        assert not health.held(pause_s)
+        assert health.doubt_reason == f"{failures} answers failed in a row"
+
+
+def test_a_dispatch_begins_the_pause_anew_and_only_in_doubt() -> None:
+    health = tracker()
+    health.on_failure(100.0, may_eject=False)
+    health.on_dispatched(100.0)
+    assert not health.held(100.0)
+    for _ in range(2):
+        health.on_failure(100.0, may_eject=False)
+    assert not health.held(102.0)
+    health.on_dispatched(105.0)
+    assert health.held(106.999)
+    assert not health.held(107.0)
+
+
+def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
+    health = tracker()
+    for _ in range(8):
+        health.on_failure(100.0, may_eject=False)
+    for halves, pause_s in ((0, 30.0), (1, 4.0), (2, 1.0), (3, 0.0)):
+        at = 100.0 + halves * DOUBT_HALF_S
+        assert health.in_doubt(at) is (halves < 3)
+        health.on_dispatched(at)
+        if pause_s:
+            assert health.held(at + min(pause_s, DOUBT_HALF_S) - 0.001)
+        assert not health.held(at + pause_s)
+    assert health.in_doubt(100.0 + 3 * DOUBT_HALF_S - 0.001)
+    health.on_failure(100.0 + 2 * DOUBT_HALF_S, may_eject=False)
+    assert health.doubt_reason == "3 answers failed in a row"
+
+
+def test_a_clock_that_stands_before_the_failure_forgets_nothing() -> None:
+    health = tracker()
+    failing(health, DOUBT_AFTER, 100.0)
+    assert health.in_doubt(10.0)
+
+
+def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() -> None:
+    health = tracker()
+    for _ in range(DOUBT_AFTER):
+        health.on_failure(0.0, may_eject=False)
+    assert health.in_doubt(0.0)
+    assert not health.on_success(0.0)
+    assert not health.in_doubt(0.0)
+    health.on_failure(0.0, may_eject=False)
+    assert not health.in_doubt(0.0)
+
+
+# --- handed over ---
+
+
+def test_another_process_takes_over_everything_but_the_generator() -> None:
+    """The tracker that is restored decides as the one that was saved would have."""
+    first, second = tracker(drawn=0.5), tracker(drawn=0.5)
+    for _ in range(PASSIVE_FALL):
+        first.on_failure(10.0, may_eject=True)
+    saved = first.saved()
+    assert "_rng" not in saved
+    second.restore(saved)
+    assert second.saved() == saved
+    assert (second.state, second.reason) == (Health.EJECTED, "5 answers failed in a row")
+    assert second.ejected_until == first.ejected_until
+    assert second.ejected_for_failures
+    for each in (first, second):
+        for _ in range(RISE):
+            each.on_probe(OK, each.ejected_until)
+        assert each.on_failure(each.ejected_until, may_eject=True)
+    assert second.saved() == first.saved()

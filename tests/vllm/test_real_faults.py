@@ -1,0 +1,233 @@
+"""A real vLLM server is killed under load and comes back: what clients lose, and when it has its share again.
+
+Shows: `kill -9` of the fast one of two servers under 60 streams ends exactly the streams it was answering,
+each with an error event and without `[DONE]`; every request that had not begun to be answered is answered by
+the other one. Started again on the same port, it has the share it had before within 35 s of answering (a slow
+start is 30 s). `make test-vllm` runs it, on a pair of its own; about two minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engines
+import httpx
+import pair as real
+import pytest
+from engines import Server
+from pair import FAST, SLOW
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+STREAMS, LATE = 60, 40
+#: Requests begun from then on, counted from its first answer to a probe of ours, tell its share.
+RAMP_S, SHARE_S = 30.0, 35.0
+#: Of the share it had before: what two seconds of decisions more or less come to.
+SHARE = 0.85
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """A pair that no other test meets: one of them does not live."""
+    with real.pair(tmp_path_factory.mktemp("vllm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxy(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Proxy]:
+    """hetlb in front of it."""
+    with real.proxy(servers, tmp_path_factory.mktemp("hetlb")) as running:
+        yield running
+
+
+@dataclass
+class Stream:
+    """What a client saw of one stream."""
+
+    began_at: float
+    status: int = 0
+    instance: str = ""
+    text: str = ""
+    first_at: float | None = None
+    ended_at: float = 0.0
+    cut: bool = False
+
+    @property
+    def done(self) -> bool:
+        return "data: [DONE]" in self.text
+
+    @property
+    def told(self) -> bool:
+        """An error event came, as a whole event of its own."""
+        return any(event.startswith('data: {"error"') for event in self.text.split("\n\n"))
+
+    @property
+    def whole(self) -> bool:
+        return self.status == 200 and self.done and not self.cut and not self.told
+
+
+async def stream(http: httpx.AsyncClient, url: str, number: int, tokens: int, into: list[Stream]) -> Stream:
+    """One streamed completion of exactly so many tokens, read to its end, however it ends."""
+    seen = Stream(time.monotonic())
+    into.append(seen)
+    prompt = random.Random(f"faults {number}").choices(range(1000, 2000), k=24)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    try:
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as reply:
+            seen.status = reply.status_code
+            seen.instance = reply.headers.get("x-hetlb-instance", "")
+            async for piece in reply.aiter_text():
+                seen.first_at = seen.first_at or time.monotonic()
+                seen.text += piece
+    except httpx.RemoteProtocolError:
+        seen.cut = True
+    seen.ended_at = time.monotonic()
+    return seen
+
+
+@contextlib.asynccontextmanager
+async def crowd(url: str, clients: int, tokens: int) -> AsyncIterator[list[Stream]]:
+    """So many clients that ask again and again; what they saw, until the block ends."""
+    seen: list[Stream] = []
+
+    async def client(number: int) -> None:
+        for turn in range(10_000):
+            await stream(http, url, (number + 1) * 10_000 + turn, tokens, seen)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=240.0, limits=limits) as http:
+        tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+        try:
+            yield seen
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def share(seen: list[Stream], since: float) -> float:
+    """The fast server's part of the streams that began to be answered since then."""
+    of = [each.instance for each in seen if each.first_at is not None and each.first_at >= since]
+    assert len(of) >= 20, "expected enough answers to tell a share"
+    return of.count(FAST) / len(of)
+
+
+async def passed(seconds: float) -> None:
+    """Load goes on for so long: what is measured here is a share over time."""
+    await asyncio.sleep(seconds)
+
+
+def idle_but_for_health(fleet: Any) -> list[str]:
+    return [said for said in real.busy_figures(fleet) if " is " not in said]
+
+
+async def test_killed_under_sixty_streams_and_back(
+    proxy: real.Proxy,
+    servers: list[Server],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    fast = next(server for server in servers if server.name == FAST)
+    async with crowd(proxy.url, STREAMS, 24) as seen:
+        await passed(4.0)
+        began = time.monotonic()
+        await passed(6.0)
+        before = share(seen, began)
+    await proxy.idle()
+
+    # --- killed ---
+    streams: list[Stream] = []
+    late: list[Stream] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=240.0, limits=limits) as http:
+        tasks = [
+            asyncio.create_task(stream(http, proxy.url, number, 400, streams)) for number in range(STREAMS)
+        ]
+
+        async def not_streaming() -> bool:
+            return sum(each.instance == FAST and each.first_at is not None for each in streams) < STREAMS // 2
+
+        await real.until(not_streaming, f"half of the streams from {FAST}", 60)
+        tasks += [
+            asyncio.create_task(stream(http, proxy.url, 1000 + number, 16, late)) for number in range(LATE)
+        ]
+
+        async def not_there() -> bool:
+            figures = await proxy.fleet()
+            held = sum(each["in_flight"] for each in (await proxy.instances()).values())
+            return held + int(figures["queue"]["requests"]) < STREAMS + LATE // 2
+
+        await real.until(not_there, "late requests at the proxy", 60)
+        killed_at = time.monotonic()
+        fast.signal_group(signal.SIGKILL)
+        await asyncio.gather(*tasks)
+
+    everybody = streams + late
+    ended_by_it = [each for each in everybody if each.instance == FAST and each.ended_at > killed_at]
+    others = [each for each in everybody if each not in ended_by_it]
+    record_property("streaming from it when it was killed", len(ended_by_it))
+    assert ended_by_it, "expected streams from it at that moment"
+    for each in ended_by_it:
+        assert each.first_at is not None
+        assert each.first_at <= each.ended_at
+        assert each.told, f"no error event: {each.text[-200:]!r}"
+        assert not each.done
+        assert each.cut, "it ended as if it were whole"
+    lost = [each for each in others if not each.whole]
+    assert not lost, (
+        f"lost though not streaming from it: {[(e.status, e.instance, e.text[-200:]) for e in lost]}"
+    )
+    answered_after = [each for each in others if each.first_at is not None and each.first_at > killed_at]
+    assert answered_after, "expected requests that had not begun"
+    record_property("had not begun, answered by the other", len(answered_after))
+    print(f"\n{len(ended_by_it)} streams ended with {FAST}, {len(answered_after)} begun later did not")
+    assert {each.instance for each in answered_after} == {SLOW}
+    instances = await proxy.instances()
+    assert instances[FAST]["health"] == "ejected"
+
+    async def still_held() -> list[str]:
+        return idle_but_for_health(await proxy.fleet())
+
+    await real.until(still_held, "fleet that holds nothing")
+
+    # --- back ---
+    async with back_again(fast, tmp_path) as answers:
+        async with crowd(proxy.url, STREAMS, 24) as seen:
+            await answers()
+            answering = time.monotonic()
+            await passed(SHARE_S)
+            began_of = [each for each in seen if each.began_at >= answering]
+            after = share(began_of, answering + RAMP_S)
+            early = share(began_of, answering) if began_of else 0.0
+        record_property("share before", round(before, 3))
+        record_property("share over all 35 s", round(early, 3))
+        record_property("share from 30 s to 35 s", round(after, 3))
+        print(f"\nshare of {FAST}: {before:.3f} before, {early:.3f} over 35 s, {after:.3f} from 30 s to 35 s")
+        assert after >= SHARE * before, f"{after:.3f} of the requests 30 to 35 s after, {before:.3f} before"
+        assert all(each.whole for each in seen if each.ended_at), "an answer was lost while it came back"
+        await proxy.idle()
+
+
+@contextlib.asynccontextmanager
+async def back_again(server: Server, folder: Path) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """The server started again on its port; what is given waits until it answers."""
+    cores = sorted(engines.os.sched_getaffinity(0))
+    core = cores[0]  # the fast one is the first of the pair
+    with engines._running(server.spec, real.MODELS, folder, server.port, core, engines.VENV_PYTHON) as again:
+
+        async def answers() -> None:
+            async def silent() -> bool:
+                assert again.process.poll() is None, again.log_tail()
+                return not await asyncio.to_thread(engines._healthy, again)
+
+            await real.until(silent, f"answer of {server.name}", real.READY_DEADLINE_S)
+
+        yield answers

@@ -1,0 +1,543 @@
+"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+from proxy.services import Engine, Reply, document
+from proxy.upstreams import Visit, plain
+
+#: Three interpreters start for each of these.
+pytestmark = pytest.mark.timeout(300)
+
+Serve = Callable[..., Any]
+
+PROMPT = {"model": "m", "prompt": [1] * 100, "max_tokens": 50}
+#: Room for one such request at a time.
+PROFILE = """
+version: 1
+name: small
+engine: {kv_cache_tokens: 200, max_num_seqs: 64, block_size: 16}
+prefill: {k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}
+decode: {k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}
+"""
+
+
+class Turns(Engine):
+    """An engine that answers one request at a time, each when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = asyncio.Semaphore(0)
+        self.order: list[str] = []
+
+    async def _route(self, visit: Visit) -> None:
+        path = visit.head.split()[1]
+        if path != b"/v1/completions":
+            await super()._route(visit)
+            return
+        self.order.append(msgspec.json.decode(visit.body)["user"])
+        async with self.arrived:
+            self.arrived.notify_all()
+        await self.turns.acquire()
+        visit.send(plain())
+
+    async def has_served(self, count: int) -> list[str]:
+        """The first so many, when they have come."""
+        async with asyncio.timeout(60), self.arrived:
+            await self.arrived.wait_for(lambda: len(self.order) >= count)
+        return self.order
+
+
+class Serving:
+    """A running `hetlb serve --workers N`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
+        self.process = process
+        self.path = path
+        self.url = self.admin_url = ""
+        self.errors: list[str] = []
+        self._news = asyncio.Condition()
+        # A connection for every request: the kernel chooses a worker for each.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, limit=0),
+            timeout=aiohttp.ClientTimeout(total=60),
+        )
+        self._reader: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        assert self.process.stdout is not None
+        self._reader = asyncio.create_task(self._read_errors())
+        line = (await asyncio.wait_for(self.process.stdout.readline(), 100)).decode()
+        assert " ready on " in line, self.errors
+        self.url, self.admin_url = (word.strip("()\n") for word in line.split() if "http://" in word)
+
+    async def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            async with self._news:
+                self.errors.append(line.decode().rstrip("\n"))
+                self._news.notify_all()
+
+    async def said(self, part: str) -> str:
+        """A line of the log that holds `part`, when it has come."""
+        try:
+            async with asyncio.timeout(60), self._news:
+                await self._news.wait_for(lambda: any(part in line for line in self.errors))
+        except TimeoutError:
+            raise AssertionError(f"expected {part!r}, got {self.errors}") from None
+        return next(line for line in self.errors if part in line)
+
+    async def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Stop it; every process of it is gone then."""
+        workers: list[int] = []
+        if self.process.returncode is None:
+            workers = self.workers
+            self.process.send_signal(number)
+        status = await asyncio.wait_for(self.process.wait(), 60)
+        assert not alive(workers), "a worker was left behind"
+        if self._reader is not None:
+            await self._reader
+        await self._session.close()
+        assert not [line for line in self.errors if "Traceback" in line], "\n".join(self.errors)
+        return status
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers' process ids."""
+        return children(self.process.pid)
+
+    async def ask(self, path: str = "/v1/completions", method: str = "POST", **body: Any) -> Reply:
+        """A request on a connection of its own."""
+        data = msgspec.json.encode(body or PROMPT) if method == "POST" else None
+        async with self._session.request(method, self.url + path, data=data) as reply:
+            return Reply(reply.status, reply.headers, await reply.read())
+
+    async def admin(self, path: str, method: str = "GET", **body: Any) -> Reply:
+        """Ask the admin listener."""
+        data = msgspec.json.encode(body) if body else None
+        async with self._session.request(method, self.admin_url + path, data=data) as reply:
+            return Reply(reply.status, reply.headers, await reply.read())
+
+    async def metric(self, line: str) -> float:
+        """The value of a series, 0 where it is not there."""
+        text = (await self.admin("/metrics")).body.decode()
+        found = re.search(rf"^{re.escape(line)} (.+)$", text, re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    async def fleet_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The fleet once something is true of it."""
+        async with asyncio.timeout(60):
+            while True:
+                fleet: dict[str, Any] = (await self.admin("/v1/fleet")).json
+                if holds(fleet):
+                    return fleet
+
+    async def metric_until(self, line: str, value: float) -> None:
+        """Wait until a series has a value."""
+        async with asyncio.timeout(60):
+            while await self.metric(line) != value:
+                pass
+
+    async def both_serve(self, count: int = 2) -> list[Reply]:
+        """Ask until so many workers have answered: all replies."""
+        replies: list[Reply] = []
+        async with asyncio.timeout(60):
+            while len({worker_of(reply) for reply in replies}) < count:
+                replies.append(await self.ask())
+        return replies
+
+
+def worker_of(reply: Reply) -> str:
+    """What names the worker in a request's id."""
+    label: str = reply.headers["x-request-id"]
+    return label.rpartition("-")[0]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, of those that are alive."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of these processes that there are."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def in_flight(fleet: dict[str, Any]) -> int:
+    return sum(each["in_flight"] for model in fleet["models"] for each in model["instances"])
+
+
+def at_rest(fleet: dict[str, Any]) -> bool:
+    figures = ("in_flight", "queued", "workload", "kv_reserved_tokens")
+    instances = [each for model in fleet["models"] for each in model["instances"]]
+    return fleet["queue"] == {"requests": 0, "bytes": 0} and not any(
+        each[name] for each in instances for name in figures
+    )
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    """Start a fleet file with so many workers; in the end all figures must be zero and no process left."""
+    running: list[Serving] = []
+
+    async def start(fleet: dict[str, Any], *flags: str, workers: int = 2) -> Serving:
+        path = tmp_path / "fleet.yaml"
+        path.write_text(yaml.safe_dump(fleet))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", "serve", "--config", str(path), "--workers", str(workers), *flags,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        serving = Serving(process, path)
+        running.append(serving)
+        await serving.ready()
+        return serving
+
+    try:
+        yield start
+        for serving in running:
+            if serving.process.returncode is None:
+                await serving.fleet_until(at_rest)
+                assert await serving.end() == 0
+    finally:
+        for serving in running:
+            if serving.process.returncode is None:
+                serving.process.kill()
+                await serving.process.wait()
+            await serving._session.close()
+
+
+# --- one proxy to everybody ---
+
+
+async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        assert len(proxy.workers) == 2
+        replies = await proxy.both_serve()
+        one.hold()
+        two.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(12)]
+        fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 12)
+        # `rr` counts by itself in each worker; together they miss by at most one each.
+        assert all(abs(each["in_flight"] - 6) <= 2 for each in fleet["models"][0]["instances"])
+        one.released.set()
+        two.released.set()
+        replies += await asyncio.gather(*asked)
+        total = len(replies)
+        assert {reply.status for reply in replies} == {200}
+        assert await proxy.metric('hetlb_requests_total{outcome="ok",phase="stream"}') == total
+        assert await proxy.metric("hetlb_decisions_total") == total
+        assert await proxy.metric('hetlb_e2e_request_latency_seconds_count{model="m"}') == total
+        assert await proxy.metric('hetlb_worker_up{worker="1"}') == 1
+        decisions = (await proxy.admin("/v1/decisions?last=1000")).json["decisions"]
+        assert len(decisions) == total
+        times = [each["dispatched_at_s"] for each in decisions]
+        assert times == sorted(times)
+        assert all(len(each["candidates"]) == 2 for each in decisions)
+        assert len({each["lease"] for each in decisions}) == total
+        again = (await proxy.admin(f"/v1/decisions/{decisions[0]['lease']}")).json
+        assert again == decisions[0]
+        assert len(await lines(proxy, total)) == total
+
+
+async def lines(proxy: Serving, count: int) -> list[str]:
+    """The lines of the request log, once there are so many; each is whole."""
+    async with asyncio.timeout(60), proxy._news:
+        await proxy._news.wait_for(lambda: sum("request=" in line for line in proxy.errors) >= count)
+    found = [line for line in proxy.errors if "request=" in line]
+    assert all(line.startswith("request=") and line.endswith("retries=0") for line in found)
+    return found
+
+
+async def test_engines_are_probed_once_not_by_every_worker(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one, scrape={"interval_s": 0.2}), workers=4)
+        heads = [visit.head for visit in one.visits if b" /health " in visit.head]
+        before = len(heads)
+        await proxy.both_serve(4)
+        ages = []
+        async with asyncio.timeout(60):
+            while one.probes < before + 5:
+                ages.append(
+                    (await proxy.admin("/v1/fleet")).json["models"][0]["instances"][0]["signal_age_s"]
+                )
+        assert max(ages) < 5.0
+        assert len({visit.writer.get_extra_info("peername") for visit in one.visits[:2]}) == 1
+
+
+async def test_an_answer_is_found_in_every_worker(serve: Serve) -> None:
+    engines = [
+        Engine(plain(msgspec.json.encode({"id": f"resp_{n}", "object": "response"}))) for n in range(3)
+    ]
+    async with engines[0], engines[1], engines[2]:
+        proxy = await serve(document(*engines), workers=2)
+        made = [await proxy.ask("/v1/responses", model="m", input="hello") for _ in range(6)]
+        assert len({worker_of(reply) for reply in made + await proxy.both_serve()}) == 2
+        for reply in made:
+            for _ in range(4):
+                found = await proxy.ask(f"/v1/responses/{reply.json['id']}", "GET")
+                assert found.status == 200
+                assert found.headers["x-hetlb-instance"] == reply.headers["x-hetlb-instance"]
+        assert (await proxy.ask("/v1/responses/resp_9", "GET")).status == 404
+
+
+# --- the queue ---
+
+
+async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(PROFILE)
+    async with Turns() as engine:
+        fleet = document(engine, policy={"name": "hetlb"}, queue={"max_requests": 8})
+        fleet["models"][0]["instances"][0]["profile"] = "small.yaml"
+        proxy = await serve(fleet, workers=3)
+        asked = [asyncio.create_task(proxy.ask(**PROMPT, user="first"))]
+        await engine.has_served(1)
+        names = [f"n{number}" for number in range(8)]
+        for number, name in enumerate(names):
+            asked.append(asyncio.create_task(proxy.ask(**PROMPT, user=name)))
+            await proxy.fleet_until(lambda fleet, wanted=number + 1: fleet["queue"]["requests"] == wanted)
+        fleet = (await proxy.admin("/v1/fleet")).json
+        assert fleet["queue"]["requests"] == 8, (fleet, engine.order, proxy.errors)
+        assert await proxy.metric("hetlb_queue_requests") == 8
+        assert await proxy.metric("hetlb_queue_oldest_seconds") > 0
+        refused = [await proxy.ask(**PROMPT, user="late") for _ in range(6)]
+        assert {reply.status for reply in refused} == {429}
+        for served in range(1, 9):
+            engine.turns.release()
+            await engine.has_served(served + 1)
+        engine.turns.release()
+        replies = await asyncio.gather(*asked)
+        assert {reply.status for reply in replies} == {200}
+        assert len({worker_of(reply) for reply in replies + refused}) >= 2
+        assert engine.order == ["first", *names]
+
+
+# --- who dies ---
+
+
+async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        await proxy.both_serve()
+        one.hold()
+        two.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(20)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20)
+        before = await proxy.metric("hetlb_decisions_total")
+        killed = proxy.workers[0]
+        os.kill(killed, signal.SIGKILL)
+        line = await proxy.said("was ended by signal 9")
+        assert "another takes its place at once" in line
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
+        await proxy.metric_until('hetlb_worker_up{worker="1"}', 1.0)
+        lost = sum(task.done() for task in asked)
+        assert 0 < lost < 20
+        assert len(done) <= lost
+        fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20 - lost)
+        assert not at_rest(fleet)
+        assert killed not in proxy.workers
+        assert len(proxy.workers) == 2
+        one.released.set()
+        two.released.set()
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        kept = [reply for reply in replies if isinstance(reply, Reply)]
+        assert len(kept) == 20 - lost
+        assert {reply.status for reply in kept} == {200}
+        await proxy.fleet_until(at_rest)
+        assert {reply.status for reply in await proxy.both_serve()} == {200}
+        assert await proxy.metric("hetlb_decisions_total") > before
+        restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
+        assert sorted(restarts) == [0, 1]
+
+
+async def test_engines_are_watched_on_when_the_one_that_does_is_killed(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        for _ in range(2):
+            (watcher,) = holders(proxy.workers)
+            os.kill(watcher, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while holders(proxy.workers) in ([], [watcher]):
+                    await asyncio.sleep(0)
+            probes = one.probes
+            async with asyncio.timeout(10):
+                while one.probes < probes + 2:
+                    await asyncio.sleep(0)
+            await proxy.both_serve()
+
+
+def holders(workers: list[int]) -> list[int]:
+    """Who of these processes holds a lock: the one that watches the engines."""
+    pids = [int(line.split()[4]) for line in Path("/proc/locks").read_text().splitlines() if "POSIX" in line]
+    return [pid for pid in workers if pid in pids]
+
+
+async def test_a_worker_that_dies_again_and_again_is_started_later_and_later(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        first = proxy.workers[0]
+        os.kill(first, signal.SIGKILL)
+        await proxy.said("at once")
+        await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
+        (second,) = [pid for pid in proxy.workers if pid > first][-1:]
+        os.kill(second, signal.SIGKILL)
+        assert "another takes its place" in await proxy.said("deaths in a row")
+        assert (await proxy.admin("/readyz")).status == 200
+
+
+async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_requests(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = asyncio.create_task(proxy.ask())
+        await one.asked_for()
+        workers = proxy.workers
+        proxy.process.kill()
+        one.released.set()
+        assert (await asked).status == 200
+        async with asyncio.timeout(60):
+            while alive(workers):
+                await asyncio.sleep(0)
+
+
+# --- what an operator changes ---
+
+
+async def test_a_change_is_in_force_everywhere_when_it_is_answered(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        await proxy.both_serve()
+        assert (await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")).status == 200
+        count = len(one.asked)
+        replies = await proxy.both_serve() + [await proxy.ask() for _ in range(8)]
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        assert len(one.asked) == count
+        assert (await proxy.admin("/v1/policy", "PUT", name="least-requests")).status == 200
+        replies = await proxy.both_serve()
+        last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
+        assert {each["policy"] for each in last} == {"least-requests"}
+        # Whoever is started later knows of it.
+        os.kill(proxy.workers[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        for number in range(2):
+            await proxy.metric_until(f'hetlb_worker_up{{worker="{number}"}}', 1.0)
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
+        assert {each["policy"] for each in last} == {"least-requests"}
+
+
+async def test_instances_come_and_go_in_all_workers(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, admin={"registration": True}), workers=2)
+        added = await proxy.admin("/v1/fleet/instances", "POST", name="i1", url=two.url, model="m")
+        assert added.status == 201
+        await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        os.kill(proxy.workers[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"i1"}
+        assert (await proxy.admin("/v1/fleet/instances/i1", "DELETE")).status == 200
+        await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="ready")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i0"}
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+async def test_a_reload_is_whole_in_all_workers_or_nowhere(serve: Serve, by_signal: bool) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one), workers=2)
+        assert (await proxy.admin("/readyz")).status == 200
+        proxy.path.write_text(yaml.safe_dump(document(one) | {"wrong": 1}))
+        if by_signal:
+            proxy.process.send_signal(signal.SIGHUP)
+        else:
+            assert (await proxy.admin("/v1/reload", "POST")).status == 400
+        assert "wrong" in await proxy.said("not reloaded")
+        assert {reply.headers["x-hetlb-instance"] for reply in await proxy.both_serve()} == {"i0"}
+        other = document(two)
+        other["models"][0]["instances"][0]["name"] = "new"
+        proxy.path.write_text(yaml.safe_dump(other))
+        if by_signal:
+            proxy.process.send_signal(signal.SIGHUP)
+            await proxy.said("reloaded: 1 instances out, 1 in")
+        else:
+            assert (await proxy.admin("/v1/reload", "POST")).status == 200
+        await proxy.fleet_until(lambda fleet: fleet["models"][0]["instances"][0]["health"] == "up")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
+        assert await proxy.metric('hetlb_config_reloads_total{result="done"}') == 1
+        assert await proxy.metric('hetlb_config_reloads_total{result="refused"}') == 1
+        os.kill(proxy.workers[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
+
+
+# --- the end ---
+
+
+async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        await proxy.both_serve()
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
+        workers = proxy.workers
+        proxy.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while (await proxy.admin("/readyz")).status == 200:
+                pass
+        assert (await proxy.ask("/health", "GET")).status == 503
+        one.released.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        assert await asyncio.wait_for(proxy.process.wait(), 60) == 0
+        assert not alive(workers)
+        assert await proxy.end() == 0
+
+
+async def test_ctrl_c_ends_it_at_once_with_streams_open(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
+        workers = proxy.workers
+        assert await proxy.end(signal.SIGINT) == 0
+        assert not alive(workers)
+        for reply in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(reply, aiohttp.ClientError) or reply.status == 503
+
+
+async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        port = int(proxy.url.rpartition(":")[2])
+        for workers in ("1", "2"):
+            other = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "hetlb", "serve", "--instance", one.url, "--port", str(port),
+                "--admin-port", "0", "--workers", workers, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            _, errors = await asyncio.wait_for(other.communicate(), 60)
+            assert other.returncode == 1
+            assert f"127.0.0.1:{port} cannot be listened on" in errors.decode().splitlines()[-1]
+            assert "Traceback" not in errors.decode()
+    with contextlib.suppress(aiohttp.ClientError):
+        await proxy.ask()
