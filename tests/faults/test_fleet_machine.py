@@ -306,9 +306,6 @@ class FleetMachine(RuleBasedStateMachine):
             self.end(lease, Outcome.OK)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the end of a lease of a removed instance is told as news of its namesake"
-)
 def test_what_became_of_a_removed_instance_is_no_news_of_its_namesake() -> None:
     scheduler = make_scheduler([spec("a")], "rr")
     (command,) = scheduler.on_arrival(request(1), 0.0)
