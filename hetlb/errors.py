@@ -18,6 +18,10 @@ A request that hetlb itself turns down raises nothing: the scheduler returns a `
 
 from __future__ import annotations
 
+import re
+
+_UNPRINTABLE = re.compile(r"[^ -~\xa1-\uffff]|[\u2028\u2029\ud800-\udfff]")
+
 
 class HetlbError(Exception):
     """Base class of everything hetlb raises on purpose."""
@@ -25,6 +29,11 @@ class HetlbError(Exception):
 
 class InputError(HetlbError):
     """Wrong input from a person. `str()` is one line: file, key, value and what was expected."""
+
+    def __str__(self) -> str:
+        # Keys and values are a file's: they may hold line ends, and what else moves a terminal's cursor.
+        text = super().__str__()
+        return text if text.isprintable() else _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class ConfigError(InputError):
