@@ -164,8 +164,7 @@ class Exchange:
         self.lease = lease
         self.expected_s = expected_s
         self.dispatched_at = now
-        self.phase = Phase.CONNECT
-        self.since = now
+        self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)
 
     def turned_away(self) -> None:
@@ -204,8 +203,7 @@ class Exchange:
     def engine_connected(self, connection: EngineConnection) -> None:
         """The request is about to be sent."""
         self._engine = connection
-        self.phase = Phase.WAIT
-        self.since = self._now()
+        self._enter(Phase.WAIT, self._now())
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance.
@@ -441,8 +439,7 @@ class Exchange:
             self._early = False
             if self.request.sequences == 1:
                 self._fine = self._driver.gaps(self.request.model).fine
-        self.phase = Phase.STREAM
-        self.since = now
+        self._enter(Phase.STREAM, now)
 
     def _text_came(self, before: int) -> None:
         """More of a stream's text came, after `before` events of it. Called for about every token."""

@@ -164,19 +164,22 @@ class LineWriter:
         self._thread.start()
 
     def write(self, line: str) -> None:
-        """Queue one line (with its newline). Not from several threads at once."""
+        """Queue one line (with its newline)."""
         self._lines.append(line)
         if self._timer is None:
             try:
                 self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
             except RuntimeError:
-                self.flush()  # before the event loop began, or after it
+                self._hand_over()  # before the event loop began, after it, or from another thread
 
     def flush(self) -> None:
-        """Hand what is queued to the thread."""
+        """Hand what is queued to the thread. On the event loop, whose timer this ends, or after it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         lines, self._lines = self._lines, []
         if not lines:
             return
