@@ -125,8 +125,7 @@ class Driver:
         `server_error`: the engine answered in full, with a status of 500 or more.
         """
         if retry:
-            self._totals.lease_ended(lease.instance, outcome)
-            self._totals.retries += 1
+            self._totals.tried_again(lease.instance, outcome)
         started = perf_counter()
         commands = self.scheduler.on_lease_ended(
             lease, outcome, self.now(), retry=retry, server_error=server_error
@@ -140,8 +139,7 @@ class Driver:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
         if lease.ended:
             exchange.turned_away()
-            self._totals.lease_ended(lease.instance, Outcome.UPSTREAM_ERROR)
-            self._totals.retries += 1
+            self._totals.tried_again(lease.instance, Outcome.UPSTREAM_ERROR)
         self.carry_out(commands)
 
     def give_up(self, exchange: Exchange) -> float:

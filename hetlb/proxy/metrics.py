@@ -83,6 +83,10 @@ class InstanceTotals:
         self.expected_s = 0.0
         self.served_s = 0.0
 
+    def ended(self, outcome: Outcome) -> None:
+        """A lease on it ended."""
+        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+
 
 class Totals:
     """Counters that only grow, bumped by the driver as things happen."""
@@ -127,10 +131,10 @@ class Totals:
             totals = self.instances[name] = InstanceTotals()
         return totals
 
-    def lease_ended(self, name: str, outcome: Outcome) -> None:
+    def tried_again(self, name: str, outcome: Outcome) -> None:
         """A lease on an instance ended, and its request goes on."""
-        requests = self.instance(name).requests
-        requests[outcome] = requests.get(outcome, 0) + 1
+        self.retries += 1
+        self.instance(name).ended(outcome)
 
     def count(self, outcome: Outcome, phase: str) -> None:
         """A request ended."""
@@ -152,7 +156,7 @@ class Totals:
         if lease is None:
             return
         instance = self.instance(lease.instance)
-        instance.requests[outcome] = instance.requests.get(outcome, 0) + 1
+        instance.ended(outcome)
         instance.output_tokens += lease.output_tokens
         instance.prompt_tokens += (exchange.prompt_tokens_used or request.prompt_tokens) * request.sequences
         if exchange.streamed and exchange.first_byte_at is not None:

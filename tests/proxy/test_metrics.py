@@ -358,7 +358,7 @@ def test_adapters_without_end_share_the_last_label() -> None:
 async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "SLICE_S", 0.0)
     about = source(200)
-    about.totals.lease_ended("node-003", Outcome.OK)
+    about.totals.instance("node-003").ended(Outcome.OK)
     turns = 0
 
     async def count() -> None:
