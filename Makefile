@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
 #   make test       the tests (real sockets, no GPU, some minutes)
+#   make test-compiled  the same tests, slow ones too, on the hot path as compiled by mypyc (needs a C compiler)
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
@@ -13,7 +14,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -28,11 +29,21 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/.run
 
+# Not editable: what is compiled is the tree as it is now.
+.venv-compiled/.done: pyproject.toml hatch_build.py $(shell find hetlb -name '*.py')
+	test -x .venv-compiled/bin/python || $(PYTHON) -m venv .venv-compiled
+	HETLB_COMPILE=1 .venv-compiled/bin/python -m pip install -q --disable-pip-version-check '.[dev]'
+	@touch $@
+
 demo: .venv/.run
 	@$(BIN)/hetlb demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest
+
+# PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
+test-compiled: .venv-compiled/.done
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm'
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m 'slow and not vllm'
@@ -57,8 +68,8 @@ bench: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python bench/vllm_pair.py
 
-bench-proxies: .venv/.run
-	$(BIN)/python bench/proxies/run.py --instances 2,8 --page \
+bench-proxies: .venv-compiled/.done
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python bench/proxies/run.py --instances 2,8 --page \
 	  --proxies hetlb,vllm-router,vllm-router-rr,sglang-router,envoy,nginx,haproxy,litellm,aiohttp-relay
 
 .venv/.fuzz: pyproject.toml | .venv/.dev
@@ -72,4 +83,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf .venv .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

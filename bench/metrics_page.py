@@ -32,7 +32,8 @@ from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.policies import PolicyParams
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
-from hetlb.proxy.metrics import MetricsPage, MetricsSource, Totals
+from hetlb.proxy.metrics import MetricsPage, MetricsSource
+from hetlb.proxy.totals import Totals
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import hetlb
+from hetlb.build import compiled
 from hetlb.errors import HetlbError, InputError
 
 #: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
@@ -41,7 +42,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="hetlb",
         description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
     )
-    parser.add_argument("--version", action="version", version=f"hetlb {hetlb.__version__}")
+    how = "compiled" if compiled() else "interpreted"
+    parser.add_argument("--version", action="version", version=f"hetlb {hetlb.__version__} ({how})")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")

@@ -16,8 +16,8 @@ import uvloop
 from hetlb.config import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies import POLICIES
 from hetlb.errors import InputError
-from hetlb.proxy.requestlog import logging_to_stderr
-from hetlb.proxy.service import Service, require_urls
+from hetlb.proxy.lines import logging_to_stderr
+from hetlb.proxy.service import Service, require_urls, spare_collector
 from hetlb.workers.supervisor import Supervisor
 
 
@@ -69,6 +69,7 @@ async def _serve(fleet: Fleet, event_log: Path | None) -> None:
     service = Service(fleet, event_log) if workers == 1 else Supervisor(fleet, workers)
     try:
         await service.start()
+        spare_collector()
         print(service.ready_line, flush=True)
         await service.run()
     except asyncio.CancelledError:

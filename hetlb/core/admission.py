@@ -18,16 +18,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from hetlb.core.types import Request, RequestId
+from hetlb.core.values import Value
 
 #: Finish tags of tenants that wait for nothing are looked through when there are so many.
-_TAGS_KEPT = 1024
+_TAGS_KEPT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLimits:
+class QueueLimits(Value):
     """Bounds of the queue. Times in seconds.
 
     A request waits at most `timeout_s`, and at most `no_instance_timeout_s` while no instance of its

@@ -6,13 +6,13 @@ Promise: bounded; what it says is a hope, worth the seconds of reading that it w
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from hetlb.core.instance import Instance
 from hetlb.core.types import Request
 
 #: So many beginnings are remembered, the ones used last.
-REMEMBERED = 65_536
+REMEMBERED: Final = 65_536
 
 _Key: TypeAlias = tuple[str, str]
 
@@ -20,9 +20,10 @@ _Key: TypeAlias = tuple[str, str]
 class Affinity:
     """Beginnings of prompts, by model and name, and who was sent them last."""
 
-    __slots__ = ("_homes",)
+    __slots__ = ("_homes", "_most")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
         self._homes: OrderedDict[_Key, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -36,7 +37,7 @@ class Affinity:
             held = request.prompt_tokens + round(predicted_output) if tokens is None else tokens
             homes[key] = (instance.cache_id, held)
             homes.move_to_end(key)
-        while len(homes) > REMEMBERED:
+        while len(homes) > self._most:
             homes.popitem(last=False)
 
     def held(self, request: Request) -> dict[int, int]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hetlb.core.values import Value
+
 
 class LengthsRow(Protocol):
     """What a plan needs of a row of a trace."""
@@ -27,7 +29,7 @@ class LengthsRow(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
+class PlannedRequest(Value):
     """One request of a plan: when it is due (seconds from the start of the run) and how long it is."""
 
     index: int

@@ -12,22 +12,24 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, islice
+from typing import Final
 
 from hetlb.core.instance import Figures, Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.types import Request
 
 #: What one prompt token weighs against one output token.
-PROMPT_WEIGHT = 0.15
+PROMPT_WEIGHT: Final = 0.15
 #: Spans over which arrivals are watched, in seconds, ascending; each is cut into `SLOTS` slots.
 HORIZONS_S = (1.0, 4.0, 16.0, 64.0, 256.0)
-SLOTS = 16
+SLOTS: Final = 16
 #: A slot with more than this many times the median is a burst.
-BURST = 3.0
+BURST: Final = 3.0
 #: Arrivals are kept until a horizon is asked for, so many at most.
-_KEPT = 128
+_KEPT: Final = 128
 #: Bounds of a rate allow for sums that were added up in another order.
-_BELOW, _ABOVE = 1.0 - 1e-9, 1.0 + 1e-9
+_BELOW: Final = 1.0 - 1e-9
+_ABOVE: Final = 1.0 + 1e-9
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -108,9 +110,9 @@ class _Slots:
 
 
 #: The mean request follows the newest so many.
-MIX_REQUESTS = 1000.0
+MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
-_MIX_CHANGE = 0.02
+_MIX_CHANGE: Final = 0.02
 
 
 class Mix:

@@ -11,8 +11,10 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from hetlb.core.types import Capacity, EngineSample
+from hetlb.core.values import Value
 
 RUNNING = ("vllm:num_requests_running",)
 WAITING = ("vllm:num_requests_waiting",)
@@ -31,11 +33,11 @@ _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_T
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: More requests or tokens than this on one server is nonsense.
-_MAX_COUNT = 1 << 40
+_MAX_COUNT: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCounters:
+class EngineCounters(Value):
     """What a server has done since it started; None for what it does not count.
 
     `iterations` are those in which a token came out: a pass over a mere piece of one prompt is not counted.

@@ -11,13 +11,13 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
-from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
@@ -44,14 +44,15 @@ from hetlb.core.types import (
     Request,
     RequestId,
 )
+from hetlb.core.values import Value
 
-FORMAT_VERSION = 2
+FORMAT_VERSION: Final = 2
 
 _T = TypeVar("_T", bound=Scheduler)
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSetup:
+class SchedulerSetup(Value):
     """Everything a scheduler is built from: the same object makes the proxy's and the simulator's."""
 
     specs: tuple[InstanceSpec, ...]
@@ -91,9 +92,32 @@ class SchedulerSetup:
 class RecordingScheduler(Scheduler):
     """A scheduler that writes every fact and what came of it to `write`, a line at a time."""
 
-    def __init__(self, *args: Any, write: Callable[[str], object], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        specs: Iterable[InstanceSpec],
+        policy: str,
+        *,
+        params: PolicyParams,
+        limits: QueueLimits,
+        predictor: Predictor,
+        rng: random.Random,
+        initial_health: Health = Health.SUSPECT,
+        health: HealthParams | None = None,
+        now: float = 0.0,
+        write: Callable[[str], object],
+    ) -> None:
         self._write = write
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            specs,
+            policy,
+            params=params,
+            limits=limits,
+            predictor=predictor,
+            rng=rng,
+            initial_health=initial_health,
+            health=health,
+            now=now,
+        )
 
     def _record(self, kind: str, now: float, commands: list[Command], **fact: Any) -> list[Command]:
         line = {"t": now, "kind": kind, **fact, "out": [encode_command(command) for command in commands]}
@@ -247,7 +271,7 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(Value):
     """One fact of a log: its line number, what was decided then and what is decided now."""
 
     line: int

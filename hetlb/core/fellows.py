@@ -9,17 +9,22 @@ ledger is an object that others write to as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
-from hetlb.core.admission import Lane, Queue, Queued
+from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
 from hetlb.core.demand import Demand
+from hetlb.core.health import HealthParams
 from hetlb.core.instance import Instance
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import TICK_S, Scheduler
 from hetlb.core.types import (
     Command,
     Dispatch,
+    Health,
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
@@ -42,9 +47,9 @@ Standing: TypeAlias = tuple[int, int, int]
 
 NOTHING: Cell = (0,) * 8
 #: Arrivals are told in sums: what is derived from them looks at seconds.
-_ARRIVALS_S = 0.01
+_ARRIVALS_S: Final = 0.01
 #: For so long arrivals leave freed room to the one that was woken to take it.
-HANDOVER_S = 0.005
+HANDOVER_S: Final = 0.005
 
 #: What one fellow saw of an instance's answers, for the others: a kind, the name, and what belongs to it.
 Evidence: TypeAlias = tuple[Any, ...]
@@ -103,10 +108,6 @@ class Ledger(Protocol):
         """Have another call `on_wake`, soon."""
 
 
-def _nobody(*_: Any, **__: Any) -> None:
-    """Chosen for one that has to wait."""
-
-
 class SharedQueue(Queue):
     """A queue whose bounds hold for those of all fellows together."""
 
@@ -153,10 +154,23 @@ class _SharedDemand(Demand):
 class SharedScheduler(Scheduler):
     """A scheduler that shares its instances with fellows, and tells them what it saw (`tell`)."""
 
-    queue_kind: type[SharedQueue] = SharedQueue
+    queue_kind: ClassVar[type[SharedQueue]] = SharedQueue
 
     def __init__(
-        self, *args: Any, ledger: Ledger, cells: Cells, tell: Callable[[Evidence], object], **kwargs: Any
+        self,
+        specs: Iterable[InstanceSpec],
+        policy: str,
+        *,
+        params: PolicyParams,
+        limits: QueueLimits,
+        predictor: Predictor,
+        rng: random.Random,
+        initial_health: Health = Health.SUSPECT,
+        health: HealthParams | None = None,
+        now: float = 0.0,
+        ledger: Ledger,
+        cells: Cells,
+        tell: Callable[[Evidence], object],
     ) -> None:
         self._ledger = ledger
         self._cells = cells
@@ -165,7 +179,17 @@ class SharedScheduler(Scheduler):
         self._own: dict[int, tuple[int, list[int]]] = {}
         self._at: dict[int, Instance] = {}
         self._models_at: dict[int, str] = {}
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            specs,
+            policy,
+            params=params,
+            limits=limits,
+            predictor=predictor,
+            rng=rng,
+            initial_health=initial_health,
+            health=health,
+            now=now,
+        )
         self._shared_queue = self.queue_kind(self._queue, ledger, cells.models)
         self._queue = self._shared_queue
         self._told_models: dict[str, Cell] = {}
@@ -328,12 +352,8 @@ class SharedScheduler(Scheduler):
         """A request came in."""
         self.take_in(now)
         queue = self._shared_queue
-        if queue.elsewhere and self._handed_elsewhere(request.model, now):
-            self.__dict__["_choose"] = _nobody  # for this one arrival: it waits
-            commands = super().on_arrival(request, now)
-            del self.__dict__["_choose"]
-        else:
-            commands = super().on_arrival(request, now)
+        behind = queue.elsewhere > 0 and self._handed_elsewhere(request.model, now)
+        commands = self._arrived(request, now, behind)
         demand = self._demands.get(request.model)
         if isinstance(demand, _SharedDemand) and now - demand.told_at >= _ARRIVALS_S:
             self._tell_arrivals(request.model, now)

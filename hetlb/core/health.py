@@ -26,56 +26,64 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from hetlb.core.types import Health, ProbeResult
+from hetlb.core.values import Value
 
-FALL = 3
-RISE = 2
-PASSIVE_FALL = 5
-EJECTION_BASE_S = 5.0
-EJECTION_CAP_S = 60.0
-EJECTION_JITTER = 0.2
+FALL: Final = 3
+RISE: Final = 2
+PASSIVE_FALL: Final = 5
+EJECTION_BASE_S: Final = 5.0
+EJECTION_CAP_S: Final = 60.0
+EJECTION_JITTER: Final = 0.2
 #: A success this long after the last ejection forgives one step of the growth.
-FORGIVE_AFTER_S = 30.0
+FORGIVE_AFTER_S: Final = 30.0
 #: Of the answers within so many seconds of a first failed one, so many at least, this share has failed.
-WINDOW_S, LEAST_ANSWERS, FAILED_SHARE = 30.0, 20, 0.5
+WINDOW_S: Final = 30.0
+LEAST_ANSWERS: Final = 20
+FAILED_SHARE: Final = 0.5
 #: From so many failures in a row on the next request waits, 1 s, 2 s, 4 s, ... after the last one.
-DOUBT_AFTER = 2
-DOUBT_BASE_S, DOUBT_CAP_S = 1.0, 30.0
-DOUBT_HALF_S = 30.0
+DOUBT_AFTER: Final = 2
+DOUBT_BASE_S: Final = 1.0
+DOUBT_CAP_S: Final = 30.0
+DOUBT_HALF_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class HealthParams:
+class HealthParams(Value):
     """Parameters under `health:` of the fleet file. Seconds; 0 turns slow start off."""
 
     slow_start_s: float = 30.0
 
 
+#: All that a tracker is, but its source of chance.
+_STATE = (
+    "_clean",
+    "_ejections",
+    "_failed",
+    "_failed_at",
+    "_failures",
+    "_forgiven_at",
+    "_held_until",
+    "_on_trial",
+    "_passive_failures",
+    "_probe_failures",
+    "_probe_successes",
+    "_skip",
+    "_skipped",
+    "_well",
+    "_window_since",
+    "ejected_until",
+    "reason",
+    "state",
+)
+
+
 class HealthTracker:
     """The health of one incarnation of one instance."""
 
-    __slots__ = (
-        "_clean",
-        "_ejections",
-        "_failed",
-        "_failed_at",
-        "_failures",
-        "_forgiven_at",
-        "_held_until",
-        "_on_trial",
-        "_passive_failures",
-        "_probe_failures",
-        "_probe_successes",
-        "_rng",
-        "_skip",
-        "_skipped",
-        "_well",
-        "_window_since",
-        "ejected_until",
-        "reason",
-        "state",
-    )
+    __slots__ = (*_STATE, "_rng")
 
     def __init__(self, rng: random.Random, state: Health = Health.SUSPECT) -> None:
         self._rng = rng
@@ -108,7 +116,7 @@ class HealthTracker:
 
     def saved(self) -> dict[str, object]:
         """How it stands, for `restore` in another process with the same clock."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "_rng"}
+        return {name: getattr(self, name) for name in _STATE}
 
     def restore(self, saved: Mapping[str, object]) -> None:
         """Stand as another tracker of the same instance did."""

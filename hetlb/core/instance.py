@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import sub
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -27,21 +27,21 @@ from hetlb.core.types import (
 )
 
 #: What an engine that has not told its KV capacity is taken to hold, in tokens.
-DEFAULT_KV_CACHE_TOKENS = 131_072
+DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
-DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_SEQS: Final = 256
 #: The tokens that an engine works on in one iteration where it has not told: vLLM's default.
-DEFAULT_TOKEN_BUDGET = 2048
+DEFAULT_TOKEN_BUDGET: Final = 2048
 #: A scrape older than this says nothing about now.
-SIGNAL_STALE_S = 5.0
+SIGNAL_STALE_S: Final = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.
-KV_ROOM = 0.8
+KV_ROOM: Final = 0.8
 #: Shorter answers say nothing about speed.
-_LEAST_STEPS = 4.0
+_LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
-_WHOLE = 0.99
+_WHOLE: Final = 0.99
 #: Of a stream's time, what must have passed in decoding for it to tell how fast.
-_DECODING = 0.2
+_DECODING: Final = 0.2
 
 
 class PeakEwma:
@@ -78,9 +78,11 @@ class PeakEwma:
 
 
 #: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
-BUSY_CAP_S = 60.0
+BUSY_CAP_S: Final = 60.0
 #: How an instance stands at a moment: like any other, only if nobody else can, not now.
-OPEN, LAST, HELD = range(3)
+OPEN: Final = 0
+LAST: Final = 1
+HELD: Final = 2
 
 
 class Changes:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
@@ -33,25 +34,32 @@ from hetlb.core.types import Candidate
 
 #: An engine is kept this much fuller than it can run at once, so that a place that frees is taken in the
 #: same iteration and not a round trip later.
-_OVERBOOK = 1.125
+_OVERBOOK: Final = 1.125
 #: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
-_KV_MARK = 0.9
+_KV_MARK: Final = 0.9
 #: A second until the first token weighs as many seconds of the whole...
-_FIRST_TOKEN_WEIGHT = 20.0
+_FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
-_LATE = 8.0
+_LATE: Final = 8.0
 #: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
 #: who have just been admitted have all before them.
-_THINNING = 2.0
+_THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
-_LULL_S, _LULL_SHARE = 16.0, 0.05
+_LULL_S: Final = 16.0
+_LULL_SHARE: Final = 0.05
 #: So many of those who wait are looked at for an instance; one must suit it this much better to overtake.
-_LOOKAHEAD, _BETTER = 16, 0.95
+_LOOKAHEAD: Final = 16
+_BETTER: Final = 0.95
 
 #: Who is to be taken last costs so many seconds more than any request does.
-_LAST_S = 1e12
+_LAST_S: Final = 1e12
 
-_ROOM, _NO_PLACE, _NO_MEMORY, _PASSED_OVER, _HELD_BACK = range(5)
+#: How an instance stands to one request.
+_ROOM: Final = 0
+_NO_PLACE: Final = 1
+_NO_MEMORY: Final = 2
+_PASSED_OVER: Final = 3
+_HELD_BACK: Final = 4
 
 
 class _View:

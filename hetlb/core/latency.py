@@ -14,6 +14,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
+from typing import Final
+
+from hetlb.core.values import Value
 
 
 class IterationRule(StrEnum):
@@ -28,11 +31,11 @@ class IterationRule(StrEnum):
 
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
-MIXED_DECODE_ATTENTION_FACTOR = 1.5
+MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillGrid:
+class PrefillGrid(Value):
     """log(measured / predicted) of a form at the points of a grid; bilinear in log(batch), log(length)."""
 
     batches: tuple[int, ...]
@@ -74,7 +77,7 @@ def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class PnormPrefill:
+class PnormPrefill(Value):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
@@ -136,7 +139,7 @@ class PnormPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyModel:
+class LatencyModel(Value):
     """The eight constants k1..k8. Units: seconds, tokens, requests.
 
     `better_prefill` is what `iteration_s` takes for prompts instead of k1..k4, where it is known.

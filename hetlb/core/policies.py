@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.late_binding import Hetlb
@@ -22,7 +23,7 @@ from hetlb.core.types import Candidate
 
 __all__ = ["COMBINE_FORMS", "POLICIES", "PolicyParams", "make_policy"]
 
-NOT_DRAWN = "not drawn"
+NOT_DRAWN: Final = "not drawn"
 
 
 class RoundRobin(Policy):
@@ -145,7 +146,7 @@ class Paper(Policy):
     """`paper`: the least W_i + W_ri, with the workload of processing time and KV utilisation."""
 
     name = "paper"
-    _fixed_processing_s: float | None = None
+    _fixed_processing_s: ClassVar[float | None] = None
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
         params, fixed = self.params, self._fixed_processing_s

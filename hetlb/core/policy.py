@@ -11,13 +11,14 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.types import Candidate, Request
+from hetlb.core.values import Value
 
 
 def _power(t_s: float, u: float, theta: float) -> float:
@@ -46,11 +47,11 @@ COMBINE_FORMS: dict[str, Callable[[float, float, float], float]] = {
 }
 
 #: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
-MAX_WORKLOAD_S = 1e9
+MAX_WORKLOAD_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyParams:
+class PolicyParams(Value):
     """Parameters under `policy:` of the fleet file. `decay_s` belongs to `peak-ewma`."""
 
     theta: float = 2.0
@@ -96,24 +97,38 @@ def paper_terms(
     )
 
 
-@dataclass(slots=True)
 class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held`
     are tokens of its prompt that a prefix cache, by `Instance.cache_id`, may have. `standings` say how each
     instance stands and why (`core.instance.OPEN`, `LAST`, `HELD`), for policies that hold back; None where
-    all are open. (Not frozen: one is made for every request.)
+    all are open.
     """
 
-    request: Request
-    predicted_output: float
-    long_output: float
-    waiting: int
-    demand: Demand
-    now: float
-    held: Mapping[int, int]
-    standings: Sequence[tuple[int, str]] | None = None
+    __slots__ = (
+        "demand", "held", "long_output", "now", "predicted_output", "request", "standings", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        predicted_output: float,
+        long_output: float,
+        waiting: int,
+        demand: Demand,
+        now: float,
+        held: Mapping[int, int],
+        standings: Sequence[tuple[int, str]] | None = None,
+    ) -> None:
+        self.request = request
+        self.predicted_output = predicted_output
+        self.long_output = long_output
+        self.waiting = waiting
+        self.demand = demand
+        self.now = now
+        self.held = held
+        self.standings = standings
 
 
 #: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what

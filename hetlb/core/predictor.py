@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 from hetlb.core.types import Request, RequestId
 
@@ -20,13 +20,13 @@ PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 
 #: Cold start of `online`: before any answer was seen a request counts as this many tokens (or its
 #: `max_tokens`, if less). About the mean of public chat traces (Azure 2023 conversation: 221).
-PRIOR_OUTPUT_TOKENS = 256.0
+PRIOR_OUTPUT_TOKENS: Final = 256.0
 #: How many answers the prior weighs as: after 8 real ones it counts half.
-PRIOR_WEIGHT = 8.0
+PRIOR_WEIGHT: Final = 8.0
 
 
 #: What counts as a long answer: all but one in fifty are shorter.
-LONG_SHARE = 0.98
+LONG_SHARE: Final = 0.98
 
 
 class LengthDistribution:
@@ -47,6 +47,9 @@ class LengthDistribution:
         #: E[O^2] / 2 E[O]: what is left of an answer met at a random moment, tokens.
         self.residual = sum(length * length for length in self._lengths) / (2.0 * self._prefix[-1])
         self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LengthDistribution, (self._lengths,)
 
     @property
     def lengths(self) -> list[int]:
@@ -172,8 +175,8 @@ class OraclePredictor(Predictor):
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
-_EXACT = 16
-_PER_DOUBLING = 8
+_EXACT: Final = 16
+_PER_DOUBLING: Final = 8
 
 
 def _bucket(tokens: int) -> int:
@@ -184,7 +187,7 @@ def _bucket(tokens: int) -> int:
 
 
 #: Weight halves after about this many observations, so that a change of traffic is followed.
-HALF_LIFE = 2000
+HALF_LIFE: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE)
 
 

@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hetlb.core.values import Value
+
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
@@ -32,7 +34,7 @@ PERCENTILES = (90, 99)
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Value):
     """One request: times in seconds on one clock, None for what did not happen or was not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
 from hetlb.core.affinity import Affinity
@@ -51,13 +52,13 @@ from hetlb.core.types import (
 __all__ = ["TICK_S", "Scheduler"]
 
 #: While something waits for time to pass (queue limits, ejections), the driver is asked to tick this often.
-TICK_S = 0.25
+TICK_S: Final = 0.25
 #: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
-RETRY_SHARE = 0.2
+RETRY_SHARE: Final = 0.2
 #: …but always this many at a time.
-RETRY_FLOOR = 3
+RETRY_FLOOR: Final = 3
 #: Instances that are ejected for failed answers hold at most this share of the capacity for a model...
-MOST_EJECTED = 0.5
+MOST_EJECTED: Final = 0.5
 #: ...which is their speed at the mean request, or before there was one at this prompt and output, in tokens.
 _USUAL_REQUEST = (512.0, 256.0)
 
@@ -197,7 +198,8 @@ class Scheduler:
         self._demands: dict[str, Demand] = {}
         #: What capacity is measured by before the first request.
         self._usual = Mix()
-        self._usual.add(*_USUAL_REQUEST, *_USUAL_REQUEST)
+        prompt, output = _USUAL_REQUEST
+        self._usual.add(prompt, output, prompt, output)
         self._affinity = Affinity()
         self._next_lease = 1
         self._next_incarnation = 1
@@ -242,6 +244,10 @@ class Scheduler:
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """A request came in. No command for it means it is queued."""
+        return self._arrived(request, now, False)
+
+    def _arrived(self, request: Request, now: float, behind: bool) -> list[Command]:
+        """`behind`: somebody who waits elsewhere goes first, so that it waits whoever has room."""
         ready = self._ready.get(request.model)
         if ready is None:
             return [self._unknown_model(request)]
@@ -261,6 +267,8 @@ class Scheduler:
             demand.mix.add(request.prompt_tokens, predicted, long, residual)
         else:
             predicted = self._predictor.predict(request) if request.generates else 0.0
+        if behind:
+            return self._enqueue(request, now, predicted)
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
         found = self._choose(request, ready, now, predicted, long=long)

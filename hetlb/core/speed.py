@@ -11,20 +11,21 @@ over the answers of about the last `MEMORY_S` seconds is the factor.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from hetlb.core.latency import LatencyModel
 
 #: Evidence this old counts 1/e, in seconds.
-MEMORY_S = 15.0
+MEMORY_S: Final = 15.0
 #: Seconds of answers in agreement with the model that stand against the first evidence.
-PRIOR_S = 5.0
+PRIOR_S: Final = 5.0
 #: A measured profile is corrected only when it is further off than this, and at most so many times.
-TRUST, MOST_PROFILED = 1.2, 4.0
+TRUST: Final = 1.2
+MOST_PROFILED: Final = 4.0
 #: The default model, used without a profile, is corrected by so much at most.
-MOST_UNPROFILED = 64.0
+MOST_UNPROFILED: Final = 64.0
 #: A factor is put in force when it differs from the one in force by more than this share.
-_CHANGE = 0.05
+_CHANGE: Final = 0.05
 
 #: Sequence-seconds, token-seconds in the KV cache, and prompt tokens and prompts read, since the beginning.
 Mark: TypeAlias = tuple[float, float, int, int]

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 from hetlb.core.latency import LatencyModel
 from hetlb.core.speed import Mark
+from hetlb.core.values import Value
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
 
 #: Nothing an engine can take is longer than this; larger figures in a request are wrong input.
-MAX_TOKENS_LIMIT = 1 << 31
+MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
 class AdminState(StrEnum):
@@ -56,7 +57,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(Value):
     """What one instance can hold. `None` means not known yet.
 
     `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
@@ -74,14 +75,14 @@ class Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""
         return Capacity(
             *(
-                getattr(self, name) if getattr(newer, name) is None else getattr(newer, name)
-                for name in Capacity.__slots__
+                getattr(self, each.name) if getattr(newer, each.name) is None else getattr(newer, each.name)
+                for each in fields(Capacity)
             )
         )
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceSpec:
+class InstanceSpec(Value):
     """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
 
     `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
@@ -95,11 +96,11 @@ class InstanceSpec:
     capacity: Capacity = Capacity()
 
 
-@dataclass(slots=True)
-class Request:
+@dataclass(slots=True, init=False)
+class Request(Value):
     """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
 
-    (Not frozen: one is made for every request, and that would take three times as long.)
+    (Not frozen, and with a constructor that can be compiled: one is made for every request.)
 
     `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one;
     `sequences` is how many the engine will run for it (number of prompts times `n`); `max_tokens` is
@@ -114,16 +115,46 @@ class Request:
     id: RequestId
     model: str
     prompt_tokens: int
-    max_tokens: int | None = None
-    sequences: int = 1
-    longest_prompt_tokens: int = 0
-    generates: bool = True
-    body_bytes: int = 0
-    prompt_exact: bool = False
-    pinned: str | None = None
-    beginnings: tuple[tuple[str, int | None], ...] = ()
-    priority: int = 0
-    tenant: str | None = None
+    max_tokens: int | None
+    sequences: int
+    longest_prompt_tokens: int
+    generates: bool
+    body_bytes: int
+    prompt_exact: bool
+    pinned: str | None
+    beginnings: tuple[tuple[str, int | None], ...]
+    priority: int
+    tenant: str | None
+
+    def __init__(
+        self,
+        id: RequestId,
+        model: str,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        sequences: int = 1,
+        longest_prompt_tokens: int = 0,
+        generates: bool = True,
+        body_bytes: int = 0,
+        prompt_exact: bool = False,
+        pinned: str | None = None,
+        beginnings: tuple[tuple[str, int | None], ...] = (),
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> None:
+        self.id = id
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.sequences = sequences
+        self.longest_prompt_tokens = longest_prompt_tokens
+        self.generates = generates
+        self.body_bytes = body_bytes
+        self.prompt_exact = prompt_exact
+        self.pinned = pinned
+        self.beginnings = beginnings
+        self.priority = priority
+        self.tenant = tenant
 
 
 class Lease:
@@ -183,26 +214,51 @@ class Lease:
     def __repr__(self) -> str:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        begun = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.predicted_output, self.dispatched_at)
+        since = (self.first_token_at, self.mark, self.first_mark, self.output_tokens, self.ended)
+        return _lease, (self.id, self.request, self.instance, self.incarnation, begun, since)
+
+
+def _lease(
+    lease_id: LeaseId, request: Request, instance: str, incarnation: int, begun: Any, since: Any
+) -> Lease:
+    """A lease as it was pickled."""
+    work_ns, kv_tokens, prompt_tokens, predicted_output, dispatched_at = begun
+    lease = Lease(
+        lease_id,
+        request,
+        instance,
+        incarnation,
+        work_ns=work_ns,
+        kv_tokens=kv_tokens,
+        prompt_tokens=prompt_tokens,
+        predicted_output=predicted_output,
+        dispatched_at=dispatched_at,
+    )
+    lease.first_token_at, lease.mark, lease.first_mark, lease.output_tokens, lease.ended = since
+    return lease
+
 
 # --- facts about instances ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceAdded:
+class InstanceAdded(Value):
     """A server joined the fleet (or came back under the same name: then it is a new incarnation)."""
 
     spec: InstanceSpec
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceRemoved:
+class InstanceRemoved(Value):
     """A server left the fleet: no new work; its leases end when their requests do."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class AdminStateSet:
+class AdminStateSet(Value):
     """An operator set the administrative state."""
 
     name: str
@@ -210,7 +266,7 @@ class AdminStateSet:
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityLearned:
+class CapacityLearned(Value):
     """The engine told what it can hold; figures it does not know stay as they were."""
 
     name: str
@@ -218,7 +274,7 @@ class CapacityLearned:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsLearned:
+class ModelsLearned(Value):
     """The engine's own list of model names (base, aliases, LoRA adapters)."""
 
     name: str
@@ -234,7 +290,7 @@ class ProbeResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Value):
     """A health probe ended."""
 
     name: str
@@ -247,7 +303,7 @@ InstanceChange: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSample:
+class EngineSample(Value):
     """One scrape of an engine, summed over its data-parallel series. None where absent or absurd.
 
     `kv_usage` is a fraction 0..1; `preemptions` are those since the engine started. `missing` and `invalid`
@@ -279,7 +335,7 @@ class RejectReason(StrEnum):
 
 
 @dataclass(slots=True)
-class Candidate:
+class Candidate(Value):
     """One instance as a policy saw it for one request: every term of the score, lowest score wins.
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
@@ -312,15 +368,27 @@ class Candidate:
         }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Dispatch:
-    """Send the request to the lease's instance now. Not frozen: one is made for every request."""
+    """Send the request to the lease's instance now. Made like a `Request`."""
 
     request_id: RequestId
     lease: Lease
     reason: str
     #: Makes the candidates from what was known at the time: most decisions are never looked at.
-    considered: Callable[[], Sequence[Candidate]] = field(default=tuple, compare=False, repr=False)
+    considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        lease: Lease,
+        reason: str,
+        considered: Callable[[], Sequence[Candidate]] = tuple,
+    ) -> None:
+        self.request_id = request_id
+        self.lease = lease
+        self.reason = reason
+        self.considered = considered
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -329,7 +397,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Value):
     """Answer the client: the request will not be run. `detail` is a sentence for the client."""
 
     request_id: RequestId
@@ -339,7 +407,7 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn:
+class PassOn(Value):
     """Give the client the answer of an engine that says it is busy: nobody else can take the request.
 
     The lease goes on and ends as that of any other answer.
@@ -350,7 +418,7 @@ class PassOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Value):
     """End this lease's work at the engine; the driver reports its end as usual."""
 
     request_id: RequestId
@@ -359,7 +427,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class HealthChanged:
+class HealthChanged(Value):
     """An instance's health changed; for the log and the metrics."""
 
     instance: str

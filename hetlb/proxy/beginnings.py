@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from hashlib import blake2b
+from typing import Final
 
-_FIRST_BYTES, _LAST_BYTES = 1 << 10, 64 << 10
+_FIRST_BYTES: Final = 1 << 10
+_LAST_BYTES: Final = 64 << 10
 _SESSION = re.compile(rb"[\x21-\x7e]{1,256}")
 
 

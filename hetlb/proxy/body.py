@@ -7,65 +7,31 @@ costs more than a pass over its bytes.
 from __future__ import annotations
 
 import re
-from enum import Enum
+from typing import Final
 
 import msgspec
 
 from hetlb.core.types import MAX_TOKENS_LIMIT
+from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.fields import RequestFields
 from hetlb.proxy.http1 import GateError
 
 #: `stream_options` is asked for on the client's behalf in bodies up to this size.
-MAX_INJECT_BYTES = 256 << 10
-_INJECTION = b',"stream_options":{"include_usage":true}'
+MAX_INJECT_BYTES: Final = 256 << 10
+_INJECTION: Final = b',"stream_options":{"include_usage":true}'
 #: vLLM sorts by it as it is; nobody needs more.
-MAX_PRIORITY = 1 << 31
+MAX_PRIORITY: Final = 1 << 31
 #: vLLM's own limit on `n`.
-MAX_SEQUENCES = 16_384
+MAX_SEQUENCES: Final = 16_384
 #: A model's name is echoed and logged, so it is bounded.
-MAX_MODEL_BYTES = 512
+MAX_MODEL_BYTES: Final = 512
 #: A base64 image or sound is no text: it counts as this many bytes of prompt (about 600 tokens).
-_MEDIA_BYTES = 2400
+_MEDIA_BYTES: Final = 2400
 
 _DATA_URL = re.compile(rb'"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"')
 
 
-class Kind(Enum):
-    """What an endpoint does, as far as scheduling goes."""
-
-    COMPLETION = "completion"
-    CHAT = "chat"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    NO_OUTPUT = "no_output"
-    AUDIO = "audio"
-    PINNED = "pinned"
-    PLAIN = "plain"
-
-    def __init__(self, name: str) -> None:
-        #: Whether the engine decodes for it.
-        self.generates = name not in ("no_output", "pinned", "plain")
-        #: Whether it is a prompt that may be long, and not a form or a question about an answer.
-        self.prompted = name not in ("pinned", "plain")
-
-
-class _Body(msgspec.Struct):
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    priority: int | None = None
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    previous_response_id: str | None = None
-
-
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(RequestFields)
 
 
 class Call:
@@ -156,7 +122,7 @@ def _plain(text: str) -> str:
     return f"{where.rstrip('`')}: {message.replace('`', '')}" if where else message.replace("`", "")
 
 
-def _output_cap(body: _Body) -> int | None:
+def _output_cap(body: RequestFields) -> int | None:
     name, value = "max_completion_tokens", body.max_completion_tokens
     if value is None:
         name, value = "max_output_tokens", body.max_output_tokens
@@ -169,7 +135,7 @@ def _output_cap(body: _Body) -> int | None:
     return value or 1
 
 
-def _sequences(body: _Body) -> int:
+def _sequences(body: RequestFields) -> int:
     if body.n is None and body.best_of is None:
         return 1
     n = max(1 if body.n is None else body.n, 1 if body.best_of is None else body.best_of)
@@ -178,7 +144,7 @@ def _sequences(body: _Body) -> int:
     return n
 
 
-def _priority(body: _Body) -> int:
+def _priority(body: RequestFields) -> int:
     if body.priority is None:
         return 0
     if abs(body.priority) > MAX_PRIORITY:
@@ -226,7 +192,7 @@ _PART_NAME = re.compile(
     re.I | re.X,
 )
 _UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
-_MAX_PART_HEAD = 4096
+_MAX_PART_HEAD: Final = 4096
 
 
 def read_multipart(content_type: bytes, body: bytes) -> Call:
@@ -252,7 +218,8 @@ def read_multipart(content_type: bytes, body: bytes) -> Call:
         doubtful = body.startswith(delimiter[2:], head_end + 4)
         if next_part < 0 or body[position : position + 2] != b"\r\n" or doubtful:
             raise _invalid("A part of the multipart body is malformed or has no end.")
-        _read_field(call, body[position + 2 : head_end], body, head_end + 4, next_part)
+        head = body[position + 2 : head_end] if head_end > position else b""
+        _read_field(call, head, body, head_end + 4, next_part)
         position = next_part + len(delimiter)
     return call
 

@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from typing import Final
 
 from hetlb.config import ProxyTable
 from hetlb.core.instance import Instance
@@ -39,25 +40,25 @@ from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.exchange import Exchange, Phase
 from hetlb.proxy.expected import expected_s
 from hetlb.proxy.histograms import Gaps
-from hetlb.proxy.metrics import Totals
 from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.sizes import PromptSizes
+from hetlb.proxy.totals import Totals
 from hetlb.proxy.upstream import EnginePool
 
 logger = logging.getLogger("hetlb.proxy")
 
 #: Deadlines of requests are looked at this often.
-SWEEP_S = 0.5
+SWEEP_S: Final = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
-SETTLED_AT_ONCE = 64
+SETTLED_AT_ONCE: Final = 64
 #: After a pause of the process this long, what came meanwhile is read before anybody is told of a timeout.
-GAP_S = 1.0
+GAP_S: Final = 1.0
 #: An instance from which something came within so many seconds is not failed by a probe.
-EMITS_S = 2.0
-DECISIONS_KEPT = 1000
+EMITS_S: Final = 2.0
+DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
-CANDIDATES_KEPT = 50_000
-RESPONSES_KEPT = 10_000
+CANDIDATES_KEPT: Final = 50_000
+RESPONSES_KEPT: Final = 10_000
 
 
 class Driver:

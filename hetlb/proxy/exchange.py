@@ -14,11 +14,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
-from hetlb.proxy.body import Call, Kind
+from hetlb.proxy.body import Call
+from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
@@ -71,10 +72,10 @@ _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 #: What an engine answers with that has no room now, if it says when to come again.
 _BUSY = frozenset({429, 503})
 #: A client is answered so much before it gives up that it can read the answer.
-_MARGIN_S = 1.0
+_MARGIN_S: Final = 1.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
-_HEARTBEAT = b": waiting\n\n"
+_HEARTBEAT: Final = b": waiting\n\n"
 
 
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')

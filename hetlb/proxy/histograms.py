@@ -10,9 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add, mul
+from typing import Any, Final
 
 #: Gaps below this many milliseconds are counted by the millisecond.
-FINE_MS = 2048
+FINE_MS: Final = 2048
 
 
 class Histogram:
@@ -47,6 +48,16 @@ class Histogram:
         """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
         return self._bounds, list(accumulate(self._counts)), self._sum
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _histogram, (self._bounds, self._counts, self._sum)
+
+
+def _histogram(bounds: tuple[float, ...], counts: list[int], total: float) -> Histogram:
+    histogram = Histogram(bounds)
+    histogram._counts = counts
+    histogram._sum = total
+    return histogram
+
 
 class Gaps:
     """Times between the tokens of streams, to the millisecond.
@@ -79,3 +90,13 @@ class Gaps:
             counts[index] += sums[min(FINE_MS - 1, round(bound * 1e3))]
         counts[-1] += sums[-1]
         return self._bounds, counts, total_s + sum(map(mul, self.fine, range(FINE_MS))) / 1e3
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _gaps, (self._bounds, self._long, self.fine)
+
+
+def _gaps(bounds: tuple[float, ...], long: Histogram, fine: list[int]) -> Gaps:
+    gaps = Gaps(bounds)
+    gaps._long = long
+    gaps.fine = fine
+    return gaps

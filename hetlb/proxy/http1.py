@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import httptools
 
-MAX_HEAD_BYTES = 32 << 10
-MAX_LINE_BYTES = 8 << 10
-MAX_HEADERS = 64
+MAX_HEAD_BYTES: Final = 32 << 10
+MAX_LINE_BYTES: Final = 8 << 10
+MAX_HEADERS: Final = 64
 #: A chunk-size line longer than this carries something else than a size.
-_MAX_CHUNK_LINE = 18
+_MAX_CHUNK_LINE: Final = 18
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -149,8 +149,8 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
         pass  # the rest of the connection stays ours: no upgrade is ever accepted
-    except httptools.HttpParserError as error:
-        raise GateError(400, "The request head is malformed.") from error
+    except httptools.HttpParserError as malformed:
+        raise GateError(400, "The request head is malformed.") from malformed
     result = RequestHead()
     result.method = parser.get_method()
     if result.method not in _METHODS:
@@ -222,8 +222,8 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
     parser = httptools.HttpResponseParser(collector)
     try:
         parser.feed_data(head)
-    except (httptools.HttpParserUpgrade, httptools.HttpParserError) as error:
-        raise GateError(502, "The head of the engine's answer is malformed.") from error
+    except (httptools.HttpParserUpgrade, httptools.HttpParserError) as malformed:
+        raise GateError(502, "The head of the engine's answer is malformed.") from malformed
     result = ResponseHead()
     result.status = parser.get_status_code()
     result.reason = collector.reason
@@ -257,6 +257,11 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
     return result, length
 
 
+_LENGTH_FIELD: Final = b"\ncontent-length: "
+#: When so many different heads are known, all are forgotten; longer ones are never remembered.
+MOST_KNOWN: Final = 256
+LONGEST_KNOWN_BYTES: Final = 4 << 10
+
 Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
@@ -267,9 +272,6 @@ class KnownHeads(Generic[Head]):
     requests of one client. Everything else must be the same to the byte, so whatever the gate would say of
     a head it has said of the one that is found.
     """
-
-    #: When so many different ones are known, all are forgotten; longer ones are never remembered.
-    MOST, LONGEST_BYTES = 256, 4 << 10
 
     __slots__ = ("_parse", "_sized", "_whole")
 
@@ -282,14 +284,14 @@ class KnownHeads(Generic[Head]):
     def find(self, raw: bytes) -> tuple[Head, int | None]:
         """What one whole head says, and its length. Raises `GateError`."""
         at = raw.find(b"ength: ") + 7
-        end = raw.find(b"\r", at)
-        digits = raw[at:end]
+        end = raw.find(b"\r", at) if at > len(_LENGTH_FIELD) else -1
+        digits = raw[at:end] if end > at else b""
         # Anything but the usual spelling of a plain number is compared as it stands.
         if not digits.isdigit() or digits[0] == 0x30 or end - at > 15 or not _begins_length(raw, at):
             found = self._whole.get(raw)
             if found is None:
                 found = self._parse(raw)
-                if len(raw) <= self.LONGEST_BYTES:
+                if len(raw) <= LONGEST_KNOWN_BYTES:
                     self._make_room()
                     self._whole[raw] = found
             return found
@@ -299,20 +301,27 @@ class KnownHeads(Generic[Head]):
             return head, int(digits)
         head, length = self._parse(raw)
         # Else it was said of a body that never comes.
-        if length == int(digits) and len(raw) <= self.LONGEST_BYTES:
+        if length == int(digits) and len(raw) <= LONGEST_KNOWN_BYTES:
             self._make_room()
             self._sized[rest] = head
         return head, length
 
     def _make_room(self) -> None:
-        if len(self._sized) + len(self._whole) >= self.MOST:
+        if len(self._sized) + len(self._whole) >= MOST_KNOWN:
             self._sized.clear()
             self._whole.clear()
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
     """Whether the value that begins at `at` is that of a Content-Length."""
-    return raw[at - 17 : at].lower() == b"\ncontent-length: "
+    return raw[at - len(_LENGTH_FIELD) : at].lower() == _LENGTH_FIELD
+
+
+#: What a decoder of chunks reads next.
+_SIZE: Final = 0
+_DATA: Final = 1
+_DATA_END: Final = 2
+_LAST: Final = 3
 
 
 class ChunkedDecoder:
@@ -324,10 +333,8 @@ class ChunkedDecoder:
 
     __slots__ = ("_left", "_line", "_state", "between", "done", "surplus")
 
-    _SIZE, _DATA, _DATA_END, _LAST = range(4)
-
     def __init__(self) -> None:
-        self._state = self._SIZE
+        self._state = _SIZE
         self._line = b""  # what is known of an unfinished size line or line end
         self._left = 0
         #: Whether what was fed ended with a chunk: the next byte begins one.
@@ -340,27 +347,27 @@ class ChunkedDecoder:
         pieces: list[bytes] = []
         position, length = 0, len(data)
         while position < length:
-            if self._state == self._DATA:
+            if self._state == _DATA:
                 piece = data[position : position + self._left]
                 pieces.append(piece)
                 position += len(piece)
                 self._left -= len(piece)
                 if not self._left:
-                    self._state = self._DATA_END
+                    self._state = _DATA_END
                 continue
             # All other states end with a line end, which may be cut anywhere.
             line_end = data.find(b"\n", position)
             piece = data[position:] if line_end < 0 else data[position : line_end + 1]
             position += len(piece)
             self._line += piece
-            if self._state == self._SIZE:
+            if self._state == _SIZE:
                 if len(self._line) > _MAX_CHUNK_LINE:
                     raise GateError(400, "A chunk size is malformed.")
                 if line_end < 0:
                     continue
                 line = self._take_line()
                 self._left = self._size(line)
-                self._state = self._DATA if self._left else self._LAST
+                self._state = _DATA if self._left else _LAST
             else:
                 # Behind a chunk's data, and behind the last chunk, nothing but CR LF may stand.
                 if not b"\r\n".startswith(self._line):
@@ -368,12 +375,12 @@ class ChunkedDecoder:
                 if line_end < 0:
                     continue
                 self._take_line()
-                if self._state == self._LAST:
+                if self._state == _LAST:
                     self.done = True
                     self.surplus = data[position:]
                     break
-                self._state = self._SIZE
-        self.between = self._state == self._SIZE and not self._line
+                self._state = _SIZE
+        self.between = self._state == _SIZE and not self._line
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _take_line(self) -> bytes:

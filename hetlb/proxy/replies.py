@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hetlb.core.types import Outcome, RejectReason
+from hetlb.proxy.http1 import GateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ def bad_request(status: int, code: str | None = None) -> Answer:
         code or _CODES.get(status, "bad_request"),
         False,
     )
+
+
+class Refusal(GateError):
+    """A request that is not let in through no fault of its own: it may come again."""
+
+    def __init__(self, answer: Answer, message: str) -> None:
+        super().__init__(answer.status, message)
+        self.answer = answer
 
 
 REASONS = {

@@ -7,11 +7,12 @@ back together.
 from __future__ import annotations
 
 import random
+from typing import Final
 
 #: Requests that ended are counted over this long, in slices of a second.
-WINDOW_S = 10
-_LONGEST_S = 40.0
-_SPREAD = 0.5
+WINDOW_S: Final = 10
+_LONGEST_S: Final = 40.0
+_SPREAD: Final = 0.5
 
 
 class DrainRate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -46,16 +47,20 @@ from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange, Phase
-from hetlb.proxy.metrics import Totals, WorkerState
-from hetlb.proxy.requestlog import FORMATS, LineWriter, escape
+from hetlb.proxy.lines import LineWriter
+from hetlb.proxy.metrics import WorkerState
+from hetlb.proxy.requestlog import FORMATS, escape
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes, load_tokenizers
+from hetlb.proxy.totals import Totals
 from hetlb.proxy.tracing import Tracing, check_installed
 
 logger = logging.getLogger("hetlb.proxy")
 
 FIRST_ROUND_S = 1.0
+#: So many new containers more than went, before the garbage collector looks.
+_GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
 #: How long the name of an instance that is being registered may take to resolve.
@@ -110,9 +115,9 @@ class Service:
             self._engines,
         )
         self.server = ProxyServer(self.driver, self)
-        self.server.tls, self.server.tenants = self._access.tls, self._access.tenants
+        self.server.tls, self.server.intake.tenants = self._access.tls, self._access.tenants
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
-        self.server.tracing = self._tracing
+        self.server.intake.tracing = self._tracing
         self.scraper = self.scraper_kind(
             fleet.scrape,
             on_change=self._watched,
@@ -470,7 +475,7 @@ class Service:
             self._add(spec, access.engines[spec.name])
         self.driver.configure(fleet.proxy)
         self.server.configure(fleet.proxy)
-        self.server.tenants = access.tenants
+        self.server.intake.tenants = access.tenants
         if access.tls is not None:
             self.server.tls = access.tls
         if access.admin_tls is not None:
@@ -560,6 +565,16 @@ class Service:
         if self._event_fd is not None:
             os.close(self._event_fd)
             self._event_fd = None
+
+
+def spare_collector() -> None:
+    """Of a process that serves: have the garbage collector look at what requests leave behind, and seldom.
+
+    What is there by now stays as long as the process does, and hardly anything of a request is a cycle.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE, 10, 10)
 
 
 def require_urls(fleet: Fleet) -> Access:

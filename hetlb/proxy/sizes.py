@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from hetlb.errors import ConfigError
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
-START_BYTES_PER_TOKEN = 4.0
+START_BYTES_PER_TOKEN: Final = 4.0
 #: The start value weighs as this many tokens; older evidence halves after about `_MEMORY_TOKENS`.
-_START_WEIGHT_TOKENS = 200.0
-_MEMORY_TOKENS = 200_000.0
-_LEAST, _MOST = 0.5, 16.0
+_START_WEIGHT_TOKENS: Final = 200.0
+_MEMORY_TOKENS: Final = 200_000.0
+_LEAST: Final = 0.5
+_MOST: Final = 16.0
 #: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
-_MAX_TOKENIZED_BYTES = 64 << 10
+_MAX_TOKENIZED_BYTES: Final = 64 << 10
 
 
 class BytesPerToken:

@@ -9,36 +9,20 @@ never more than `MAX_HELD_BYTES` of it.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import msgspec
 
+from hetlb.proxy.fields import EventFields
 from hetlb.proxy.http1 import CHUNK_SIZES
 
-MAX_HELD_BYTES = 64 << 10
+MAX_HELD_BYTES: Final = 64 << 10
 
-_END = b"\n\n"
-_DONE = b"data: [DONE]"
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
+_END: Final = b"\n\n"
+_DONE: Final = b"data: [DONE]"
 
 
-class _Response(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: msgspec.Raw = msgspec.Raw(b"")
-    usage: _Usage | None = None
-    response: _Response | None = None
-    error: msgspec.Raw = msgspec.Raw(b"")
-
-
-_decoder = msgspec.json.Decoder(_Event)
+_decoder = msgspec.json.Decoder(EventFields)
 
 
 class SseWatcher:
@@ -172,7 +156,7 @@ class SseWatcher:
 
 
 #: No beginning of an event is longer than this: an id, a name of a model.
-_MAX_BEGINNING = 1024
+_MAX_BEGINNING: Final = 1024
 #: How an event of text ends in its chunk: its choices, or no usage, come last.
 _TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
 
@@ -215,7 +199,7 @@ def _first(*values: int | None) -> int | None:
 
 
 #: How much of the end of a plain body is kept: `usage` stands near it.
-TAIL_BYTES = 16 << 10
+TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 

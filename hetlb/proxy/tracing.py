@@ -20,7 +20,7 @@ import hetlb
 from hetlb.config import TracingTable
 from hetlb.core.types import Outcome
 from hetlb.errors import ConfigError
-from hetlb.proxy.body import Kind
+from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.requestlog import Ended
 
 if TYPE_CHECKING:

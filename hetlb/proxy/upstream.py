@@ -13,7 +13,7 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from hetlb.core.types import Outcome
@@ -29,11 +29,11 @@ from hetlb.proxy.http1 import (
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-_MAX_HEAD_BYTES = 32 << 10
+_MAX_HEAD_BYTES: Final = 32 << 10
 #: How long an engine may take to take leave of a TLS connection.
-_TLS_SHUTDOWN_S = 1.0
+_TLS_SHUTDOWN_S: Final = 1.0
 #: Bodies up to this size are written in one piece with their head.
-_COPIED_BYTES = 16 << 10
+_COPIED_BYTES: Final = 16 << 10
 
 
 class Carried(Protocol):

@@ -16,16 +16,18 @@ import mmap
 import os
 from collections.abc import Sequence
 from struct import Struct
+from typing import Final
 
 from hetlb.core.fellows import NOTHING, Cell, Standing
 
 #: So many writes are told one by one; who looks later than that compares everything.
-RING = 512
+RING: Final = 512
 #: Answers that can be asked for again, by worker, the last ones.
-ANSWERS = 10_000
-_HEAD_WORDS = 8
-_STANDING, _REMEMBERED = 1, 4
-_CELL_WORDS = 8
+ANSWERS: Final = 10_000
+_HEAD_WORDS: Final = 8
+_STANDING: Final = 1
+_REMEMBERED: Final = 4
+_CELL_WORDS: Final = 8
 _CELL = Struct("8q")
 _HEAD = Struct("4q")
 _NOBODY = (0, 0, 0, 0)

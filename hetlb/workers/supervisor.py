@@ -23,7 +23,8 @@ import msgspec
 
 from hetlb.config import Fleet
 from hetlb.core.eventlog import SchedulerSetup
-from hetlb.core.fellows import Cells, Evidence, SharedQueue, SharedScheduler
+from hetlb.core.fellows import Cells, Evidence
+from hetlb.core.overview import FleetScheduler
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminStateSet,
@@ -36,12 +37,14 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess
-from hetlb.proxy.metrics import MODELS_MAX, Totals, WorkerState
+from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.service import Service, named, require_urls
+from hetlb.proxy.totals import MODELS_MAX, Totals
 from hetlb.workers.channel import Channel, Message
+from hetlb.workers.driver import LIFE
 from hetlb.workers.ledger import Memory, Onlooker
 from hetlb.workers.totals import add, merged
-from hetlb.workers.worker import LIFE, Decided, LockedScraper, Report, Start
+from hetlb.workers.worker import Decided, LockedScraper, Report, Start
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -56,41 +59,6 @@ BACKOFF_S, BACKOFF_CAP_S = 0.5, 30.0
 _HEALTH_S = 0.005
 #: After a stop workers get so long, beyond the grace of their requests, before they are killed.
 _KILL_AFTER_S = 5.0
-
-
-class _FleetQueue(SharedQueue):
-    """What waits in all workers; nothing waits here."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return self.elsewhere
-
-    def by_model(self) -> dict[str, int]:
-        """How many wait, by model."""
-        counts = {
-            model: sum(each[2] for _, each in self._ledger.cells(cell))
-            for model, cell in self._models.items()
-        }
-        return {model: count for model, count in counts.items() if count}
-
-    def oldest_at(self) -> float | None:
-        """When the one arrived that is the next to go in its worker and has waited longest."""
-        oldest = [
-            each[3] / 1e9 for cell in self._models.values() for _, each in self._ledger.cells(cell) if each[2]
-        ]
-        return min(oldest, default=None)
-
-
-class _FleetScheduler(SharedScheduler):
-    """A scheduler that decides nothing: it knows what all workers have booked and how the instances stand."""
-
-    queue_kind = _FleetQueue
-
-    def look(self, now: float) -> None:
-        """Take in everything."""
-        self.take_in(now, everything=True)
-        self._queue.bytes = self._shared_queue.elsewhere_bytes
 
 
 class _Worker:
@@ -153,15 +121,15 @@ class Supervisor(Service):
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
             return setup.build(
-                _FleetScheduler, ledger=Onlooker(self._memory), cells=self._cells, tell=lambda evidence: None
+                FleetScheduler, ledger=Onlooker(self._memory), cells=self._cells, tell=lambda evidence: None
             )
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 
     @property
-    def _fleet_scheduler(self) -> _FleetScheduler:
+    def _fleet_scheduler(self) -> FleetScheduler:
         scheduler = self.driver.scheduler
-        assert isinstance(scheduler, _FleetScheduler)
+        assert isinstance(scheduler, FleetScheduler)
         return scheduler
 
     # --- start-up ---
@@ -653,7 +621,7 @@ class Supervisor(Service):
     async def stop(self, grace_s: float) -> None:
         """Have all workers stop, let what is open end within `grace_s`, then close everything."""
         self._ending = True
-        self.server.stopping = True
+        self.server.clients.stop()
         for channel in self._channels():
             channel.send("stop", grace_s <= 0.0)
         for worker in self._workers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from hetlb.proxy.metrics import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.totals import INSTANCE_COUNTS, MODEL_HISTOGRAMS, InstanceTotals, ModelTotals, Totals
 
 _Key = TypeVar("_Key")
 
@@ -37,16 +37,14 @@ def add(whole: Totals, part: Totals) -> None:
 
 
 def _add_model(whole: ModelTotals, part: ModelTotals) -> None:
-    for name in ModelTotals.__slots__:
+    for name in MODEL_HISTOGRAMS:
         getattr(whole, name).add(getattr(part, name))
 
 
 def _add_instance(whole: InstanceTotals, part: InstanceTotals) -> None:
-    for name in InstanceTotals.__slots__:
-        if name == "requests":
-            _add_counts(whole.requests, part.requests)
-        else:
-            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+    _add_counts(whole.requests, part.requests)
+    for name in INSTANCE_COUNTS:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
 def _add_counts(whole: dict[_Key, int], part: dict[_Key, int]) -> None:

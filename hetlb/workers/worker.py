@@ -35,7 +35,6 @@ from hetlb.core.types import (
     Candidate,
     Dispatch,
     EngineSample,
-    HealthChanged,
     InstanceChange,
     InstanceSpec,
     Lease,
@@ -45,13 +44,13 @@ from hetlb.errors import ConfigError, HetlbError
 from hetlb.proxy.access import Access
 from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.dashboard.history import History
-from hetlb.proxy.driver import Driver
-from hetlb.proxy.metrics import Totals
-from hetlb.proxy.requestlog import LineWriter, logging_to_stderr
+from hetlb.proxy.lines import LineWriter, logging_to_stderr
 from hetlb.proxy.scrape import Scraper, Target
-from hetlb.proxy.service import FIRST_ROUND_S, Service, require_urls
+from hetlb.proxy.service import FIRST_ROUND_S, Service, require_urls, spare_collector
+from hetlb.proxy.totals import Totals
 from hetlb.workers.channel import Channel, Message
-from hetlb.workers.ledger import Memory, Row, owner_hash
+from hetlb.workers.driver import SharedDriver
+from hetlb.workers.ledger import Memory, Row
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -63,8 +62,6 @@ REPORT_S = 0.5
 _ROWS_KEPT = 20_000
 #: Decisions told with every report: what the dashboard lists.
 DECISIONS_TOLD = 25
-#: Numbers of requests and leases of one life of a worker lie apart from all others'.
-LIFE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,48 +109,6 @@ class Report:
     lost_lines: int
     invalid_samples: dict[str, int]
     connections: int
-
-
-class SharedDriver(Driver):
-    """A driver whose scheduler is one of several."""
-
-    row: Row
-
-    @property
-    def shared(self) -> SharedScheduler:
-        """The scheduler in its own type."""
-        assert isinstance(self.scheduler, SharedScheduler)
-        return self.scheduler
-
-    def begin_life(self, life: int) -> None:
-        """Count requests from another number on than any other worker."""
-        self._next_id = life * LIFE + 1
-        self.shared.begin_life(life * LIFE + 1)
-
-    def woken(self) -> None:
-        """Another worker made way."""
-        self.carry_out(self.shared.on_wake(self.now()))
-
-    def _health_changed(self, command: HealthChanged) -> None:
-        """The supervisor counts and logs it, once."""
-
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made here."""
-        super().remember_response(response_id, instance, tenant)
-        cell = self.shared.cell_of(instance)
-        if cell is not None:
-            self.row.remember(response_id, cell, tenant)
-
-    def kept_at(self, response_id: str, owner: str | None) -> tuple[str, str | None] | None:
-        """Which instance keeps an answer, and whose it is, whichever worker made it."""
-        known = super().kept_at(response_id, owner)
-        if known is not None:
-            return known
-        found = self.row.kept_at(response_id)
-        name = None if found is None else self.shared.name_at(found[0])
-        if found is None or name is None:
-            return None
-        return name, owner if found[1] == owner_hash(owner) else ""
 
 
 class LockedScraper(Scraper):
@@ -474,6 +429,7 @@ async def _work(settings: dict[str, Any]) -> int:
         try:
             serving = asyncio.create_task(service.run())
             await service.start()
+            spare_collector()
             await serving
         finally:
             await service.close()

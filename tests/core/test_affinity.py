@@ -8,7 +8,6 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core import affinity
 from hetlb.core.affinity import Affinity
 from hetlb.core.types import InstanceAdded, InstanceRemoved, Outcome
 
@@ -62,14 +61,10 @@ def test_an_instance_that_came_back_holds_nothing() -> None:
     st.integers(1, 4),
 )
 def test_it_is_bounded_and_hopes_for_no_more_than_the_prompt(sent: list[tuple[str, int]], bound: int) -> None:
-    before, affinity.REMEMBERED = affinity.REMEMBERED, bound
-    try:
-        memory = Affinity()
-        instance = make_scheduler([spec("a")]).instances[0]
-        for i, (name, prompt) in enumerate(sent):
-            asked = request(i, prompt=prompt, beginnings=((name, None), (name + "!", 100)))
-            assert all(0 < tokens < prompt for tokens in memory.held(asked).values())
-            memory.sent(asked, instance, 10.0)
-            assert len(memory) <= bound
-    finally:
-        affinity.REMEMBERED = before
+    memory = Affinity(bound)
+    instance = make_scheduler([spec("a")]).instances[0]
+    for i, (name, prompt) in enumerate(sent):
+        asked = request(i, prompt=prompt, beginnings=((name, None), (name + "!", 100)))
+        assert all(0 < tokens < prompt for tokens in memory.held(asked).values())
+        memory.sent(asked, instance, 10.0)
+        assert len(memory) <= bound

@@ -39,10 +39,12 @@ def test_engines_of_one_server_are_summed() -> None:
         f'vllm:cache_config_info{{block_size="16",engine="{i}",num_gpu_blocks="{100 + i}"}} 1.0\n'
         for i in range(2)
     )
-    assert parse(text) == EngineSample(
+    sample = parse(text)
+    assert sample.kv_usage == pytest.approx(0.25)
+    assert sample == EngineSample(
         running=7,
         waiting=2,
-        kv_usage=pytest.approx(0.25),
+        kv_usage=sample.kv_usage,
         capacity=Capacity(kv_cache_tokens=3216, block_size=16, kv_tokens_per_request=1600),
     )
 

@@ -27,6 +27,7 @@ from hetlb.core import engine_metrics
 from hetlb.errors import InputError
 from hetlb.proxy import body as bodies
 from hetlb.proxy import http1, sse
+from hetlb.proxy.endpoints import Kind
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -139,7 +140,7 @@ def _chunks(data: bytes) -> None:
 
 def body(data: bytes) -> None:
     """Request bodies, as every kind of endpoint reads them."""
-    for kind in bodies.Kind:
+    for kind in Kind:
         try:
             call = bodies.read_json(kind, data)
         except bodies.GateError as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetlb.errors import ConfigError
-from hetlb.proxy.body import Call, Kind, inject_usage, read_json, read_multipart
+from hetlb.proxy.body import Call, inject_usage, read_json, read_multipart
+from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.http1 import GateError
 from hetlb.proxy.sizes import BytesPerToken, PromptSizes, load_tokenizers
 

@@ -6,6 +6,7 @@ import pytest
 
 from hetlb.proxy import http1
 from hetlb.proxy.http1 import (
+    LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_LINE_BYTES,
@@ -267,8 +268,8 @@ def test_only_heads_of_a_bearable_length_are_remembered() -> None:
     known = KnownHeads(parse)
     for line in (b"X-Length: none", b"Content-Length: 5"):
         short = asked(line)
-        longest = asked(line, b"Pad: " + b"x" * (KnownHeads.LONGEST_BYTES - len(short) - len(b"Pad: \r\n")))
-        assert len(longest) == KnownHeads.LONGEST_BYTES
+        longest = asked(line, b"Pad: " + b"x" * (LONGEST_KNOWN_BYTES - len(short) - len(b"Pad: \r\n")))
+        assert len(longest) == LONGEST_KNOWN_BYTES
         longer = longest.replace(b"Pad: ", b"Pad: x")
         for raw in (longest, longest, longer, longer):
             known.find(raw)

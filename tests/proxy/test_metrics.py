@@ -24,7 +24,8 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit,
 from hetlb.core.types import EngineSample, Outcome
 from hetlb.proxy import metrics
 from hetlb.proxy.histograms import FINE_MS, Gaps, Histogram
-from hetlb.proxy.metrics import ITL_S, MODELS_MAX, MetricsPage, MetricsSource, Totals
+from hetlb.proxy.metrics import MetricsPage, MetricsSource
+from hetlb.proxy.totals import ITL_S, MODELS_MAX, Totals
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST

@@ -148,15 +148,10 @@ async def test_a_stream_whose_usage_was_asked_for(start: Start) -> None:
 
 
 async def test_tokens_of_a_stream_in_one_read_without_usage_are_counted(start: Start) -> None:
-    tokens: list[int] = []
     async with Upstream(SSE_HEAD + chunk(TOKEN * 3 + DONE) + LAST) as engine:
         proxy = await start(engine.url)
-        original = proxy.scheduler.on_lease_ended
-        proxy.scheduler.on_lease_ended = lambda lease, *a, **k: (
-            tokens.append(lease.output_tokens), original(lease, *a, **k)
-        )[1]  # fmt: skip
         await ask(proxy, post(ASK_STREAM))
-    assert tokens == [3]
+        assert proxy.driver.totals.instance("i0").output_tokens == 3
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -542,19 +537,14 @@ async def test_a_client_that_leaves_the_queue(start: Start) -> None:
 async def test_a_client_that_leaves_while_connecting(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url)
-        client = Client(proxy)
-        await client.__aenter__()
-        submit = proxy.driver.submit
-
-        def submit_and_leave(exchange: Any) -> None:
-            submit(exchange)
+        async with Client(proxy) as client:
+            client.send(post())
+            await turns_until(lambda: proxy.driver.exchanges)
+            [exchange] = proxy.driver.exchanges.values()
             assert exchange.phase == "connect"
-            exchange._client.connection_lost(None)
-
-        proxy.driver.submit = submit_and_leave
-        client.send(post())
-        await turns_until(lambda: proxy.ended)
-        await client.__aexit__()
+            [connection] = proxy.server.connections
+            connection.connection_lost(None)
+            await turns_until(lambda: proxy.ended)
         assert proxy.ended == [("client_gone", "connect", 0)]
         await proxy.settled()
 

@@ -18,7 +18,8 @@ from proxy.services import Engine, document, serving
 from hetlb.config import load_fleet
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
-from hetlb.proxy.requestlog import FORMATS, LineWriter, escape, json_line, keyvalue_line
+from hetlb.proxy.lines import LineWriter
+from hetlb.proxy.requestlog import FORMATS, escape, json_line, keyvalue_line
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:

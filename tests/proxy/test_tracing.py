@@ -20,7 +20,7 @@ from hetlb.config import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
 from hetlb.proxy import tracing
-from hetlb.proxy.body import Kind
+from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.tracing import Trace, Tracing, check_installed, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
+import resource
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,6 +22,7 @@ from proxy.upstreams import (
     STREAM,
     TOKEN,
     Upstream,
+    Visit,
     chunk,
     closing,
     holding,
@@ -27,9 +30,8 @@ from proxy.upstreams import (
 )  # fmt: skip
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.types import AdminState, AdminStateSet, Outcome
+from hetlb.core.types import AdminState, AdminStateSet
 from hetlb.proxy.retryafter import WINDOW_S, DrainRate
-from hetlb.proxy.upstream import EnginePool
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.
@@ -360,29 +362,36 @@ async def test_what_an_engine_may_have_run_is_not_to_be_sent_again(start: Start)
                 assert (answer.status, answer.headers["x-should-retry"]) == (503, retry)
 
 
-async def test_nor_what_an_engine_dropped_before_this_machine_failed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = EnginePool.send
-    tries = 0
+async def test_nor_what_an_engine_dropped_before_this_machine_failed(start: Start) -> None:
+    with contextlib.ExitStack() as descriptors:
 
-    def send_once(pool: EnginePool, exchange: Any, *, fresh: bool = False) -> None:
-        nonlocal tries
-        tries += 1
-        if tries == 1:
-            send(pool, exchange, fresh=fresh)
-        else:
-            exchange.engine_failed(Outcome.LOCAL_FAULT, "no descriptors")
+        async def closing_last(visit: Visit) -> None:
+            descriptors.enter_context(no_more_descriptors())
+            visit.writer.close()
 
-    monkeypatch.setattr(EnginePool, "send", send_once)
-    async with Upstream(closing(b"")) as one, Upstream(closing(b"")) as two:
-        proxy = await start(one.url, two.url)
-        answer = await ask(proxy, post())
-        assert (answer.status, answer.headers["x-should-retry"], tries) == (503, "false", 2)
-        assert len(one.visits) + len(two.visits) == 1
-        tries = 1  # the first try of the next request fails here: nothing was sent
-        answer = await ask(proxy, post())
-        assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
+        async with Upstream(closing_last) as one, Upstream(closing_last) as two:
+            proxy = await start(one.url, two.url)
+            answer = await ask(proxy, post())
+            assert (answer.status, answer.headers["x-should-retry"]) == (503, "false")
+            assert len(one.visits) + len(two.visits) == 1
+            descriptors.close()
+            async with Client(proxy) as client:
+                await turns_until(lambda: proxy.server.connections)
+                with no_more_descriptors():  # nothing was sent
+                    client.send(post())
+                    answer = await client.answer()
+                assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_who_is_turned_away_is_told_when_to_come_again(start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import pytest
 from helpers import FAST, MODEL, spec
@@ -13,7 +14,8 @@ from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
-from hetlb.core.types import Capacity, Health, Outcome
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Capacity, Command, Health, Outcome, Request
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
 
@@ -42,17 +44,25 @@ def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult
         initial_health=Health.UP,
     )
     simulation = FleetSimulation(setup, ENGINES, plan, model=MODEL)
-    scheduler, longest = simulation.scheduler, 0
-    arrive = scheduler.on_arrival
+    watched = Watched(simulation.scheduler)
+    simulation.scheduler = watched  # type: ignore[assignment]
+    return simulation.run(), watched.longest
 
-    def watched(request: object, now: float) -> object:
-        nonlocal longest
-        commands = arrive(request, now)  # type: ignore[arg-type]
-        longest = max(longest, len(scheduler.queue))
+
+class Watched:
+    """A scheduler, and how many waited in it at most."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.longest = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        commands = self._scheduler.on_arrival(request, now)
+        self.longest = max(self.longest, len(self._scheduler.queue))
         return commands
-
-    scheduler.on_arrival = watched  # type: ignore[method-assign, assignment]
-    return simulation.run(), longest
 
 
 def lengths(rng: random.Random) -> tuple[int, int]:

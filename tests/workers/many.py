@@ -14,12 +14,15 @@ from hetlb.workers.ledger import Memory, Row
 INSTANCE_CELLS = 64
 
 
-class WokenRow(Row):
+class WokenRow:
     """A row whose wake-ups are collected instead of written to an eventfd."""
 
     def __init__(self, memory: Memory, number: int, woken: list[int]) -> None:
-        super().__init__(memory, number)
+        self._row = Row(memory, number)
         self._woken = woken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._row, name)
 
     def wake(self, fellow: int) -> None:
         self._woken.append(fellow)

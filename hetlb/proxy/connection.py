@@ -1,0 +1,439 @@
+"""Connections of clients: requests are read, one at a time, and answered in order.
+
+Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
+and nothing dispatched before its whole body passed the reader; what is held of bodies and of requests
+behind the one being answered is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from typing import Final, cast
+
+from hetlb.config import ProxyTable
+from hetlb.proxy import replies
+from hetlb.proxy.access import Tenant
+from hetlb.proxy.driver import Driver
+from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.http1 import (
+    ChunkedDecoder,
+    GateError,
+    KnownHeads,
+    RequestHead,
+    head_end,
+    parse_request_head,
+)
+from hetlb.proxy.intake import Intake
+from hetlb.proxy.replies import Refusal
+
+#: Bytes of a next request that may wait behind the one being answered.
+_MAX_PIPELINED: Final = 64 << 10
+#: A body that has just begun may be as slow as it likes.
+_BODY_GRACE_S: Final = 5.0
+#: How long a refused client may still send before its connection is dropped.
+LINGER_S: Final = 2.0
+#: What the kernel may hold of an answer for a client that does not read.
+_SEND_BUFFER: Final = 64 << 10
+
+
+class Clients:
+    """All open connections, and what they share."""
+
+    def __init__(self, driver: Driver, intake: Intake) -> None:
+        self.driver = driver
+        self.intake = intake
+        self.table: ProxyTable = driver.table
+        self.heads = KnownHeads(parse_request_head)
+        #: Oldest first (the values say nothing).
+        self.open: dict[ClientConnection, None] = {}
+        #: Bytes of bodies that have not come whole yet, over all connections.
+        self.held_bytes = 0
+        #: Whether each connection ends with the answer it is at.
+        self.stopping = False
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """Whether there is room for a new connection; where not, the oldest without a request makes it."""
+        limit = self.table.max_connections or _half_of_the_descriptors()
+        full = len(self.open) >= limit
+        idle = self._oldest_idle() if full else None
+        self.open[connection] = None
+        if idle is not None:
+            idle.abort()
+        elif len(self.open) > limit + max(8, limit // 8):
+            connection.abort()  # so many are being told that there is no room that nobody more can be
+        return not full or idle is not None
+
+    def left(self, connection: ClientConnection) -> None:
+        """A connection is gone."""
+        self.open.pop(connection, None)
+
+    def sweep(self, now: float) -> None:
+        """End what has taken too long."""
+        for connection in list(self.open):
+            connection.sweep(now)
+
+    def stop(self) -> None:
+        """Take no further request: idle connections end now, the others with the answer they are at."""
+        self.stopping = True
+        for connection in list(self.open):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        """Drop them all."""
+        for connection in list(self.open):
+            connection.abort()
+
+    def _oldest_idle(self) -> ClientConnection | None:
+        for connection in self.open:
+            if connection.idle:
+                return connection
+        return None
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection of a client."""
+
+    __slots__ = (
+        "_body", "_body_left", "_buffer", "_clients", "_closing", "_decoder", "_exchange", "_head", "_held",
+        "_now", "_paused", "_reading_paused", "_since", "_stalled_since", "_tenant", "_transport",
+    )  # fmt: skip
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._head: RequestHead | None = None
+        self._tenant: Tenant | None = None
+        self._body: list[bytes] = []
+        self._body_left = self._held = 0
+        self._decoder: ChunkedDecoder | None = None
+        self._exchange: Exchange | None = None
+        self._now = clients.driver.now
+        self._closing = False
+        self._paused = False
+        self._reading_paused = False
+        self._since = 0.0
+        self._stalled_since = 0.0
+
+    # --- asyncio's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop has its own class
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        transport.set_write_buffer_limits(high=64 << 10)
+        self._since = self._now()
+        if not self._clients.admit(self):
+            self._refuse(Refusal(replies.TOO_MANY_CONNECTIONS, "Too many connections are open."))
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        if self._exchange is not None or self._paused:
+            self._buffer += data
+            self._bound_reading()
+            return
+        if self._buffer:
+            self._buffer += data
+        else:
+            self._buffer = data
+            if self._head is None:
+                self._since = self._now()  # the head's time begins with its first byte
+        self._advance()
+
+    def eof_received(self) -> bool:
+        if self._closing:
+            return False  # what was written still goes out
+        # A client that closes its sending side is gone (as HAProxy's abortonclose has it): whoever waits
+        # for an answer keeps the connection open.
+        self.abort()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._closing = True
+        self._clients.left(self)
+        self._release()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_gone()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._stalled_since = self._now()
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._exchange is not None:
+            self._exchange.resume()
+            return
+        self._bound_reading()
+        if self._buffer:
+            self._clients.driver.loop.call_soon(self._advance)
+
+    # --- the exchange's side ---
+
+    @property
+    def http11(self) -> bool:
+        """Whether the client understands chunked answers."""
+        return self._head is not None and self._head.http11
+
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Sends bytes of an answer."""
+        return _nowhere if self._transport is None else self._transport.write
+
+    def end(self, *, keep: bool) -> None:
+        """The answer is out; `keep` says that the client can tell where it ended."""
+        head, self._head, self._exchange = self._head, None, None
+        if not keep or head is None or not head.keep_alive or self._clients.stopping:
+            self._close()
+            return
+        self._since = self._now()
+        self._bound_reading()
+        if self._buffer:
+            # In a turn of its own: pipelined requests must not nest.
+            self._clients.driver.loop.call_soon(self._advance)
+
+    def break_off(self) -> None:
+        """End an answer that must not look complete: what was written goes out, then the connection ends."""
+        self._exchange = None
+        self._close()
+
+    # --- from the listener ---
+
+    def _bound_reading(self) -> None:
+        """Read on only while few requests wait behind the one being answered.
+
+        A head is smaller than the bound and a body leaves the buffer as it comes, so more than that can
+        only be requests whose turn has not come.
+        """
+        full = len(self._buffer) > _MAX_PIPELINED
+        if full is self._reading_paused or self._closing or self._transport is None:
+            return
+        self._reading_paused = full
+        if full:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is read or answered here; the beginning of a head is none yet."""
+        if self._exchange is not None or self._head is not None or self._closing:
+            return False
+        return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    def close_if_idle(self) -> None:
+        """Close a connection that has no request."""
+        if self._exchange is None and self._head is None and not self._buffer:
+            self._close()
+
+    def abort(self) -> None:
+        """Drop the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def sweep(self, now: float) -> None:
+        """End what has taken too long: heads, bodies, idle connections, clients that do not read."""
+        table = self._clients.table
+        if self._paused and now - self._stalled_since > table.write_timeout_s:
+            self.abort()
+        elif self._exchange is not None:
+            return
+        elif self._closing:
+            # A slow client may still be reading the end of its answer.
+            unsent = self._transport is not None and self._transport.get_write_buffer_size() > 0
+            if now - self._since > (table.write_timeout_s if unsent else LINGER_S):
+                self.abort()
+        elif self._head is not None:
+            took_s = now - self._since
+            slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
+            if slow or took_s > table.body_timeout_s:
+                self._refuse(GateError(408, "The request body took too long."))
+        elif self._buffer:
+            if now - self._since > table.head_timeout_s:
+                self._refuse(GateError(408, "The request head took too long."))
+        elif now - self._since > table.keepalive_timeout_s:
+            self._close()
+
+    # --- reading requests ---
+
+    def _advance(self) -> None:
+        """Read on, up to one whole request."""
+        # A client that does not read its answers gets no further ones: they would pile up here.
+        if self._closing or self._paused or self._exchange is not None:
+            return
+        try:
+            if (self._head is not None or self._read_head()) and self._read_body():
+                self._serve()
+        except GateError as error:
+            self._refuse(error)
+        self._bound_reading()
+
+    def _read_head(self) -> bool:
+        buffer, clients = self._buffer, self._clients
+        while buffer.startswith(b"\r\n"):
+            buffer = buffer[2:]  # RFC 9112, 2.2: an empty line before a request is skipped
+        if buffer and not 65 <= buffer[0] <= 90 and buffer != b"\r":
+            raise GateError(400, "This is not the beginning of an HTTP request.")  # TLS, say
+        end = head_end(buffer)
+        if not end:
+            self._buffer = buffer
+            return False
+        self._buffer = buffer[end:]
+        head, length = clients.heads.find(buffer[:end])
+        self._tenant = clients.intake.recognise(head)
+        self._head = head
+        self._since = self._now()
+        self._body = []
+        self._body_left = length or 0
+        self._decoder = ChunkedDecoder() if head.chunked else None
+        if length is not None and length > self._body_limit(head):
+            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+        if head.expects is not None:
+            self._expected(head)
+        return True
+
+    def _expected(self, head: RequestHead) -> None:
+        """Somebody waits to be told to send the body."""
+        if head.expects != b"100-continue":
+            raise GateError(417, "The only expectation understood is 100-continue.")
+        if not self._clients.intake.knows(head.path):
+            raise GateError(404, "Not Found")  # before the body is asked for
+        if head.http11 and (self._body_left or self._decoder) and not self._buffer:
+            self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _body_limit(self, head: RequestHead) -> int:
+        table = self._clients.table
+        multipart = head.content_type.startswith(b"multipart/")
+        return table.max_multipart_bytes if multipart else table.max_body_bytes
+
+    def _read_body(self) -> bool:
+        """Take the body out of the buffer; True when it is whole."""
+        buffer, decoder = self._buffer, self._decoder
+        if decoder is None:
+            left = self._body_left
+            if not left:
+                return True
+            if len(buffer) < left:
+                self._take(buffer)
+                self._body_left = left - len(buffer)
+                self._buffer = b""
+                return False
+            self._body.append(buffer[:left])
+            self._buffer = buffer[left:]
+            self._body_left = 0
+            return True
+        if not buffer:
+            return False
+        self._buffer = b""
+        payload = decoder.feed(buffer)
+        if payload:
+            self._take(payload)
+            self._body_left += len(payload)
+            assert self._head is not None
+            if self._body_left > self._body_limit(self._head):
+                raise GateError(413, "The request body is too large.")
+        if not decoder.done:
+            return False
+        self._buffer = decoder.surplus
+        return True
+
+    def _take(self, piece: bytes) -> None:
+        """Keep a piece of a body of which more is to come."""
+        self._body.append(piece)
+        self._held += len(piece)
+        self._clients.held_bytes += len(piece)
+        if self._clients.held_bytes > self._clients.table.max_held_bytes:
+            raise Refusal(replies.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
+
+    def _release(self) -> None:
+        """What was kept of a body is whole, or of no use any more."""
+        self._clients.held_bytes -= self._held
+        self._held = 0
+        self._body = []
+
+    # --- answering ---
+
+    def _serve(self) -> None:
+        head, clients, pieces = self._head, self._clients, self._body
+        assert head is not None
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._release()
+        if clients.stopping:
+            raise Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
+        taken = clients.intake.take(self, head, body, self._tenant)
+        if isinstance(taken, bytes):
+            self._reply(taken)
+        else:
+            self._exchange = taken
+            clients.driver.submit(taken)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _reply(self, data: bytes) -> None:
+        self._send(data)
+        self.end(keep=True)
+
+    def _refuse(self, error: GateError) -> None:
+        """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
+        answer = error.answer if isinstance(error, Refusal) else replies.bad_request(error.status)
+        self._clients.driver.refused(answer.outcome)
+        # A body that was read whole leaves the connection in a known state.
+        whole = self._decoder.done if self._decoder is not None else not self._body_left
+        head = self._head
+        keep = head is not None and head.keep_alive and whole and error.status in (400, 403, 404, 405)
+        self._send(
+            replies.response(
+                error.status,
+                replies.error_body(answer, error.message),
+                headers=replies.refusal_headers(answer, 1.0 if answer.should_retry else None),
+                close=not keep,
+                head_only=head is not None and head.method == b"HEAD",
+            )
+        )
+        self._release()
+        self._body_left, self._decoder = 0, None
+        if keep:
+            self.end(keep=True)
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close our side only: bytes still on their way would otherwise reset what was just written."""
+        self._closing = True
+        self._head = None
+        self._since = self._now()
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
+
+    def _close(self) -> None:
+        self._closing = True
+        self._since = self._now()
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _nowhere(data: bytes) -> None:
+    """The client is gone."""
+
+
+def _half_of_the_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)

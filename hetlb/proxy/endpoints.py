@@ -1,0 +1,60 @@
+"""What an engine serves, and what that means to the scheduler."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an endpoint does, as far as scheduling goes."""
+
+    COMPLETION = "completion"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    NO_OUTPUT = "no_output"
+    AUDIO = "audio"
+    PINNED = "pinned"
+    PLAIN = "plain"
+
+    def __init__(self, name: str) -> None:
+        #: Whether the engine decodes for it.
+        self.generates = name not in ("no_output", "pinned", "plain")
+        #: Whether it is a prompt that may be long, and not a form or a question about an answer.
+        self.prompted = name not in ("pinned", "plain")
+
+
+#: What goes to an engine, as vLLM 0.32 serves it. Which of them exist depends on the model.
+ENDPOINTS: dict[str, Kind] = {
+    "/v1/completions": Kind.COMPLETION,
+    "/v1/completions/render": Kind.NO_OUTPUT,
+    "/v1/chat/completions": Kind.CHAT,
+    "/v1/chat/completions/batch": Kind.CHAT,
+    "/v1/chat/completions/render": Kind.NO_OUTPUT,
+    "/v1/responses": Kind.RESPONSES,
+    "/v1/messages": Kind.MESSAGES,
+    "/v1/messages/count_tokens": Kind.NO_OUTPUT,
+    "/v1/embeddings": Kind.NO_OUTPUT,
+    "/v1/score": Kind.NO_OUTPUT,
+    "/score": Kind.NO_OUTPUT,
+    "/v1/rerank": Kind.NO_OUTPUT,
+    "/v2/rerank": Kind.NO_OUTPUT,
+    "/rerank": Kind.NO_OUTPUT,
+    "/pooling": Kind.NO_OUTPUT,
+    "/classify": Kind.NO_OUTPUT,
+    "/tokenize": Kind.PLAIN,
+    "/detokenize": Kind.PLAIN,
+    "/v1/audio/transcriptions": Kind.AUDIO,
+    "/v1/audio/translations": Kind.AUDIO,
+    "/v1/audio/speech": Kind.AUDIO,
+    "/inference/v1/generate": Kind.COMPLETION,
+    "/invocations": Kind.CHAT,
+}
+_RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,128})(/cancel)?")
+
+
+def kept_response(path: str) -> tuple[str, bool] | None:
+    """The id of the kept answer that a path asks for, and whether it is to be cancelled; None for neither."""
+    match = _RESPONSE_PATH.fullmatch(path)
+    return None if match is None else (match[1], bool(match[2]))

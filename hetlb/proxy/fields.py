@@ -1,0 +1,73 @@
+"""The fields of JSON that are read from requests and answers, and those that are written to the log.
+
+Everything else in a document passes unread. (msgspec looks at the annotations of these classes while the
+program runs, and compiled classes keep none: this module stays interpreted.)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestFields(msgspec.Struct):
+    """What a request body says about its work."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    priority: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: str | None = None
+
+
+class Usage(msgspec.Struct):
+    """What an engine counted, in the words of either API."""
+
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+
+
+class ResponseFields(msgspec.Struct):
+    """What the last event of `/v1/responses` says of the whole answer."""
+
+    usage: Usage | None = None
+
+
+class EventFields(msgspec.Struct):
+    """What matters of one server-sent event, or of an answer that is none."""
+
+    choices: msgspec.Raw = msgspec.Raw(b"")
+    usage: Usage | None = None
+    response: ResponseFields | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class LogLine(msgspec.Struct):
+    """One line of the request log as a JSON object; null where the words have a `-`."""
+
+    time: str
+    request: str
+    tenant: str | None
+    model: str
+    path: str
+    instance: str | None
+    outcome: str
+    phase: str
+    status: int
+    prompt_tokens: int
+    output_tokens: int
+    predicted_output: float
+    queue_s: float
+    ttft_s: float | None
+    total_s: float
+    retries: int

@@ -1,0 +1,117 @@
+"""Lines to a file descriptor without ever blocking the event loop: the request log, the event log, our own.
+
+Promise: a line costs the caller an append; a thread of its own writes them, a few times a second. A reader
+that is slow or gone loses lines (they are counted), never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator
+
+_FLUSH_S = 0.2
+#: Batches that may wait for a slow reader.
+_MAX_BATCHES = 500
+
+
+class LineWriter:
+    """Collects lines on the event loop and hands them to a writing thread."""
+
+    def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
+        self._fd = fd
+        #: Whole lines of so many bytes at most are written at once where several processes write to `fd`:
+        #: what is no longer than `PIPE_BUF` stays in one piece.
+        self._at_once = at_once
+        self._lines: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
+        self.lost = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Queue one line (with its newline)."""
+        self._lines.append(line)
+        if self._timer is None:
+            try:
+                self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+            except RuntimeError:
+                self._hand_over()  # before the event loop began, after it, or from another thread
+
+    def flush(self) -> None:
+        """Hand what is queued to the thread. On the event loop, whose timer this ends, or after it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            self._batches.put_nowait("".join(lines).encode())
+        except queue.Full:
+            self.lost += len(lines)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is left, for at most `timeout_s`."""
+        self.flush()
+        try:
+            self._batches.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            data = memoryview(batch)
+            try:
+                while data:
+                    data = data[os.write(self._fd, data[: self._piece(batch, len(data))]) :]
+            except OSError:
+                self.lost += batch.count(b"\n")
+
+    def _piece(self, batch: bytes, left: int) -> int:
+        """How many of the bytes that are left of a batch are written at once."""
+        if self._at_once is None or left <= self._at_once:
+            return left
+        start = len(batch) - left
+        end = batch.rfind(b"\n", start, start + self._at_once)
+        return left if end < 0 else end + 1 - start
+
+
+_STDERR = 2
+
+
+class LineHandler(logging.Handler):
+    """Python's own log through a `LineWriter`: who has something to say does not wait for who reads it."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record as one line or, with a traceback, several."""
+        try:
+            self._writer.write(self.format(record) + "\n")
+        except Exception:  # a log line must not end what it tells of
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Send what is logged to stderr without ever waiting for who reads it."""
+    writer = LineWriter(_STDERR, "log")
+    handler = LineHandler(writer)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        writer.close()

@@ -1,0 +1,55 @@
+"""The driver of one worker: its scheduler is one of several."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetlb.core.fellows import SharedScheduler
+from hetlb.core.types import HealthChanged
+from hetlb.proxy.driver import Driver
+from hetlb.workers.ledger import Row, owner_hash
+
+#: Numbers of requests and leases of one life of a worker lie apart from all others'.
+LIFE: Final = 1 << 32
+
+
+class SharedDriver(Driver):
+    """A driver whose scheduler is one of several."""
+
+    row: Row
+
+    @property
+    def shared(self) -> SharedScheduler:
+        """The scheduler in its own type."""
+        assert isinstance(self.scheduler, SharedScheduler)
+        return self.scheduler
+
+    def begin_life(self, life: int) -> None:
+        """Count requests from another number on than any other worker."""
+        self._next_id = life * LIFE + 1
+        self.shared.begin_life(life * LIFE + 1)
+
+    def woken(self) -> None:
+        """Another worker made way."""
+        self.carry_out(self.shared.on_wake(self.now()))
+
+    def _health_changed(self, command: HealthChanged) -> None:
+        """The supervisor counts and logs it, once."""
+
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        """An answer that can be asked for again was made here."""
+        super().remember_response(response_id, instance, tenant)
+        cell = self.shared.cell_of(instance)
+        if cell is not None:
+            self.row.remember(response_id, cell, tenant)
+
+    def kept_at(self, response_id: str, owner: str | None) -> tuple[str, str | None] | None:
+        """Which instance keeps an answer, and whose it is, whichever worker made it."""
+        known = super().kept_at(response_id, owner)
+        if known is not None:
+            return known
+        found = self.row.kept_at(response_id)
+        name = None if found is None else self.shared.name_at(found[0])
+        if found is None or name is None:
+            return None
+        return name, owner if found[1] == owner_hash(owner) else ""
