@@ -68,9 +68,9 @@ bench: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python bench/vllm_pair.py
 
-bench-proxies: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python bench/proxies/run.py --instances 2,8 --page \
-	  --proxies hetlb,vllm-router,vllm-router-rr,sglang-router,envoy,nginx,haproxy,litellm,aiohttp-relay
+bench-proxies: .venv/.run
+	$(BIN)/python bench/proxies/run.py --instances 2,8 --page \
+	  --proxies hetlb,hetlb-interpreted,vllm-router,vllm-router-rr,sglang-router,envoy,nginx,haproxy,litellm,aiohttp-relay
 
 .venv/.fuzz: pyproject.toml | .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]' || echo 'no atheris for this Python: fuzzing without coverage'

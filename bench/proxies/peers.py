@@ -156,7 +156,17 @@ decode: {k5: 6.5e-8, k6: 2.5e-5, k7: 0.0, k8: 1.15e-2}
 """
 
 
-def _hetlb(policy: str, *flags: str) -> Command:
+#: hetlb with its hot path compiled, as `make test-compiled` has it.
+_COMPILED = ROOT / ".venv-compiled" / "bin" / "python"
+#: What is installed there, not what lies in a folder.
+_INSTALLED = (("PYTHONPATH", ""), ("PYTHONSAFEPATH", "1"))
+
+
+def _compile() -> None:
+    subprocess.run(["make", "-s", ".venv-compiled/.done"], cwd=ROOT, check=True)
+
+
+def _hetlb(python: Path, policy: str, *flags: str) -> Command:
     def command(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
         (RUN / "hetlb-profile.yaml").write_text(_PROFILE)
         fleet = RUN / "hetlb-fleet.yaml"
@@ -170,16 +180,17 @@ def _hetlb(policy: str, *flags: str) -> Command:
             f"policy: {{name: {policy}}}\nproxy: {{request_log: true}}\n"
             f"models:\n  - name: {MODEL}\n    instances:\n{instances}\n"
         )
-        return [sys.executable, "-m", "hetlb", "serve", "--config", str(fleet), *flags]
+        return [str(python), "-m", "hetlb", "serve", "--config", str(fleet), *flags]
 
     return command
 
 
 def peer(name: str) -> Peer:
-    """The peer with this name; `hetlb@FOLDER` is hetlb as it is in another checkout. ValueError if none."""
+    """The peer with this name; `hetlb-interpreted@FOLDER` is of another checkout. ValueError if none."""
     kind, _, folder = name.partition("@")
-    if kind not in PEERS or (folder and not kind.startswith("hetlb")):
-        raise ValueError(f"proxy {name!r}: expected some of {', '.join(PEERS)}, or hetlb@FOLDER")
+    if kind not in PEERS or (folder and kind != "hetlb-interpreted"):
+        expected = f"some of {', '.join(PEERS)}, or hetlb-interpreted@FOLDER"
+        raise ValueError(f"proxy {name!r}: expected {expected}")
     if not folder:
         return PEERS[kind]
     if not (Path(folder) / "hetlb").is_dir():
@@ -449,24 +460,41 @@ def _nothing() -> None:
     """Part of the project's own environment."""
 
 
+_HETLB_LOG = "its request log, one line a request; metrics on; policy hetlb"
 _ROUTER_LOG = "its log at level info (its default); it writes no line per request"
 PEERS = {
     peer.name: peer
     for peer in (
         Peer(
             "hetlb",
-            _nothing,
-            _hetlb("hetlb"),
+            _compile,
+            _hetlb(_COMPILED, "hetlb"),
             _distribution("", "hetlb"),
-            "its request log, one line a request; metrics on; policy hetlb",
+            f"{_HETLB_LOG}; hot path compiled",
+            _INSTALLED,
         ),
-        Peer("hetlb-rr", _nothing, _hetlb("rr"), _distribution("", "hetlb"), "as hetlb, policy rr"),
+        Peer(
+            "hetlb-interpreted",
+            _nothing,
+            _hetlb(Path(sys.executable), "hetlb"),
+            _distribution("", "hetlb"),
+            f"{_HETLB_LOG}; as it is without a C compiler",
+        ),
+        Peer(
+            "hetlb-rr",
+            _compile,
+            _hetlb(_COMPILED, "rr"),
+            _distribution("", "hetlb"),
+            "as hetlb, policy rr",
+            _INSTALLED,
+        ),
         Peer(
             "hetlb-workers2",
-            _nothing,
-            _hetlb("hetlb", "--workers", "2"),
+            _compile,
+            _hetlb(_COMPILED, "hetlb", "--workers", "2"),
             _distribution("", "hetlb"),
             "as hetlb, two workers",
+            _INSTALLED,
         ),
         Peer(
             "vllm-router",

@@ -115,6 +115,25 @@ MIX_REQUESTS: Final = 1000.0
 _MIX_CHANGE: Final = 0.02
 
 
+class Costs:
+    """What an instance is to the mean request, as long as it has these figures.
+
+    `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
+    cost of its time; `batch_s`: how long a full batch takes. All in seconds.
+    """
+
+    __slots__ = ("batch_s", "figures", "output_s", "prompt_s", "speed")
+
+    def __init__(
+        self, figures: Figures, speed: float, prompt_s: float, output_s: float, batch_s: float
+    ) -> None:
+        self.figures = figures
+        self.speed = speed
+        self.prompt_s = prompt_s
+        self.output_s = output_s
+        self.batch_s = batch_s
+
+
 class Mix:
     """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
 
@@ -122,7 +141,7 @@ class Mix:
     left on average of an answer met at a random moment: E[O^2] / 2 E[O].
     """
 
-    __slots__ = ("_count", "_fleet", "_measured", "_residual_weight", "_speeds", "long", "output", "prompt",
+    __slots__ = ("_costs", "_count", "_fleet", "_measured", "_residual_weight", "long", "output", "prompt",
                  "residual")  # fmt: skip
 
     def __init__(self) -> None:
@@ -130,7 +149,7 @@ class Mix:
         self._count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0)
-        self._speeds: dict[str, tuple[Figures, tuple[float, float, float, float]]] = {}
+        self._costs: dict[str, Costs] = {}
         self._fleet: tuple[Sequence[Instance], int, float, list[int]] | None = None
 
     @property
@@ -156,12 +175,12 @@ class Mix:
             or abs(mean_output - old_output) > _MIX_CHANGE * old_output
         ):
             self._measured = (mean_prompt, mean_output)
-            self._speeds.clear()
+            self._costs.clear()
             self._fleet = None
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
-        return self.costs(instance)[0]
+        return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
         """The speed of all of them together, and their indices, who has a full batch done soonest first.
@@ -171,18 +190,18 @@ class Mix:
         known, changes = self._fleet, instances[0].changes.count
         if known is None or known[0] is not instances or known[1] != changes:
             costs = [self.costs(instance) for instance in instances]
-            order = sorted(range(len(costs)), key=lambda i: costs[i][3])
-            known = self._fleet = (instances, changes, sum(cost[0] for cost in costs), order)
+            order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+            known = self._fleet = (instances, changes, sum(cost.speed for cost in costs), order)
         return known[2], known[3]
 
-    def costs(self, instance: Instance) -> tuple[float, float, float, float]:
-        """Speed as above, what a prompt and an output token cost of its time, how long a full batch takes.
+    def costs(self, instance: Instance) -> Costs:
+        """What an instance is to the mean request. To be read, not kept."""
+        known = self._costs.get(instance.name)
+        if known is None or known.figures is not instance.figures:
+            known = self._costs[instance.name] = self._measure(instance)
+        return known
 
-        The latter three in seconds.
-        """
-        known = self._speeds.get(instance.name)
-        if known is not None and known[0] is instance.figures:
-            return known[1]
+    def _measure(self, instance: Instance) -> Costs:
         prompt, output = self._measured
 
         def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
@@ -191,12 +210,15 @@ class Mix:
             return processing_s(instance.latency, batch, i, o), batch
 
         share_s, batch = stay_s(1.0, 1.0)
-        speed = max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9)
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
-        costs = (speed, max(0.0, of_prompt_s), max(0.0, of_output_s), share_s * batch)
-        self._speeds[instance.name] = (instance.figures, costs)
-        return costs
+        return Costs(
+            instance.figures,
+            speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
+            prompt_s=max(0.0, of_prompt_s),
+            output_s=max(0.0, of_output_s),
+            batch_s=share_s * batch,
+        )
 
 
 class Demand:

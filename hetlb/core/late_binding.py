@@ -259,10 +259,11 @@ class Hetlb(Policy):
         mix = demand.mix
         fleet_prompt = fleet_output = 0.0
         for instance in instances:
-            speed, prompt_s, output_s, _ = mix.costs(instance)
-            fleet_prompt += speed * prompt_s
-            fleet_output += speed * output_s
-        _, prompt_s, output_s, _ = mix.costs(chosen)
+            costs = mix.costs(instance)
+            fleet_prompt += costs.speed * costs.prompt_s
+            fleet_output += costs.speed * costs.output_s
+        costs = mix.costs(chosen)
+        prompt_s, output_s = costs.prompt_s, costs.output_s
         found = entries[0]
         least = math.inf
         for entry in entries:

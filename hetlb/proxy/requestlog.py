@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -23,6 +23,21 @@ def escape(text: str) -> str:
     if _SAFE.fullmatch(text) is not None:
         return text
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
+
+
+#: Words that come again and again: models, paths, tenants. All are forgotten when there are too many.
+_words: dict[str, str] = {}
+_MOST_WORDS: Final = 1024
+
+
+def _word(text: str) -> str:
+    """As `escape`, for what comes again and again."""
+    word = _words.get(text)
+    if word is None:
+        if len(_words) >= _MOST_WORDS:
+            _words.clear()
+        word = _words[text] = escape(text)
+    return word
 
 
 class Ended(Protocol):
@@ -58,23 +73,35 @@ class Ended(Protocol):
     def ended_at(self) -> float | None: ...
 
 
+_KEYVALUE = (
+    "request=%s tenant=%s model=%s path=%s instance=%s outcome=%s phase=%s status=%d prompt_tokens=%d "
+    "output_tokens=%d predicted_output=%.0f queue_s=%.4f ttft_s=%s total_s=%.4f retries=%d\n"
+)
+
+
 def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
     """`key=value` words, with a newline. What stands for text of a client has no blank in it."""
     lease, outcome, request = ended.lease, ended.outcome, ended.request
     arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
     assert end is not None, "expected a request that is over"
     assert outcome is not None, "expected a request that is over"
-    return (
-        f"request={escape(ended.label)} tenant={escape(ended.tenant) if ended.tenant else '-'} "
-        f"model={escape(request.model)} path={escape(ended.path)} "
-        f"instance={lease.instance if lease else '-'} outcome={outcome} "
-        f"phase={ended.ended_in} status={ended.status} "
-        f"prompt_tokens={ended.prompt_tokens_used or request.prompt_tokens} "
-        f"output_tokens={lease.output_tokens if lease else 0} "
-        f"predicted_output={lease.predicted_output if lease else 0:.0f} "
-        f"queue_s={(end if ended.dispatched_at is None else ended.dispatched_at) - arrived:.4f} "
-        f"ttft_s={f'{first - arrived:.4f}' if first is not None else '-'} "
-        f"total_s={end - arrived:.4f} retries={ended.retries}\n"
+    # Compiled, one formatting of everything costs half of what as many f-strings do.
+    return _KEYVALUE % (
+        escape(ended.label),
+        "-" if not ended.tenant else _word(ended.tenant),
+        _word(request.model),
+        _word(ended.path),
+        "-" if lease is None else lease.instance,
+        outcome.value,
+        ended.ended_in,
+        ended.status,
+        ended.prompt_tokens_used or request.prompt_tokens,
+        0 if lease is None else lease.output_tokens,
+        0.0 if lease is None else lease.predicted_output,
+        (end if ended.dispatched_at is None else ended.dispatched_at) - arrived,
+        "-" if first is None else "%.4f" % (first - arrived),
+        end - arrived,
+        ended.retries,
     )
 
 
