@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
 #   make test       the tests (real sockets, no GPU, some minutes)
-#   make test-compiled  the same tests, slow ones too, on the hot path as compiled by mypyc (needs a C compiler)
+#   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
@@ -43,7 +43,8 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm'
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m 'slow and not vllm'

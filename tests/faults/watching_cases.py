@@ -169,6 +169,7 @@ async def comes_back_as_another(rig: Rig) -> None:
     engines=2,
     outcomes={"ok": 20},
     policy={"name": "least-requests"},
+    health={"slow_start_s": 600.0},  # however long the twenty take to come
 )
 async def comes_back_slowly(rig: Rig) -> None:
     await restarted(rig, rig.engine, "i0")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -45,7 +46,7 @@ def _facts(found: Any) -> dict[str, Any]:
     A head that is remembered may have come with another length: the one beside it counts.
     """
     head = _head_of(found)
-    facts = {name: getattr(head, name) for name in type(head).__slots__}
+    facts = {name: getattr(head, name) for name in dir(head) if not name.startswith("__")}
     facts["headers"] = [(name, value) for name, value in head.headers if name != b"content-length"]
     if "fields" in facts:
         facts["fields"] = {name: value for name, value in head.fields.items() if name != b"content-length"}
@@ -223,7 +224,7 @@ def metrics(data: bytes) -> None:
     for number in (capacity.kv_cache_tokens, capacity.block_size, capacity.kv_tokens_per_request):
         assert number is None or number > 0
     counters = engine_metrics.parse_counters(text)
-    for name in type(counters).__slots__:
+    for name in (each.name for each in dataclasses.fields(counters)):
         value = getattr(counters, name)
         assert value is None or (value >= 0 and math.isfinite(value))
     engine_metrics.has_prefix_cache(text)
