@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 from typing import Final
 
-from hetlb.core.instance import Figures, Instance
+from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.types import Request
 
@@ -116,18 +116,16 @@ _MIX_CHANGE: Final = 0.02
 
 
 class Costs:
-    """What an instance is to the mean request, as long as it has these figures.
+    """What an instance is to the mean request, at this `revision` of its figures.
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes. All in seconds.
     """
 
-    __slots__ = ("batch_s", "figures", "output_s", "prompt_s", "speed")
+    __slots__ = ("batch_s", "output_s", "prompt_s", "revision", "speed")
 
-    def __init__(
-        self, figures: Figures, speed: float, prompt_s: float, output_s: float, batch_s: float
-    ) -> None:
-        self.figures = figures
+    def __init__(self, revision: int, speed: float, prompt_s: float, output_s: float, batch_s: float) -> None:
+        self.revision = revision
         self.speed = speed
         self.prompt_s = prompt_s
         self.output_s = output_s
@@ -197,7 +195,7 @@ class Mix:
     def costs(self, instance: Instance) -> Costs:
         """What an instance is to the mean request. To be read, not kept."""
         known = self._costs.get(instance.name)
-        if known is None or known.figures is not instance.figures:
+        if known is None or known.revision != instance.revision:
             known = self._costs[instance.name] = self._measure(instance)
         return known
 
@@ -213,7 +211,7 @@ class Mix:
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         return Costs(
-            instance.figures,
+            instance.revision,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),

@@ -132,6 +132,7 @@ class Instance:
         "ramp_since",
         "rejoining",
         "removed",
+        "revision",
         "sample",
         "sample_at",
         "sequences",
@@ -174,6 +175,8 @@ class Instance:
         self.latency: LatencyModel = self.nominal
         #: What a decision reads of it.
         self.figures: Figures = (0.0,) * 7 + (0, 0, 0)
+        #: How often they have changed: what is derived from them goes by it.
+        self.revision = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
@@ -236,8 +239,9 @@ class Instance:
         figures = (
             k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8, budget, self.max_num_seqs, self.kv_cache_tokens,
         )  # fmt: skip
-        if figures != self.figures:  # the same object for as long as nothing changes: `Mix` goes by that
+        if figures != self.figures:
             self.figures = figures
+            self.revision += 1
             self.changes.count += 1
 
     def fits(self, request: Request) -> bool:

@@ -62,36 +62,52 @@ _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
 
 
-class _View:
-    """What one decision rests on: a figure per instance in each list, in their order.
+class _Seen:
+    """One instance as one decision sees it.
 
-    Kept as plain lists, since it is made for every request; people get `candidates`.
+    `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays those who
+    run there, and `score`, what it costs: seconds. `kv_tokens` are promised, before it. `state` is how the
+    instance stands to it.
     """
 
-    __slots__ = ("instances", "passed_over", "question", "scores", "states", "weighed")
+    __slots__ = ("first_s", "kv_tokens", "others_s", "own_s", "score", "state")
+
+    def __init__(self, first_s: float, own_s: float, others_s: float, kv_tokens: int, state: int) -> None:
+        self.first_s = first_s
+        self.own_s = own_s
+        self.others_s = others_s
+        self.kv_tokens = kv_tokens
+        self.score = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
+        self.state = state
+
+
+class _View:
+    """What one decision rests on. Made for every request; people get `candidates`."""
+
+    __slots__ = ("_passed_over", "_question", "_seen", "instances")
 
     def __init__(self, question: Question, instances: Sequence[Instance]) -> None:
-        self.question = question
+        self._question = question
         self.instances = instances
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
-        self.passed_over: dict[int, tuple[float, float]] = {}
+        self._passed_over: dict[int, tuple[float, float]] | None = None
+        self._seen: list[_Seen] = []
         self._weigh()
         if len(instances) > 1:
             self._pass_over()
 
     def lowest(self) -> int | None:
         """The index of the instance with room and the lowest score, the first of several."""
-        index: int | None = None
+        index = -1
         least = math.inf
-        scores = self.scores
-        for i, state in enumerate(self.states):
-            if state == _ROOM and scores[i] < least:
-                index, least = i, scores[i]
-        return index
+        for i, seen in enumerate(self._seen):
+            if seen.state == _ROOM and seen.score < least:
+                index, least = i, seen.score
+        return None if index < 0 else index
 
     def _weigh(self) -> None:
         """Who has room, and what the request would cost there: one flat loop over all instances."""
-        question = self.question
+        question = self._question
         request, mix = question.request, question.demand.mix
         sequences = request.sequences
         prompt, output = request.prompt_tokens, question.predicted_output
@@ -101,12 +117,8 @@ class _View:
         mean_prompt, mean_tokens = mix.prompt, 2.0 * (mix.prompt + half_grown)
         new_tokens = prompt * sequences
         usual_s = math.inf
-        overbook, kv_mark, weight = _OVERBOOK, 2.0 * _KV_MARK, _FIRST_TOKEN_WEIGHT
-        #: Seconds until the first token, of its own and of the others', and the KV tokens promised.
-        self.weighed: list[tuple[float, float, float, int]] = []
-        self.states: list[int] = []
-        self.scores: list[float] = []
-        weighed, states, scores = self.weighed, self.states, self.scores
+        kv_mark = 2.0 * _KV_MARK
+        all_seen = self._seen
         for instance in self.instances:
             k1, k2, k4, k5, k6, k7, k8, budget, places, cache = instance.figures
             batch, tokens, pending = instance.sequences, instance.kv_tokens, instance.pending_prompt_tokens
@@ -114,7 +126,7 @@ class _View:
             cached = 0.0
             if batch or tokens:
                 prompts = instance.prompt_tokens
-                if batch + sequences >= places * overbook + 1.0:
+                if batch + sequences >= places * _OVERBOOK + 1.0:
                     state = _NO_PLACE
                 elif tokens + prompts + mean_tokens > kv_mark * cache:
                     # Every answer is on average half-grown: half of what is promised beyond the prompts.
@@ -131,9 +143,7 @@ class _View:
             first_s = k1 * pending + read_s + k4 + (1.0 + (pending + new_tokens) / budget) * step_s
             own_s = first_s + output * step_s
             others_s = batch * (read_s + output * more_s)
-            weighed.append((first_s, own_s, others_s, tokens))
-            states.append(state)
-            scores.append(weight * first_s + own_s + others_s)
+            all_seen.append(_Seen(first_s, own_s, others_s, tokens, state))
             mean_s = k1 * mean_prompt + k2 + k4 + k8
             if mean_s < usual_s:
                 usual_s = mean_s
@@ -141,28 +151,33 @@ class _View:
             self._spare_reading()
         if usual_s > 0.0:
             late_s = _LATE * usual_s
-            for i, (first_s, _, _, _) in enumerate(weighed):
+            for seen in all_seen:
+                first_s = seen.first_s
                 if first_s > late_s:
-                    scores[i] += weight * first_s * (first_s - late_s) / usual_s
+                    seen.score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
         if question.standings is not None:
             for i, (standing, _) in enumerate(question.standings):
-                if standing == HELD and states[i] == _ROOM:
-                    states[i] = _HELD_BACK
+                if standing == HELD and all_seen[i].state == _ROOM:
+                    all_seen[i].state = _HELD_BACK
                 elif standing == LAST:
-                    scores[i] += _LAST_S
+                    all_seen[i].score += _LAST_S
 
     def _spare_reading(self) -> None:
         """Take off the seconds of reading what an instance may hold already."""
-        held, sequences = self.question.held, self.question.request.sequences
+        held, sequences = self._question.held, self._question.request.sequences
         for i, instance in enumerate(self.instances):
             tokens = held.get(instance.cache_id)
             if tokens is not None:
-                first_s, own_s, others_s, kv_tokens = self.weighed[i]
+                seen = self._seen[i]
                 spared_s = instance.latency.k1 * tokens * sequences
                 running = min(instance.sequences, instance.max_num_seqs)
-                first_s, own_s, others_s = first_s - spared_s, own_s - spared_s, others_s - running * spared_s
-                self.weighed[i] = (first_s, own_s, others_s, kv_tokens)
-                self.scores[i] = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
+                self._seen[i] = _Seen(
+                    seen.first_s - spared_s,
+                    seen.own_s - spared_s,
+                    seen.others_s - running * spared_s,
+                    seen.kv_tokens,
+                    seen.state,
+                )
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
@@ -171,21 +186,26 @@ class _View:
         full; once they have stopped coming, whether what is left should go to a slower one at all. Who is
         restrained counts as doing nothing: nobody waits for it.
         """
-        question, states = self.question, self.states
-        if _ROOM not in states:
+        question, all_seen = self._question, self._seen
+        room = 0
+        for seen in all_seen:
+            if seen.state == _ROOM:
+                room += 1
+        if not room:
             return
         mix, demand, now = question.demand.mix, question.demand, question.now
         instances = self.instances
         total, order = mix.fleet(instances)
         ending = demand.below(_LULL_SHARE * total, _LULL_S, now)
-        if not ending and not any(states):
+        if not ending and room == len(all_seen):
             return
         standings = question.standings
         todo = question.waiting + size_of(question.request, question.predicted_output)
         shortest_s = -1.0
         speed = 0.0
         for i in order:
-            if states[i] == _ROOM:
+            seen = all_seen[i]
+            if seen.state == _ROOM:
                 if speed > 0.0:
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(question, instances[order[0]], last=True)
@@ -198,9 +218,11 @@ class _View:
                     if done_s < long_s:
                         done_s = _done_s(todo, speed - demand.rate(long_s, now), shortest_s)
                     if done_s < long_s:
-                        self.passed_over[i] = (long_s, done_s)
-                        states[i] = _PASSED_OVER
-                if states[i] == _ROOM and not ending:
+                        if self._passed_over is None:
+                            self._passed_over = {}
+                        self._passed_over[i] = (long_s, done_s)
+                        seen.state = _PASSED_OVER
+                if seen.state == _ROOM and not ending:
                     return  # the fastest with room: the slower ones are as good as their scores
             if standings is None or standings[i][0] == OPEN:
                 speed += mix.speed(instances[i])
@@ -210,30 +232,29 @@ class _View:
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
-        instance = self.instances[i]
-        batch, t_s, workload = _paper_work(self.question, instance)
-        first_s, own_s, others_s, kv_tokens = self.weighed[i]
-        terms = {"first_token_s": first_s, "own_s": own_s, "others_s": others_s}
-        standings = self.question.standings
+        instance, seen = self.instances[i], self._seen[i]
+        batch, t_s, workload = _paper_work(self._question, instance)
+        terms = {"first_token_s": seen.first_s, "own_s": seen.own_s, "others_s": seen.others_s}
+        standings = self._question.standings
         reason = "" if standings is None else standings[i][1]
-        if self.states[i] == _NO_PLACE:
+        if seen.state == _NO_PLACE:
             reason = "full: every place is taken"
-        elif self.states[i] == _NO_MEMORY:
+        elif seen.state == _NO_MEMORY:
             reason = f"full: over {_KV_MARK:.2f} of the KV cache expected in use"
-        elif self.states[i] == _PASSED_OVER:
-            long_s, done_s = self.passed_over[i]
+        elif seen.state == _PASSED_OVER and self._passed_over is not None:
+            long_s, done_s = self._passed_over[i]
             reason = (
                 f"passed over: a long answer takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {done_s:.3g} s"
             )
         return Candidate(
             instance=instance.name,
-            score=self.scores[i],
-            eligible=self.states[i] == _ROOM,
+            score=seen.score,
+            eligible=seen.state == _ROOM,
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=kv_tokens / instance.kv_cache_tokens,
+            kv_utilization=seen.kv_tokens / instance.kv_cache_tokens,
             workload=workload,
             terms=terms,
         )
