@@ -1,0 +1,71 @@
+"""What is compiled keeps to what the compiler does right (ARCHITECTURE.md, "Compiled").
+
+`make test-compiled` shows what a module does once it is compiled; here is what none may have, at no cost.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def compiled_patterns() -> tuple[str, ...]:
+    """`COMPILED` of the hook, which imports what is there at build time alone."""
+    tree = ast.parse((ROOT / "hatch_build.py").read_text())
+    [wanted] = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMPILED"
+    ]
+    patterns = eval(compile(ast.Expression(wanted), "hatch_build.py", "eval"), {})  # literals and one loop
+    assert all(isinstance(pattern, str) for pattern in patterns)
+    return tuple(patterns)
+
+
+MODULES = sorted({path for pattern in compiled_patterns() for path in (ROOT / "hetlb").glob(pattern)})
+
+
+def test_every_module_that_is_named_is_there() -> None:
+    for pattern in compiled_patterns():
+        assert list((ROOT / "hetlb").glob(pattern)), pattern
+
+
+@pytest.fixture(params=MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def tree(request: pytest.FixtureRequest) -> ast.Module:
+    return ast.parse(request.param.read_text())
+
+
+def calls(node: ast.AST | None) -> Iterator[ast.Call]:
+    yield from (each for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.Call))
+
+
+def test_no_class_is_read_by_its_annotations(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            assert not any("Struct" in ast.unparse(base) for base in node.bases), node.name
+
+
+def test_no_constructor_hands_on_whatever_it_was_given(tree: ast.Module) -> None:
+    for call in calls(tree):
+        if ast.unparse(call.func) == "super().__init__":
+            assert not any(isinstance(each, ast.Starred) for each in call.args)
+            assert all(keyword.arg is not None for keyword in call.keywords)
+
+
+def test_a_bound_of_a_slice_calls_nothing_that_could_happen_twice(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Slice):
+            for bound in (node.lower, node.upper, node.step):
+                for call in calls(bound):
+                    assert ast.unparse(call.func) in ("len", "min", "max"), f"line {node.lineno}"
+
+
+def test_a_constant_is_final(tree: ast.Module) -> None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            assert not isinstance(node.value.value, int | float), ast.unparse(node)
