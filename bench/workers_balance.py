@@ -89,10 +89,10 @@ async def _measure(args: argparse.Namespace, helpers: Helpers, data: Path) -> di
                 run |= {"round": number, "load": load, "workers": workers}
                 if number:
                     runs.append(run)
-                    tokens_s, late_ms = run["total_token_throughput"], run["p99_ttft_ms"]
                     print(
-                        f"{number} {load:16} workers {workers}  {tokens_s:8.0f} tokens/s  share of {ENGINES[0]} "
-                        f"{run['share']:.1%}  p99 TTFT {late_ms:.0f} ms  failed {run['failed']}",
+                        f"{number} {load:16} workers {workers}  {run['total_token_throughput']:8.0f} tokens/s",
+                        f" share of {ENGINES[0]} {run['share']:.1%}  p99 TTFT {run['p99_ttft_ms']:.0f} ms",
+                        f" failed {run['failed']}",
                         flush=True,
                     )
     told = {load: _compare(runs, load, args.workers) for load in loads}
