@@ -90,7 +90,7 @@ async def _measure(args: argparse.Namespace, helpers: Helpers, data: Path) -> di
                 if number:
                     runs.append(run)
                     print(
-                        f"{number} {load:16} workers {workers}  {run['total_token_throughput']:8.0f} tokens/s",
+                        f"{number} {load:16} workers {workers} {run['total_token_throughput']:8.0f} tokens/s",
                         f" share of {ENGINES[0]} {run['share']:.1%}  p99 TTFT {run['p99_ttft_ms']:.0f} ms",
                         f" failed {run['failed']}",
                         flush=True,
