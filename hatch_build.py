@@ -28,6 +28,7 @@ COMPILED = (
             "intake", "onward", "replies", "requestlog", "retryafter", "sizes", "sse", "totals", "upstream",
         )
     ),
+    "proxy/dashboard/history.py",
     "workers/driver.py",
     "workers/ledger.py",
 )  # fmt: skip

@@ -40,7 +40,7 @@ def size_of(request: Request, predicted_output: float) -> float:
 class _Slots:
     """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
 
-    __slots__ = ("_rate", "_slot", "_sums", "nothing_in", "taken", "width_s")
+    __slots__ = ("_rate", "_slot", "_sums", "bounded", "least", "most", "nothing_in", "taken", "width_s")
 
     def __init__(self, horizon_s: float) -> None:
         self.width_s = horizon_s / SLOTS
@@ -51,6 +51,9 @@ class _Slots:
         self.taken = 0
         #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
         self.nothing_in = -1
+        #: The slot for which `least` and `most` hold.
+        self.bounded = -1
+        self.least = self.most = 0.0
 
     def take(self, times: list[float], sizes: list[float]) -> None:
         """Count the arrivals that are not counted yet, in the order of time."""
@@ -90,23 +93,26 @@ class _Slots:
         steady = [total for total in self._sums if total <= most]
         return sum(steady) / (len(steady) * self.width_s)
 
-    def bounds(self) -> tuple[int, float, float]:
-        """The newest slot, and between which rates `rate` stays whatever else arrives in it.
+    def bound(self) -> None:
+        """Find `least` and `most`: between them `rate` stays whatever else arrives in the newest slot.
 
         While the newest slot counts as steady, more in it only raises the rate; once it is a burst, it is
         left out and the rate is that of the others.
         """
+        self.bounded = self._slot
         if self.nothing_in == self._slot:
-            return self._slot, 0.0, 0.0
+            self.least = self.most = 0.0
+            return
         newest = self._slot % SLOTS
         others = sorted(total for index, total in enumerate(self._sums) if index != newest)
         most = BURST * others[SLOTS // 2]
         steady = [total for total in others if total <= most]
         without = sum(steady) / (len(steady) * self.width_s)
         if self._sums[newest] > most:
-            return self._slot, without * _BELOW, without * _ABOVE
+            self.least, self.most = without * _BELOW, without * _ABOVE
+            return
         highest = (sum(steady) + most) / ((len(steady) + 1) * self.width_s)
-        return self._slot, min(self.rate(), without) * _BELOW, highest * _ABOVE
+        self.least, self.most = min(self.rate(), without) * _BELOW, highest * _ABOVE
 
 
 #: The mean request follows the newest so many.
@@ -222,15 +228,13 @@ class Mix:
 class Demand:
     """What is asked for, of one model: the mean request, and how much keeps arriving."""
 
-    __slots__ = ("_bounds", "_horizons", "_sizes", "_times", "mix")
+    __slots__ = ("_horizons", "_sizes", "_times", "mix")
 
     def __init__(self) -> None:
         self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
         #: Arrivals are counted when a horizon is asked for: at most decisions none is.
         self._times: list[float] = []
         self._sizes: list[float] = []
-        #: Of each horizon: see `_Slots.bounds`.
-        self._bounds = [(-1, 0.0, 0.0)] * len(HORIZONS_S)
         self.mix = Mix()
 
     def arrived(self, size: float, now: float) -> None:
@@ -263,13 +267,11 @@ class Demand:
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
         """Between which figures `rate` lies; computed once per slot of the horizon."""
-        index = max(0, bisect_right(HORIZONS_S, horizon_s) - 1)
-        slot, least, most = self._bounds[index]
-        slots = self._horizons[index]
-        if slot != int(now / slots.width_s):
+        slots = self._slots(horizon_s)
+        if slots.bounded != int(now / slots.width_s):
             self.rate(horizon_s, now)
-            slot, least, most = self._bounds[index] = slots.bounds()
-        return least, most
+            slots.bound()
+        return slots.least, slots.most
 
     def _slots(self, horizon_s: float) -> _Slots:
         """The longest horizon that is not longer than asked for, or the shortest there is."""

@@ -11,9 +11,11 @@ over the answers of about the last `MEMORY_S` seconds is the factor.
 from __future__ import annotations
 
 import math
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from typing import Final
 
 from hetlb.core.latency import LatencyModel
+from hetlb.core.values import Value
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 15.0
@@ -27,8 +29,21 @@ MOST_UNPROFILED: Final = 64.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
 
-#: Sequence-seconds, token-seconds in the KV cache, and prompt tokens and prompts read, since the beginning.
-Mark: TypeAlias = tuple[float, float, int, int]
+
+@dataclass(slots=True, init=False)
+class Mark(Value):
+    """What an instance has done so far: sequence-seconds, token-seconds in the KV cache, what it has read."""
+
+    sequence_s: float
+    token_s: float
+    prompt_tokens: int
+    prompts: int
+
+    def __init__(self, sequence_s: float, token_s: float, prompt_tokens: int, prompts: int) -> None:
+        self.sequence_s = sequence_s
+        self.token_s = token_s
+        self.prompt_tokens = prompt_tokens
+        self.prompts = prompts
 
 
 class SpeedTracker:
@@ -76,7 +91,7 @@ class SpeedTracker:
 
     def mark(self) -> Mark:
         """What has happened so far, `elapsed` up to now."""
-        return (self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
+        return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
 
     def answered(self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float) -> bool:
         """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed.
@@ -85,13 +100,14 @@ class SpeedTracker:
         """
         if seconds <= 0.0 or steps < 1.0:
             return False
-        running = (self._sequence_s - since[0]) / seconds
+        running = (self._sequence_s - since.sequence_s) / seconds
         if running < 1.0:
             running = 1.0
-        tokens = (self._token_s - since[1]) / seconds
+        tokens = (self._token_s - since.token_s) / seconds
         step_s = model.k5 * tokens + model.k6 * running + model.k7 * tokens / running + model.k8
         expected_s = steps * step_s
-        expected_s += model.k1 * (self._prompt_tokens - since[2]) + model.k2 * (self._prompts - since[3])
+        expected_s += model.k1 * (self._prompt_tokens - since.prompt_tokens)
+        expected_s += model.k2 * (self._prompts - since.prompts)
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

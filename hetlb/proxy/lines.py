@@ -34,9 +34,9 @@ class LineWriter:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def write(self, line: str) -> None:
-        """Queue one line (with its newline)."""
-        self._lines.append(line)
+    def write(self, *lines: str) -> None:
+        """Queue lines (with their newlines)."""
+        self._lines += lines
         if self._timer is None:
             try:
                 self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)

@@ -535,12 +535,14 @@ class Service:
     def _requests_ended(self, ended: list[Exchange]) -> None:
         now = self.driver.now()
         epoch_s = time.time() - now
-        for exchange in ended:
-            if self._tracing is not None:
+        if self._tracing is not None:
+            for exchange in ended:
                 self._tracing.finished(exchange, now)
-            self._history.add(exchange)
-            if self._lines is not None:
-                self._lines.write(self._write_line(exchange, epoch_s))
+        add, line = self._history.add, self._write_line
+        for exchange in ended:
+            add(exchange)
+        if self._lines is not None:
+            self._lines.write(*[line(exchange, epoch_s) for exchange in ended])
 
     # --- shutdown ---
 

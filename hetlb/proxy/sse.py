@@ -204,13 +204,25 @@ _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
+#: As vLLM and OpenAI write it: one look in place of two.
+_USUAL_USAGE = re.compile(
+    rb'"usage":\s?\{"prompt_tokens":\s?([0-9]{1,10}),\s?(?:"total_tokens":\s?[0-9]{1,10},\s?)?'
+    rb'"completion_tokens":\s?([0-9]{1,10})[,}]'
+)
+
+
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
     """(completion tokens, prompt tokens) of a plain JSON answer, from the end of its body.
 
     Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
     """
     at = tail.rfind(b'"usage":')
-    if at < 0 or tail[at + 8 : at + 10].lstrip()[:1] != b"{":
+    if at < 0:
+        return None, None
+    usual = _USUAL_USAGE.match(tail, at)
+    if usual is not None:
+        return int(usual[2]), int(usual[1])
+    if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
         return None, None
     completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
     return (

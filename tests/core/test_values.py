@@ -14,6 +14,7 @@ from hetlb.core.health import HealthParams
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.records import RequestRecord
+from hetlb.core.speed import Mark
 from hetlb.core.types import Candidate, Capacity, Lease, Probed, ProbeResult
 
 
@@ -29,7 +30,7 @@ def lease() -> Lease:
         predicted_output=8.5,
         dispatched_at=9.5,
     )
-    made.first_token_at, made.mark, made.output_tokens, made.ended = 10.5, (1.0, 2.0, 3, 4), 11, True
+    made.first_token_at, made.mark, made.output_tokens, made.ended = 10.5, Mark(1.0, 2.0, 3, 4), 11, True
     return made
 
 

@@ -153,6 +153,23 @@ def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, int | 
     assert usage_in_tail(tail) == expected
 
 
+@given(
+    st.permutations(["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"]),
+    st.integers(0, 4),
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+    st.booleans(),
+)
+def test_usage_is_found_in_whatever_order_it_is_written(
+    names: list[str], kept: int, prompt: int, completion: int, blanks: bool
+) -> None:
+    figures = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    usage = {name: figures.get(name) for name in names[:kept]}
+    separators = (", ", ": ") if blanks else (",", ":")
+    tail = json.dumps({"choices": [], "usage": usage}, separators=separators).encode()
+    assert usage_in_tail(tail) == (usage.get("completion_tokens"), usage.get("prompt_tokens"))
+
+
 def spelt(*payloads: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(payload), payload) for payload in payloads)
 

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from hetlb.proxy.exchange import Exchange
+from hetlb.proxy import requestlog
 
 _ended_at = itemgetter(0)
 #: Rows kept: an hour at 28 requests/s.
-ENDED_KEPT = 100_000
+ENDED_KEPT: Final = 100_000
 
 
 class Ended(NamedTuple):
@@ -42,6 +42,13 @@ class Ended(NamedTuple):
     outcome: str
 
 
+class Over(requestlog.Ended, Protocol):
+    """A request that is over, and when it was expected to be."""
+
+    @property
+    def expected_s(self) -> float: ...
+
+
 class History:
     """A ring of ended requests, in the order in which they ended."""
 
@@ -59,7 +66,7 @@ class History:
         """Whether older rows have made way."""
         return len(self._rows) == self._rows.maxlen
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: Over) -> None:
         """Take down an exchange that has its outcome."""
         lease, request, outcome = exchange.lease, exchange.request, exchange.outcome
         assert outcome is not None
