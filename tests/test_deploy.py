@@ -150,15 +150,19 @@ def test_the_image_is_built_from_what_the_package_needs() -> None:
     }
     assert all((ROOT / source).exists() for source in copied)
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
-    needed |= set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed |= set(wheel["packages"])
+    assert "custom" in wheel["hooks"]
+    needed.add("hatch_build.py")
     assert copied == needed
     extras = {extra for _, rest in instructions() for extra in re.findall(r"(?:\.|hetlb)\[(\w+)\]", rest)}
     assert extras <= project["project"]["optional-dependencies"].keys()
     lowest = project["project"]["requires-python"].removeprefix(">=")
-    for instruction, rest in instructions():
-        if instruction == "FROM":
-            (version,) = re.findall(r"python:([0-9.]+)-", rest)
-            assert tuple(map(int, version.split("."))) >= tuple(map(int, lowest.split(".")))
+    images = [rest for instruction, rest in instructions() if instruction == "FROM"]
+    (version,) = {
+        re.findall(r"python:([0-9.]+)\b", image)[0] for image in images
+    }  # what is compiled fits one
+    assert tuple(map(int, version.split("."))) >= tuple(map(int, lowest.split(".")))
 
 
 # --- Kubernetes --------------------------------------------------------------------------------------------
