@@ -5,19 +5,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hetlb.core.types import Outcome
+from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange import Exchange
 
 
 def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> Exchange:
     """An exchange that ended at `at`, with the attributes that are taken down."""
     took_s, ttft_s = more.get("took_s", 1.0), more.get("ttft_s", 0.25)
-    lease = SimpleNamespace(
-        dispatched_at=at - took_s,
-        instance=more.get("instance", "a"),
+    request = Request(1, "m", 100, sequences=more.get("sequences", 1))
+    lease = Lease(
+        1,
+        request,
+        more.get("instance", "a"),
+        1,
+        work_ns=0,
+        kv_tokens=0,
+        prompt_tokens=0,
         predicted_output=more.get("predicted", 8.0),
-        output_tokens=more.get("tokens", 10),
+        dispatched_at=at - took_s,
     )
+    lease.output_tokens = more.get("tokens", 10)
     return cast(
         Exchange,
         SimpleNamespace(
@@ -27,7 +34,7 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
             expected_s=more.get("expected_s", 0.5),
             prompt_tokens_used=more.get("used"),
             lease=lease if placed else None,
-            request=SimpleNamespace(prompt_tokens=100, model="m", sequences=more.get("sequences", 1)),
+            request=request,
             outcome=outcome,
         ),
     )
