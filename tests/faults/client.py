@@ -156,6 +156,9 @@ class Client:
     async def first_token(self) -> Answer:
         """The head and the first chunk of a stream; read on with `rest`."""
         answer = await self.answer(to_head=True)
+        if answer.header("transfer-encoding") != "chunked":
+            await self.rest(answer)
+            raise AssertionError(f"expected a stream, got {answer.status} {answer.body!r}")
         async with asyncio.timeout(30):
             size = int((await self.reader.readuntil(b"\r\n"))[:-2], 16)
             answer.body = (await self.reader.readexactly(size + 2))[:-2]

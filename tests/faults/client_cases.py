@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from faults.cases import case
+from faults.cases import PATIENCE_S, case
 from faults.checker import until
 from faults.client import Client, body_of, request
 from faults.engine import Visit
@@ -102,7 +102,13 @@ async def after_the_end(rig: Rig) -> None:
         client.leave()
 
 
-@case("C4", "never-reads", engines=2, outcomes={"client_gone": 1, "ok": 4}, proxy={"write_timeout_s": 0.3})
+@case(
+    "C4",
+    "never-reads",
+    engines=2,
+    outcomes={"client_gone": 1, "ok": 4},
+    proxy={"write_timeout_s": PATIENCE_S},
+)
 async def never_reads(rig: Rig) -> None:
     for engine in rig.engines:
         engine.modes["q"] = "flood"
@@ -133,7 +139,7 @@ async def reads_late(rig: Rig) -> None:
         assert (answer.done, answer.tokens("q")) == (True, 200)
 
 
-SLOW = {"head_timeout_s": 0.3, "body_timeout_s": 0.3, "keepalive_timeout_s": 0.3}
+SLOW = {f"{what}_timeout_s": PATIENCE_S for what in ("head", "body", "keepalive")}
 #: Connections at once that mean no good.
 SLOW_CLIENTS = 200
 

@@ -9,7 +9,7 @@ import gzip
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from faults.cases import case
+from faults.cases import PATIENCE_S, case
 from faults.client import Answer, Client, body_of, request
 from faults.rig import Rig
 from faults.wire import BlackHole, FaultWire, Toxics
@@ -66,7 +66,9 @@ async def all_refuse(rig: Rig) -> None:
     assert int(answer.header("retry-after") or 0) >= 1
 
 
-@case("U2", "black-hole", engines=2, outcomes={"ok": 6}, scrape=QUIET, proxy={"connect_timeout_s": 0.2})
+@case(
+    "U2", "black-hole", engines=2, outcomes={"ok": 6}, scrape=QUIET, proxy={"connect_timeout_s": PATIENCE_S}
+)
 async def black_hole(rig: Rig) -> None:
     await rig.engine.stop()
     with BlackHole(rig.engine.port):
@@ -78,7 +80,7 @@ async def black_hole(rig: Rig) -> None:
             assert answer.header("x-hetlb-instance") == "i1"
 
 
-@case("U3", "never-answers", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": 0.1})
+@case("U3", "never-answers", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": PATIENCE_S})
 async def never_answers(rig: Rig) -> None:
     answer = await rig.ask("stall")
     refused(answer, 504, retry=False)
@@ -92,7 +94,7 @@ async def never_answers(rig: Rig) -> None:
     engines=2,
     outcomes={"no_response": 5, "ok": 5},
     modes=("stall",),
-    proxy={"first_byte_timeout_s": 0.1},
+    proxy={"first_byte_timeout_s": PATIENCE_S},
 )
 async def never_answers_is_out(rig: Rig) -> None:
     answers = await rig.ask_many(10)
@@ -270,7 +272,7 @@ async def nonsense_counts(rig: Rig) -> None:
     assert await rig.health("i0") == "ejected"
 
 
-@case("U9", "drip-head", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": 0.1})
+@case("U9", "drip-head", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": PATIENCE_S})
 async def head_by_the_byte(rig: Rig) -> None:
     refused(await rig.ask("drip-head"), 504, retry=False)
 
@@ -301,7 +303,7 @@ for mode in ("no-length-cut",):
 for mode in ("bad-chunk", "chunk-ext-late", "trailers"):
     breaks("U14", mode)
 breaks("U12", "short-length-stream")
-breaks("U15", "stall-mid", proxy={"idle_timeout_s": 0.1})
+breaks("U15", "stall-mid", proxy={"idle_timeout_s": PATIENCE_S})
 
 
 @case("U12", "short-length", outcomes={"broken_stream": 1})
@@ -331,7 +333,7 @@ async def close_delimited(rig: Rig) -> None:
     assert answer.header("content-length") is None
 
 
-@case("U15", "others-go-on", outcomes={"broken_stream": 1, "ok": 3}, proxy={"idle_timeout_s": 0.3})
+@case("U15", "others-go-on", outcomes={"broken_stream": 1, "ok": 3}, proxy={"idle_timeout_s": PATIENCE_S})
 async def a_stall_is_one_streams_own(rig: Rig) -> None:
     rig.engine.pace_s, rig.engine.length = 0.05, 20
     stalled, *others = await asyncio.gather(rig.ask("stall-mid"), *(rig.ask() for _ in range(3)))
@@ -445,5 +447,10 @@ on_a_wire("U12", "slow_close", {"ok": 1}, is_whole, {"slow_close_s": 0.2})
 on_a_wire("U11", "limit_data", {"broken_stream": 1}, is_cut, {"limit_data": 40_000})
 on_a_wire("U4", "reset_peer", {"no_response": 1}, is_no_response, {"reset_peer": True}, scrape=QUIET)
 on_a_wire(
-    "U3", "timeout", {"no_response": 1}, is_too_late, {"timeout": True}, proxy={"first_byte_timeout_s": 0.1}
+    "U3",
+    "timeout",
+    {"no_response": 1},
+    is_too_late,
+    {"timeout": True},
+    proxy={"first_byte_timeout_s": PATIENCE_S},
 )
