@@ -8,7 +8,8 @@ priority that is the order of arrival.
 Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a tenant that begins to wait gets the start tag
 max(virtual time, its last finish tag), serving a request of size s moves it on by s / weight, the least tag
 goes next, and the virtual time is the tag of who was served last. So two tenants that both wait differ in
-what they were served, per weight, by at most one request of each; and nobody saves up by not asking.
+what they were served, per weight, by at most one request of each; and nobody saves up by not asking. Tags are
+integers, so that processes that share them (`core.fellows`) agree on who is equal.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from hetlb.core.values import Value
 
 #: Finish tags of tenants that wait for nothing are looked through when there are so many.
 _TAGS_KEPT: Final = 1024
+#: Of a tag, for a request of size 1 at weight 1.
+_STEP: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +65,54 @@ class Queued:
 Lane: TypeAlias = tuple[str, str | None, bool]
 
 
-class _Flow:
-    """What one tenant has waiting at one priority of a lane, the longest first. `tag` is its start tag."""
+class Flow:
+    """What one tenant has waiting at one priority of a lane, the longest first. `tag` is its start tag.
 
-    __slots__ = ("entries", "tag", "tenant", "weight")
+    `key` is what it goes by among processes, 0 where there is one.
+    """
 
-    def __init__(self, tenant: str | None, tag: float, weight: float) -> None:
+    __slots__ = ("entries", "key", "tag", "tenant", "weight")
+
+    def __init__(self, tenant: str | None, tag: int, weight: float, key: int = 0) -> None:
         self.tenant = tenant
         self.tag = tag
         self.weight = weight
+        self.key = key
         # Ordered: the head of a plain dict that is eaten from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
 
-class _Fair:
+def step_of(size: float, weight: float) -> int:
+    """How far a request of this size moves the tag of a tenant of this weight on."""
+    return max(1, round(_STEP * max(1.0, size) / weight))
+
+
+class Fair:
     """The flows of one priority of a lane, and the tags that decide whose turn it is."""
 
     __slots__ = ("_finished", "_heap", "_pushed", "flows", "virtual")
 
     def __init__(self) -> None:
-        self.flows: dict[str | None, _Flow] = {}
-        self.virtual = 0.0
+        self.flows: dict[str | None, Flow] = {}
+        self.virtual = 0
         #: (tag, order, flow); those whose flow has another tag by now, or is empty, are stale.
-        self._heap: list[tuple[float, int, _Flow]] = []
+        self._heap: list[tuple[int, int, Flow]] = []
         self._pushed = 0
         #: Finish tags of tenants that wait for nothing, as long as they lie ahead.
-        self._finished: dict[str | None, float] = {}
+        self._finished: dict[str | None, int] = {}
 
-    def flow(self, tenant: str | None, weight: float) -> _Flow:
+    def flow(self, tenant: str | None, weight: float) -> Flow:
         """The flow of a tenant, begun if it has none. The caller puts something in."""
         flow = self.flows.get(tenant)
         if flow is None:
-            tag = max(self.virtual, self._finished.pop(tenant, 0.0))
-            flow = self.flows[tenant] = _Flow(tenant, tag, weight)
+            flow = self.flows[tenant] = self._begun(tenant, weight)
             self._line_up(flow)
         return flow
 
-    def turn(self) -> _Flow:
+    def _begun(self, tenant: str | None, weight: float) -> Flow:
+        return Flow(tenant, max(self.virtual, self._finished.pop(tenant, 0)), weight)
+
+    def turn(self) -> Flow:
         """Whose turn it is."""
         if len(self.flows) == 1:
             for flow in self.flows.values():
@@ -114,13 +128,14 @@ class _Fair:
         """A request of a tenant was served, from its flow or past it."""
         flow = self.flows.get(tenant)
         if flow is None:
-            self._finished[tenant] = max(self.virtual, self._finished.get(tenant, 0.0)) + size / weight
+            tag = max(self.virtual, self._finished.get(tenant, 0))
+            self._finished[tenant] = tag + step_of(size, weight)
             return
         self.virtual = max(self.virtual, flow.tag)
-        flow.tag += size / flow.weight
+        flow.tag += step_of(size, flow.weight)
         self._line_up(flow)
 
-    def emptied(self, flow: _Flow) -> None:
+    def emptied(self, flow: Flow) -> None:
         """Nothing of a flow waits any more."""
         del self.flows[flow.tenant]
         if flow.tag > self.virtual:
@@ -129,7 +144,7 @@ class _Fair:
             if len(finished) > _TAGS_KEPT:
                 self._finished = {name: tag for name, tag in finished.items() if tag > self.virtual}
 
-    def _line_up(self, flow: _Flow) -> None:
+    def _line_up(self, flow: Flow) -> None:
         self._pushed += 1
         if len(self.flows) == 1:  # it need not be looked for; the heap would only grow
             self._heap = [(flow.tag, self._pushed, flow)]
@@ -137,14 +152,15 @@ class _Fair:
             heapq.heappush(self._heap, (flow.tag, self._pushed, flow))
 
 
-class _Share:
-    """How much of the queue one tenant holds."""
+class Share:
+    """How much of the queue one tenant holds. `key` is what it goes by among processes."""
 
-    __slots__ = ("bytes", "requests")
+    __slots__ = ("bytes", "key", "requests")
 
-    def __init__(self) -> None:
+    def __init__(self, key: int = 0) -> None:
         self.requests = 0
         self.bytes = 0
+        self.key = key
 
 
 class Queue:
@@ -158,11 +174,11 @@ class Queue:
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         #: By priority, ascending.
-        self._lanes: dict[Lane, dict[int, _Fair]] = {}
+        self._lanes: dict[Lane, dict[int, Fair]] = {}
         #: Who waits, and where. To be read, not written: asked at every event whether it is empty.
-        self.held: dict[RequestId, tuple[Lane, int, _Flow]] = {}
+        self.held: dict[RequestId, tuple[Lane, int, Flow]] = {}
         self._sizes: dict[str, int] = {}
-        self._shares: dict[str | None, _Share] = {}
+        self._shares: dict[str | None, Share] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -179,7 +195,7 @@ class Queue:
         """Who waits, in lists that have the longest waiting first: by lane, priority and tenant."""
         return [list(flow.entries.values()) for flow in self._flows()]
 
-    def _flows(self) -> Iterator[_Flow]:
+    def _flows(self) -> Iterator[Flow]:
         for lane in self._lanes.values():
             for fair in lane.values():
                 yield from fair.flows.values()
@@ -193,12 +209,24 @@ class Queue:
 
     def first(self, lane: Lane, count: int) -> list[Queued]:
         """Who goes next in a lane, and those behind it of the same priority and tenant, `count` in all."""
+        flow = self.turn(lane)
+        return [] if flow is None else list(islice(flow.entries.values(), count))
+
+    def turn(self, lane: Lane) -> Flow | None:
+        """Whose turn it is in a lane, None if nobody waits."""
         by_priority = self._lanes.get(lane)
-        if not by_priority:
-            return []
-        for fair in by_priority.values():
-            return list(islice(fair.turn().entries.values(), count))
-        return []
+        if by_priority is not None:
+            for fair in by_priority.values():
+                return fair.turn()
+        return None
+
+    def tenants(self, lane: Lane) -> int:
+        """How many tenants wait at the priority whose turn it is."""
+        by_priority = self._lanes.get(lane)
+        if by_priority is not None:
+            for fair in by_priority.values():
+                return len(fair.flows)
+        return 0
 
     def by_model(self) -> dict[str, int]:
         """How many wait, by model."""
@@ -238,13 +266,18 @@ class Queue:
         limits = self.limits
         if limits.tenant_share >= 1.0:
             return True
-        share = self._shares.get(request.tenant)
-        if share is None:  # whoever holds nothing may have one
+        requests, held_bytes = self.held_by(request.tenant)
+        if not requests:  # whoever holds nothing may have one
             return True
-        if limits.max_requests is not None and share.requests >= limits.tenant_share * limits.max_requests:
+        if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
             return False
         most = limits.max_bytes
-        return most is None or share.bytes + request.body_bytes <= limits.tenant_share * most
+        return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
+
+    def held_by(self, tenant: str | None) -> tuple[int, int]:
+        """How many requests and bytes a tenant holds."""
+        share = self._shares.get(tenant)
+        return (0, 0) if share is None else (share.requests, share.bytes)
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """Who would have to leave a full queue so that a request has room; nobody if that would not be fair.
@@ -254,19 +287,17 @@ class Queue:
         """
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
-        mine = self._shares.get(request.tenant) or _Share()
         limits = self.limits
-        by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
-
-        def holds(share: _Share) -> int:
-            return share.requests if by_count else share.bytes
-
-        tenant, largest = max(self._shares.items(), key=lambda item: holds(item[1]), default=(None, mine))
-        if largest is mine:
+        by_count = limits.max_requests is not None and len(self.held) + self.elsewhere >= limits.max_requests
+        unit = 0 if by_count else 1
+        held = {tenant: self.held_by(tenant)[unit] for tenant in self._shares}
+        tenant = max(held, key=held.__getitem__, default=request.tenant)
+        if tenant == request.tenant:
             return ()
         gone: list[RequestId] = []
         requests, held_bytes = len(self.held), self.bytes
-        theirs, after = holds(largest), holds(mine) + (1 if by_count else request.body_bytes)
+        theirs = held[tenant]
+        after = self.held_by(request.tenant)[unit] + (1 if by_count else request.body_bytes)
         for _, flow in sorted(self._of(tenant), key=lambda item: -item[0]):
             for request_id in reversed(flow.entries):
                 entry = flow.entries[request_id]
@@ -280,7 +311,7 @@ class Queue:
                     return gone
         return ()
 
-    def _of(self, tenant: str | None) -> Iterator[tuple[int, _Flow]]:
+    def _of(self, tenant: str | None) -> Iterator[tuple[int, Flow]]:
         for lane in self._lanes.values():
             for priority, fair in lane.items():
                 if (flow := fair.flows.get(tenant)) is not None:
@@ -303,7 +334,7 @@ class Queue:
         by_priority = self._lanes.setdefault(lane, {})
         fair = by_priority.get(priority)
         if fair is None:
-            fair = by_priority[priority] = _Fair()
+            fair = by_priority[priority] = self._fair(lane, priority)
             if len(by_priority) > 1:
                 self._lanes[lane] = dict(sorted(by_priority.items()))
         flow = fair.flow(tenant, self._weight(tenant))
@@ -312,16 +343,17 @@ class Queue:
         self._sizes[model] = self._sizes.get(model, 0) + size
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = _Share()
+            share = self._shares[tenant] = self._share(tenant)
         share.requests += 1
         share.bytes += request.body_bytes
+        self._holds_now(share)
         self.bytes += request.body_bytes
 
     def take(self, request_id: RequestId) -> Queued:
         """Take a waiting request out to be served: it counts for its tenant."""
         lane, priority, flow = self.held[request_id]
         fair, entry = self._lanes[lane][priority], flow.entries[request_id]
-        fair.served(flow.tenant, max(1, entry.size), flow.weight)
+        fair.served(flow.tenant, entry.size, flow.weight)
         self.remove(request_id)
         return entry
 
@@ -329,7 +361,7 @@ class Queue:
         """A request was served without having waited: where others do wait, it counts for its tenant too."""
         fair = self._lanes.get((request.model, request.pinned, False), {}).get(request.priority)
         if fair is not None:
-            fair.served(request.tenant, max(1.0, size), self._weight(request.tenant))
+            fair.served(request.tenant, size, self._weight(request.tenant))
 
     def remove(self, request_id: RequestId) -> Queued | None:
         """Take a request out, None if it is not waiting."""
@@ -347,13 +379,14 @@ class Queue:
         share = self._shares[request.tenant]
         share.requests -= 1
         share.bytes -= request.body_bytes
+        self._holds_now(share)
         if not share.requests:
             del self._shares[request.tenant]
         self.bytes -= request.body_bytes
         assert self.bytes >= 0, "queued bytes fell below zero"
         return entry
 
-    def _emptied(self, lane: Lane, priority: int, flow: _Flow) -> None:
+    def _emptied(self, lane: Lane, priority: int, flow: Flow) -> None:
         by_priority = self._lanes[lane]
         fair = by_priority[priority]
         fair.emptied(flow)
@@ -361,6 +394,17 @@ class Queue:
             del by_priority[priority]
             if not by_priority:
                 del self._lanes[lane]
+
+    # --- what processes that share their queues do otherwise ---
+
+    def _fair(self, lane: Lane, priority: int) -> Fair:
+        return Fair()
+
+    def _share(self, tenant: str | None) -> Share:
+        return Share()
+
+    def _holds_now(self, share: Share) -> None:
+        """What a tenant holds has changed."""
 
     def _weight(self, tenant: str | None) -> float:
         weights = self.limits.tenant_weights

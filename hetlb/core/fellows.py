@@ -2,25 +2,26 @@
 
 Promise: every decision is made with what all of them have booked; each writes only what is its own, so that
 the sum needs no lock and who dies takes its part along. Bounds of the queue and of retries hold for all
-together. Of those who wait for a model the oldest goes first, wherever it waits: who could place a younger
-one wakes the other instead, and goes itself at the tick by which the other has not gone. No I/O here: the
-ledger is an object that others write to as well.
+together. Who goes next for a model is whose turn it is over all of them (priority, tenant, age), wherever it
+waits: who could place another one wakes its fellow instead, and goes itself at the tick by which that one has
+not gone. No I/O here: the ledger is an object that others write to as well.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
 from hetlb.core.demand import Demand
 from hetlb.core.health import HealthParams
 from hetlb.core.instance import Instance
+from hetlb.core.ledger import NOTHING, Cell, Cells, Ledger, Standing
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import TICK_S, Scheduler
+from hetlb.core.shared_queue import SharedQueue
 from hetlb.core.types import (
     Command,
     Dispatch,
@@ -35,17 +36,11 @@ from hetlb.core.types import (
     Request,
 )
 
-__all__ = ["Cell", "Cells", "Evidence", "Ledger", "SharedQueue", "SharedScheduler", "Standing"]
+__all__ = ["Evidence", "SharedScheduler"]
 
-#: Eight integers. Of an instance: nanoseconds of work, KV tokens, prompt tokens, those of them not read yet,
-#: requests, sequences (all of what is booked now), and prompts and prompt tokens read since the beginning.
-#: Of a model: the sizes that arrived since the beginning, the sizes that wait, how many wait, when the next
-#: to go arrived (ns), its priority, and until when (ns) freed room is being handed to somebody else.
-Cell: TypeAlias = tuple[int, int, int, int, int, int, int, int]
-#: Of one fellow: requests and bytes that wait, leases of retries that may run twice.
-Standing: TypeAlias = tuple[int, int, int]
+#: What decides who goes next for a model, the least: priority, its tenant's tag, arrival (ns), the fellow.
+_Turn: TypeAlias = tuple[int, int, int, int]
 
-NOTHING: Cell = (0,) * 8
 #: Arrivals are told in sums: what is derived from them looks at seconds.
 _ARRIVALS_S: Final = 0.01
 #: For so long arrivals leave freed room to the one that was woken to take it.
@@ -62,72 +57,6 @@ _KNOWN = (
 _FAILURES = frozenset(
     {Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM, Outcome.UPSTREAM_ERROR}
 )
-
-
-@dataclass(slots=True)
-class Cells:
-    """Where in the ledger instances and models stand, by name: the same for all who share it."""
-
-    instances: dict[str, int] = field(default_factory=dict)
-    models: dict[str, int] = field(default_factory=dict)
-
-
-class Ledger(Protocol):
-    """What the fellows have written, and a row of one's own."""
-
-    def changed(self, *, everything: bool = False) -> Sequence[tuple[int, Cell, Cell]]:
-        """Cells of others that have changed since the last call: which, what they held, what they hold.
-
-        With `everything` each one is compared, also those that nobody said have changed.
-        """
-
-    def follow(self, cell: int) -> Cell:
-        """A cell has a (new) meaning: what the others have booked there now; only changes of it are told."""
-
-    @property
-    def standings(self) -> Sequence[Standing]:
-        """The others' standing, as of the last `changed`; another object when it is another one."""
-
-    def anybody_waits(self) -> bool:
-        """Whether requests wait elsewhere at this moment."""
-
-    def cells(self, cell: int) -> Sequence[tuple[int, Cell]]:
-        """What each of the others holds in a cell now, by the fellow's number."""
-
-    def write(self, cell: int, figures: Cell) -> None:
-        """Write one cell of one's own row."""
-
-    def write_standing(self, standing: Standing) -> None:
-        """Write one's own standing."""
-
-    @property
-    def number(self) -> int:
-        """One's own number: of two that waited equally long the lower goes first."""
-
-    def wake(self, fellow: int) -> None:
-        """Have another call `on_wake`, soon."""
-
-
-class SharedQueue(Queue):
-    """A queue whose bounds hold for those of all fellows together."""
-
-    __slots__ = ("_ledger", "_models", "elsewhere", "elsewhere_bytes")
-
-    def __init__(self, queue: Queue, ledger: Ledger, models: Mapping[str, int]) -> None:
-        super().__init__(queue.limits)
-        self._ledger = ledger
-        self._models = models
-        #: Requests, and bytes of them, that wait in other processes.
-        self.elsewhere = self.elsewhere_bytes = 0
-
-    def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
-        return super()._within(requests + self.elsewhere, held_bytes + self.elsewhere_bytes, request)
-
-    def waiting(self, model: str) -> int:
-        """The sizes of all that wait for a model, here and elsewhere."""
-        own = super().waiting(model)
-        cell = self._models.get(model) if self.elsewhere else None
-        return own if cell is None else own + sum(each[1] for _, each in self._ledger.cells(cell))
 
 
 class _SharedDemand(Demand):
@@ -197,7 +126,7 @@ class SharedScheduler(Scheduler):
         self._told_waiting = False
         self._standings: Sequence[Standing] = ()
         #: By model: whom we let go first, and since when.
-        self._gave_way: dict[str, tuple[tuple[int, int, int], float]] = {}
+        self._gave_way: dict[str, tuple[_Turn, float]] = {}
         self._to_wake: int | None = None
         self.know_models(dict(cells.models))
 
@@ -311,19 +240,28 @@ class SharedScheduler(Scheduler):
 
     def _tell_models(self, now: float) -> None:
         queue = self._shared_queue
-        waiting: dict[str, list[int]] = {}
+        waiting: dict[str, tuple[int, int, int, int, int]] = {}
         for lane in queue.lanes:
             if lane[1] is not None or lane[2]:
                 continue  # nobody else could place these
-            head = queue.first(lane, 1)[0]
-            waiting[lane[0]] = [queue.count(lane), round(head.arrived_at * 1e9), head.request.priority]
+            flow = queue.turn(lane)
+            assert flow is not None, f"a lane in which nobody waits: {lane}"
+            head = next(iter(flow.entries.values()))
+            behind = 1 if queue.tenants(lane) > 1 else 0
+            waiting[lane[0]] = (
+                queue.count(lane),
+                round(head.arrived_at * 1e9),
+                head.request.priority,
+                flow.key,
+                2 * flow.tag + behind,
+            )
         for model in waiting.keys() | self._told_models.keys():
             cell = self._cells.models.get(model)
             if cell is None:
                 continue
-            count, oldest_ns, priority = waiting.get(model, (0, 0, 0))
+            count, oldest_ns, priority, key, tag = waiting.get(model, (0, 0, 0, 0, 0))
             size = Queue.waiting(queue, model) if count else 0
-            figures: Cell = (self._arrived_of(model, now), size, count, oldest_ns, priority, 0, 0, 0)
+            figures: Cell = (self._arrived_of(model, now), size, count, oldest_ns, priority, 0, key, tag)
             if self._told_models.get(model) != figures:
                 self._ledger.write(cell, figures)
             if count:
@@ -336,7 +274,7 @@ class SharedScheduler(Scheduler):
         if cell is not None:
             told = self._told_models.get(model, (self._arrived_of(model, now), 0, 0, 0, 0, 0, 0, 0))
             until_ns = round((now + HANDOVER_S) * 1e9)
-            self._ledger.write(cell, (*told[:5], until_ns, 0, 0))
+            self._ledger.write(cell, (*told[:5], until_ns, told[6], told[7]))
 
     def _arrived_of(self, model: str, now: float) -> int:
         demand = self._demands.get(model)
@@ -526,12 +464,12 @@ class SharedScheduler(Scheduler):
         """Whether another one's next for the same model is to go before ours: for so long, then we go."""
         model, pinned, again = lane
         cell = self._cells.models.get(model)
-        heads = self._queue.first(lane, 1)
-        if cell is None or pinned is not None or again or not heads:
+        flow = self._queue.turn(lane)
+        if cell is None or pinned is not None or again or flow is None:
             return False
-        head = heads[0]
-        mine = (head.request.priority, round(head.arrived_at * 1e9), self._ledger.number)
-        found = self._oldest_elsewhere(cell)
+        head = next(iter(flow.entries.values()))
+        mine = (head.request.priority, flow.tag, round(head.arrived_at * 1e9), self._ledger.number)
+        found = self._turn_elsewhere(cell)
         if found is None or found > mine:
             return False
         if not self._could_place(head, now):
@@ -541,7 +479,7 @@ class SharedScheduler(Scheduler):
             self._gave_way[model] = found, now
         elif now - known[1] >= TICK_S:
             return False
-        self._to_wake = found[2]
+        self._to_wake = found[3]
         return True
 
     def _could_place(self, head: Queued, now: float) -> bool:
@@ -550,20 +488,30 @@ class SharedScheduler(Scheduler):
         predicted = self._predictor.predict(request) if request.generates else 0.0
         return ready is not None and self._choose(request, ready, now, predicted, head.size) is not None
 
-    def _oldest_elsewhere(self, cell: int) -> tuple[int, int, int] | None:
-        keys = [(each[4], each[3], fellow) for fellow, each in self._ledger.cells(cell) if each[2]]
-        return min(keys, default=None)
+    def _turn_elsewhere(self, cell: int) -> _Turn | None:
+        """Whose turn it is among those that wait in others, by the tags as they are by now."""
+        ledger = self._ledger
+        found: list[_Turn] = []
+        for fellow, each in ledger.cells(cell):
+            if not each[2]:
+                continue
+            told = each[7] >> 1
+            tag = max([told, *[entry[0] for entry in ledger.entries(each[6])]])
+            if tag > told and each[7] & 1:  # that tenant was served since: it may be another one's turn there
+                ledger.wake(fellow)
+            found.append((each[4], tag, each[3], fellow))
+        return min(found, default=None)
 
     def _next_elsewhere(self, models: Sequence[str]) -> int | None:
         """Who waits longest elsewhere for one of these models that nobody waits for here."""
         mine = {lane[0] for lane in self._queue.lanes}
         found = [
-            oldest
+            turn
             for model in models
             if model not in mine and (cell := self._cells.models.get(model)) is not None
-            if (oldest := self._oldest_elsewhere(cell)) is not None
+            if (turn := self._turn_elsewhere(cell)) is not None
         ]
-        return min(found)[2] if found else None
+        return min(found)[3] if found else None
 
     def _handed_elsewhere(self, model: str, now: float) -> bool:
         cell = self._cells.models.get(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hetlb.core.fellows import SharedQueue, SharedScheduler
+from hetlb.core.fellows import SharedScheduler
+from hetlb.core.shared_queue import SharedQueue
 
 
 class FleetQueue(SharedQueue):

@@ -273,6 +273,8 @@ class Scheduler:
             return self._arrive_behind(request, ready, now, predicted)
         found = self._choose(request, ready, now, predicted, long=long)
         if found is not None:
+            if self._queue.elsewhere:
+                self._queue.passed(request, size_of(request, predicted))
             return [self._book(found, ready, now)]
         return self._enqueue(request, now, predicted)
 

@@ -5,20 +5,20 @@ whoever is killed leaves whole figures, which the supervisor wipes out (`wipe`).
 changed, not for the size of the fleet: a row says in a ring which of its cells were written last.
 
 Layout, in words of eight bytes. A row: how many writes there were, the standing (3), answers remembered, then
-the ring of `RING` cell numbers, `cells` cells of 8 words, and `ANSWERS` triples (the hash of an answer's id,
-the cell of the instance that keeps it, the hash of whose it is).
+the ring of `RING` cell numbers, `cells` cells of 8 words, `_BUCKETS` buckets of 4 entries (a key and two
+figures; a key's bucket is the same in every row), and `ANSWERS` triples (the hash of an answer's id, the cell
+of the instance that keeps it, the hash of whose it is).
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 
-from hetlb.core.fellows import NOTHING, Cell, Standing
+from hetlb.core.ledger import NOTHING, Cell, Entry, Standing, key_of
 
 #: So many writes are told one by one; who looks later than that compares everything.
 RING: Final = 512
@@ -28,7 +28,10 @@ _HEAD_WORDS: Final = 8
 _STANDING: Final = 1
 _REMEMBERED: Final = 4
 _CELL_WORDS: Final = 8
+_BUCKETS: Final = 256
+_BUCKET_WORDS: Final = 12
 _CELL = Struct("8q")
+_BUCKET = Struct("12q")
 _HEAD = Struct("4q")
 _NOBODY = (0, 0, 0, 0)
 
@@ -39,7 +42,7 @@ class Memory:
     def __init__(self, rows: int, cells: int, fd: int | None = None) -> None:
         self.rows = rows
         self.cells = cells
-        self.row_words = _HEAD_WORDS + RING + _CELL_WORDS * cells + 3 * ANSWERS
+        self.row_words = _HEAD_WORDS + RING + _CELL_WORDS * cells + _BUCKET_WORDS * _BUCKETS + 3 * ANSWERS
         size = 8 * rows * self.row_words
         if fd is None:
             fd = os.memfd_create("hetlb-ledger", os.MFD_CLOEXEC)
@@ -71,7 +74,7 @@ class Memory:
         for index in range(_STANDING, _REMEMBERED):
             words[start + index] = 0
         first = self.cell_at(row, 0)
-        for index in range(first, first + _CELL_WORDS * self.cells):
+        for index in range(first, first + _CELL_WORDS * self.cells + _BUCKET_WORDS * _BUCKETS):
             if words[index]:
                 words[index] = 0
         words[start] += RING + 1  # everybody compares everything
@@ -92,6 +95,8 @@ class Row:
         self._wakers = wakers
         self._start = number * memory.row_words
         self._cells_at = 8 * (self._start + _HEAD_WORDS + RING)
+        self._entries_at = memory.cell_at(number, memory.cells)
+        self._all_entries_at = [8 * memory.cell_at(row, memory.cells) for row in range(memory.rows)]
         others = [row for row in range(memory.rows) if row != number]
         #: Of each of the others: how many of its writes were looked at and how it stood, and its cells.
         self._heads: dict[int, tuple[int, ...]] = dict.fromkeys(others, _NOBODY)
@@ -110,6 +115,21 @@ class Row:
         _CELL.pack_into(self._map, self._cells_at + 8 * _CELL_WORDS * cell, *figures)
         words[start + _HEAD_WORDS + count % RING] = cell
         self._count = words[start] = count + 1
+
+    def put(self, key: int, first: int, second: int) -> None:
+        """Write an entry. In a full bucket it takes the place of the one that means least."""
+        words, start = self._words, self._entries_at + _BUCKET_WORDS * (key % _BUCKETS)
+        least, need = start, (True, 0)
+        for at in range(start, start + _BUCKET_WORDS, 3):
+            if words[at] == key:
+                words[at + 1], words[at + 2] = first, second
+                return
+            its_need = words[at + 2] != 0, words[at + 1] if words[at] else -1
+            if at == start or its_need < need:
+                least, need = at, its_need
+        words[least] = 0
+        words[least + 1], words[least + 2] = first, second
+        words[least] = key
 
     def write_standing(self, standing: Standing) -> None:
         """Write how our queue stands."""
@@ -181,6 +201,18 @@ class Row:
         read = self._memory.read
         return [(row, read(row, cell)) for row in self._heads]
 
+    def entries(self, key: int) -> Sequence[Entry]:
+        """What stands under a key in all rows, our own too."""
+        found: list[Entry] = []
+        bucket, memory_map = 8 * _BUCKET_WORDS * (key % _BUCKETS), self._map
+        for start in self._all_entries_at:
+            words = _BUCKET.unpack_from(memory_map, start + bucket)
+            if words[0] == key:
+                found.append((words[1], words[2]))
+            elif key in words:
+                found.extend([(words[at + 1], words[at + 2]) for at in (3, 6, 9) if words[at] == key])
+        return found
+
     # --- answers that can be asked for again ---
 
     def remember(self, response_id: str, cell: int, owner: str | None) -> None:
@@ -188,12 +220,12 @@ class Row:
         words, start = self._words, self._start
         count = words[start + _REMEMBERED]
         at = start + self._memory.row_words - 3 * ANSWERS + 3 * (count % ANSWERS)
-        words[at], words[at + 1], words[at + 2] = _hash(response_id), cell, _hash(owner or "")
+        words[at], words[at + 1], words[at + 2] = key_of(response_id), cell, key_of(owner or "")
         words[start + _REMEMBERED] = count + 1
 
     def kept_at(self, response_id: str) -> tuple[int, int] | None:
         """The cell of the instance that keeps an answer, and the hash of whose it is (`owner_hash`)."""
-        wanted, memory = _hash(response_id), self._memory
+        wanted, memory = key_of(response_id), self._memory
         for row in range(memory.rows):
             at = (row + 1) * memory.row_words - 3 * ANSWERS
             hashes = self._words[at : at + 3 * ANSWERS : 3].tolist()
@@ -212,6 +244,9 @@ class Onlooker(Row):
     def write(self, cell: int, figures: Cell) -> None:
         """Nothing is booked by one that serves nobody."""
 
+    def put(self, key: int, first: int, second: int) -> None:
+        """Nor has anybody anything there."""
+
     def write_standing(self, standing: Standing) -> None:
         """Nor does anybody wait there."""
 
@@ -221,10 +256,4 @@ class Onlooker(Row):
 
 def owner_hash(owner: str | None) -> int:
     """What stands in the ledger for the owner of an answer."""
-    return _hash(owner or "")
-
-
-def _hash(text: str) -> int:
-    """63 bits that no client can choose another text for; never 0."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 1) or 1
+    return key_of(owner or "")

@@ -23,7 +23,8 @@ import msgspec
 
 from hetlb.config import Fleet
 from hetlb.core.eventlog import SchedulerSetup
-from hetlb.core.fellows import Cells, Evidence
+from hetlb.core.fellows import Evidence
+from hetlb.core.ledger import Cells
 from hetlb.core.overview import FleetScheduler
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (

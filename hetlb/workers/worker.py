@@ -29,7 +29,8 @@ import uvloop
 
 from hetlb.config import Fleet
 from hetlb.core.eventlog import SchedulerSetup
-from hetlb.core.fellows import Cells, Evidence, SharedScheduler
+from hetlb.core.fellows import Evidence, SharedScheduler
+from hetlb.core.ledger import Cells
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Candidate,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hetlb.core.eventlog import SchedulerSetup
-from hetlb.core.fellows import Cells, Evidence, SharedScheduler
+from hetlb.core.fellows import Evidence, SharedScheduler
 from hetlb.core.instance import Instance
+from hetlb.core.ledger import Cells
 from hetlb.core.types import Command, EngineSample, Lease, Outcome, Request, RequestId
 from hetlb.workers.ledger import Memory, Row
 
@@ -103,6 +104,10 @@ class Many:
     def on_lease_ended(self, lease: Lease, outcome: Outcome, now: float, **flags: Any) -> list[Command]:
         self.now = now
         return self._done(self._holder(lease).on_lease_ended(lease, outcome, now, **flags))
+
+    def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
+        self.now = now
+        return self._done(self.members[self.of(request_id)].on_cancelled(request_id, now))
 
     def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
         self.now = now

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import dispatched, request, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sim.test_fleet import fleet, load
 from workers.many import Many
 from workers.test_ledger import setup_of
 
+from hetlb.core.demand import size_of
 from hetlb.core.scheduler import RETRY_FLOOR, TICK_S
 from hetlb.core.types import (
     Capacity,
@@ -25,6 +28,7 @@ from hetlb.core.types import (
     ProbeResult,
     Reject,
     RejectReason,
+    Request,
 )
 from hetlb.sim.fleet import FleetSimulation
 
@@ -159,6 +163,115 @@ def test_the_bounds_of_the_queue_hold_for_all_together(made: list[Many]) -> None
     (refused,) = fellows.on_arrival(request(6, body_bytes=500), 0.0)
     assert isinstance(refused, Reject)
     assert fellows.on_arrival(request(7, body_bytes=400), 0.0) == []
+
+
+def serve(fellows: Many, lease: Lease, count: int) -> list[Request]:
+    """End what runs and take what comes instead, one after the other."""
+    served = []
+    for step in range(count):
+        (lease,) = leases(fellows.on_lease_ended(lease, Outcome.OK, 100.0 + step))
+        served.append(lease.request)
+    return served
+
+
+def test_a_crowd_in_one_of_them_does_not_hold_up_a_tenant_in_another(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2)
+    lease = dispatched(fellows.on_arrival(request(0, tenant="crowd"), 0.0))
+    for step in range(1, 50):
+        fellows.on_arrival(request(2 * step, tenant="crowd"), 0.001 * step)
+    for step in range(5):
+        fellows.on_arrival(request(2 * step + 1, tenant="one"), 1.0 + step)
+    served = [each.tenant for each in serve(fellows, lease, 12)]
+    assert served.count("one") == 5
+    assert served[:2].count("one") == 1, "they take turns from the beginning"
+    fellows.check_integrity()
+
+
+def test_a_tenant_that_waits_in_two_of_them_has_one_share(made: list[Many]) -> None:
+    """Also where the fellow that has the other tenant would not have looked again by itself."""
+    fellows = many(made, (spec("a", capacity=ONE),), 4)
+    lease = dispatched(fellows.on_arrival(request(0, tenant="x"), 0.0))
+    for step in range(1, 61):  # x in all four, y in the last one only, behind x
+        fellows.on_arrival(request(step, tenant="x"), 0.001 * step)
+    for step in range(20):
+        fellows.on_arrival(request(4 * (step + 20) + 3, tenant="y"), 1.0 + 0.001 * step)
+    served = [each.tenant for each in serve(fellows, lease, 40)]
+    assert served.count("y") == 20
+    for end in range(2, 41):
+        assert abs(served[:end].count("y") - end / 2) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), number=st.integers(1, 4), weight=st.sampled_from([1.0, 2.0, 0.5]))
+def test_tenants_are_served_fairly_over_all(data: st.DataObject, number: int, weight: float) -> None:
+    """Two that both wait differ, per weight, by a request or two of each; each is served by arrival."""
+    weights = {"a": 1.0, "b": weight}
+    made: list[Many] = []
+    fellows = many(made, (spec("i", capacity=ONE),), number, tenant_weights=weights)
+    lease = dispatched(fellows.on_arrival(request(0, prompt=150), 0.0))
+    waiting: dict[str, list[Request]] = {"a": [], "b": []}
+    work = dict.fromkeys(waiting, 0.0)
+    now, largest = 0.0, size_of(request(0, prompt=190), 256.0)
+    for request_id in range(1, data.draw(st.integers(20, 60))):
+        now += 0.01
+        if data.draw(st.booleans()) or not (waiting["a"] or waiting["b"]):
+            tenant, prompt = data.draw(st.sampled_from("ab")), data.draw(st.integers(120, 190))
+            asked = request(request_id, prompt=prompt, tenant=tenant)
+            assert leases(fellows.on_arrival(asked, now)) == []
+            if not waiting[tenant]:  # nobody saves up
+                work = dict.fromkeys(waiting, 0.0)
+            waiting[tenant].append(asked)
+            continue
+        (lease,) = leases(fellows.on_lease_ended(lease, Outcome.CLIENT_GONE, now))
+        tenant = str(lease.request.tenant)
+        overtaken = waiting[tenant].index(lease.request)
+        # What a fellow said of its head may be out of date by one request that was served elsewhere.
+        assert overtaken < number, f"{overtaken} of its tenant came before"
+        del waiting[tenant][overtaken]
+        work[tenant] += size_of(lease.request, lease.predicted_output) / weights[tenant]
+        if waiting["a"] and waiting["b"]:
+            assert abs(work["a"] - work["b"]) <= 2 * largest * (1.0 + 1.0 / weight)
+        fellows.check_integrity()
+    for each in made:
+        each.close()
+
+
+def test_a_tenant_whose_worker_dies_waits_for_nothing_more(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2)
+    lease = dispatched(fellows.on_arrival(request(1, tenant="x"), 0.0))
+    fellows.on_arrival(request(2, tenant="x"), 0.1)
+    fellows.on_arrival(request(4, tenant="y"), 0.2)
+    fellows.on_arrival(request(3, tenant="y"), 0.3)
+    fellows.replace(0)
+    assert fellows.members[1].queue.held_by("x") == (0, 0)
+    assert [each.id for each in serve(fellows, lease, 1)] == [3]
+    fellows.check_integrity()
+
+
+def test_shares_of_the_queue_are_held_over_all(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2, max_requests=10, tenant_share=0.3)
+    fellows.on_arrival(request(0), 0.0)
+    for request_id in (1, 2, 3):
+        assert fellows.on_arrival(request(request_id, tenant="x"), 0.0) == []
+    for request_id in (4, 5):
+        (refused,) = fellows.on_arrival(request(request_id, tenant="x"), 0.0)
+        assert isinstance(refused, Reject)
+    assert fellows.on_arrival(request(6, tenant="y"), 0.0) == []
+    fellows.on_cancelled(2, 0.0)
+    assert fellows.on_arrival(request(7, tenant="x"), 0.0) == []
+
+
+def test_a_full_queue_makes_room_for_who_holds_least_over_all(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2, max_requests=4)
+    fellows.on_arrival(request(0), 0.0)
+    for request_id in (1, 2, 3, 4):
+        assert fellows.on_arrival(request(request_id, tenant="x"), 0.0) == []
+    (refused,) = fellows.on_arrival(request(5, tenant="y"), 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.request_id == 3, "the newest of the tenant that holds most, of those that wait here"
+    (refused,) = fellows.on_arrival(request(7, tenant="x"), 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.request_id == 7
 
 
 def test_what_waits_elsewhere_counts_as_waiting(made: list[Many]) -> None:
