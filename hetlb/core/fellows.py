@@ -80,6 +80,21 @@ class _SharedDemand(Demand):
         super().arrived(size, now)
 
 
+class _Own:
+    """Of one incarnation: its cell in our row, and prompts and their tokens that were read there for us.
+
+    `told`: whether the cell holds what is so.
+    """
+
+    __slots__ = ("cell", "prompts", "tokens", "told")
+
+    def __init__(self, cell: int) -> None:
+        self.cell = cell
+        self.prompts = 0
+        self.tokens = 0
+        self.told = True
+
+
 class SharedScheduler(Scheduler):
     """A scheduler that shares its instances with fellows, and tells them what it saw (`tell`)."""
 
@@ -104,8 +119,9 @@ class SharedScheduler(Scheduler):
         self._ledger = ledger
         self._cells = cells
         self._tell = tell
-        #: Where an incarnation is booked, and prompts and their tokens that were read there.
-        self._own: dict[int, tuple[int, list[int]]] = {}
+        self._own: dict[int, _Own] = {}
+        #: Instances of which something is still to be told (`tell_rest`).
+        self._untold: list[Instance] = []
         self._at: dict[int, Instance] = {}
         self._models_at: dict[int, str] = {}
         super().__init__(
@@ -198,13 +214,13 @@ class SharedScheduler(Scheduler):
     # --- what is told to others ---
 
     def _publish(self, instance: Instance) -> None:
-        found = self._own.get(instance.incarnation)
-        if found is None:
+        own = self._own.get(instance.incarnation)
+        if own is None:
             return
-        cell, read = found
+        own.told = True
         others = instance.others
         self._ledger.write(
-            cell,
+            own.cell,
             (
                 instance.work_ns - others[0],
                 instance.kv_tokens - others[1],
@@ -212,8 +228,8 @@ class SharedScheduler(Scheduler):
                 instance.pending_prompt_tokens - others[3],
                 instance.in_flight - others[4],
                 instance.sequences - others[5],
-                read[0],
-                read[1],
+                own.prompts,
+                own.tokens,
             ),
         )
         if instance.removed and not instance.leases:
@@ -309,13 +325,28 @@ class SharedScheduler(Scheduler):
         instance = self._leased[lease.id]
         first, clean = lease.first_token_at is None, instance.health.clean
         commands = super().on_first_token(lease, now)
-        if first and (found := self._own.get(instance.incarnation)) is not None:
-            found[1][0] += lease.request.sequences
-            found[1][1] += lease.prompt_tokens
-            self._publish(instance)
+        if first and (own := self._own.get(instance.incarnation)) is not None:
+            own.prompts += lease.request.sequences
+            own.tokens += lease.prompt_tokens
+            if own.told:
+                own.told = False
+                self._untold.append(instance)
         if not clean:
             self._tell(("answering", instance.name))
         return commands
+
+    @property
+    def untold(self) -> bool:
+        """Whether `tell_rest` is to be called within a millisecond or so."""
+        return bool(self._untold)
+
+    def tell_rest(self) -> None:
+        """Tell of first tokens. Most often the end of the same answer has done so already."""
+        untold, self._untold = self._untold, []
+        for instance in untold:
+            own = self._own.get(instance.incarnation)
+            if own is not None and not own.told:
+                self._publish(instance)
 
     def on_lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
@@ -383,9 +414,9 @@ class SharedScheduler(Scheduler):
                 if not clean or change.result is not ProbeResult.OK:
                     self._tell(("probed", change.name, change.result))
             else:
-                found = self._own.get(instance.incarnation)
-                if found is not None:
-                    self._at.pop(found[0], None)
+                own = self._own.get(instance.incarnation)
+                if own is not None:
+                    self._at.pop(own.cell, None)
                     if not instance.leases:
                         del self._own[instance.incarnation]
         return self._told(now, commands)
@@ -439,7 +470,7 @@ class SharedScheduler(Scheduler):
         cell = self._cells.instances.get(spec.name)
         if cell is not None:
             self._at[cell] = instance
-            self._own[instance.incarnation] = (cell, [0, 0])
+            self._own[instance.incarnation] = _Own(cell)
             instance.share(NOTHING, self._ledger.follow(cell), now)
         return instance
 

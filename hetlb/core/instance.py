@@ -8,12 +8,11 @@ sum over the live leases at every moment; nothing in it can fall below zero. Wha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import sub
 from typing import Final, TypeAlias
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.core.ledger import Cell
 from hetlb.core.speed import SpeedTracker
 from hetlb.core.types import (
     AdminState,
@@ -366,15 +365,17 @@ class Instance:
         )
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
-    def share(self, old: Sequence[int], new: Sequence[int], now: float) -> None:
-        """What somebody else has booked here was `old` and is `new`: `Booked`, then prompts and tokens read.
+    def share(self, old: Cell, new: Cell, now: float) -> None:
+        """What somebody else has booked here was `old` and is `new`.
 
         The figures above are totals, of what was booked here and elsewhere.
         """
         speed, others = self.speed, self.others
         if now > speed.last:
             self._elapsed(now)
-        work_ns, kv, prompt, pending, requests, sequences, prompts, tokens = map(sub, new, old)
+        work_ns, kv, prompt = new[0] - old[0], new[1] - old[1], new[2] - old[2]
+        pending, requests, sequences = new[3] - old[3], new[4] - old[4], new[5] - old[5]
+        prompts, tokens = new[6] - old[6], new[7] - old[7]
         self.work_ns += work_ns
         self.kv_tokens += kv
         self.prompt_tokens += prompt

@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.core.fellows import SharedScheduler
-from hetlb.core.types import HealthChanged
+from hetlb.core.types import HealthChanged, Lease
 from hetlb.proxy.driver import Driver
 from hetlb.workers.ledger import Row, owner_hash
 
 #: Numbers of requests and leases of one life of a worker lie apart from all others'.
 LIFE: Final = 1 << 32
+#: Prompts that were read are told so much later, many at once.
+TELL_S: Final = 0.001
 
 
 class SharedDriver(Driver):
     """A driver whose scheduler is one of several."""
 
     row: Row
+    _telling = False
 
     @property
     def shared(self) -> SharedScheduler:
@@ -32,6 +35,17 @@ class SharedDriver(Driver):
     def woken(self) -> None:
         """Another worker made way."""
         self.carry_out(self.shared.on_wake(self.now()))
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The answer of a lease began: the others hear of it by `TELL_S`, if not by its end."""
+        super().first_token(lease, now)
+        if not self._telling and self.shared.untold:
+            self._telling = True
+            self.loop.call_later(TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
+        self.shared.tell_rest()
 
     def _health_changed(self, command: HealthChanged) -> None:
         """The supervisor counts and logs it, once."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Final
 
-from hetlb.core.ledger import NOTHING, Cell, Entry, Standing, key_of
+from hetlb.core.ledger import NOTHING, Cell, Change, Entry, Ledger, Standing, key_of
 
 #: So many writes are told one by one; who looks later than that compares everything.
 RING: Final = 512
@@ -84,15 +84,17 @@ class Memory:
         return any(any(self.read(row, cell)[:6]) for row in range(self.rows))
 
 
-class Row:
-    """A worker's view: its own row to write, the others' to read."""
+class Row(Ledger):
+    """A worker's view: its own row to write, the others' to read. `wake_up` wakes the worker of a number."""
 
-    def __init__(self, memory: Memory, number: int, wakers: Sequence[int] = ()) -> None:
-        self.number = number
+    def __init__(
+        self, memory: Memory, number: int, wake_up: Callable[[int], object] = lambda fellow: None
+    ) -> None:
+        super().__init__(number)
         self._memory = memory
         self._map = memory.map
         self._words = memory.words
-        self._wakers = wakers
+        self._wake_up = wake_up
         self._start = number * memory.row_words
         self._cells_at = 8 * (self._start + _HEAD_WORDS + RING)
         self._entries_at = memory.cell_at(number, memory.cells)
@@ -103,8 +105,7 @@ class Row:
         self._known: dict[int, dict[int, Cell]] = {row: {} for row in others}
         self._meant: set[int] = set()
         self._waiting_at = [row * memory.row_words + _STANDING for row in others]
-        #: The others' standing at the last look; the same object for as long as nothing changes.
-        self.standings: Sequence[Standing] = [(0, 0, 0)] * len(others)
+        self.standings = [(0, 0, 0)] * len(others)
         self._count = 0 if number < 0 else self._words[self._start]
 
     # --- writing ---
@@ -112,7 +113,8 @@ class Row:
     def write(self, cell: int, figures: Cell) -> None:
         """Write one cell, then say so."""
         start, count, words = self._start, self._count, self._words
-        _CELL.pack_into(self._map, self._cells_at + 8 * _CELL_WORDS * cell, *figures)
+        a, b, c, d, e, f, g, h = figures  # a starred argument would cost a list and a tuple
+        _CELL.pack_into(self._map, self._cells_at + 8 * _CELL_WORDS * cell, a, b, c, d, e, f, g, h)
         words[start + _HEAD_WORDS + count % RING] = cell
         self._count = words[start] = count + 1
 
@@ -138,7 +140,7 @@ class Row:
 
     def wake(self, fellow: int) -> None:
         """Have another look at what waits there."""
-        os.eventfd_write(self._wakers[fellow], 1)
+        self._wake_up(fellow)
 
     # --- reading ---
 
@@ -150,9 +152,9 @@ class Row:
                 return True
         return False
 
-    def changed(self, *, everything: bool = False) -> Sequence[tuple[int, Cell, Cell]]:
+    def changed(self, *, everything: bool = False) -> list[Change]:
         """Cells that have changed since the last look: which, what they held, what they hold."""
-        found: list[tuple[int, Cell, Cell]] = []
+        found: list[Change] = []
         memory, words, heads = self._memory, self._words, self._heads
         row_words, moved = memory.row_words, False
         for row, last in heads.items():

@@ -169,7 +169,7 @@ class WorkerService(Service):
         self._memory = memory
         self._wakers = wakers
         self._listeners = [socket.socket(fileno=fd) for fd in listeners]
-        self._row = Row(memory, start.number, wakers)
+        self._row = Row(memory, start.number, lambda fellow: os.eventfd_write(wakers[fellow], 1))
         self._sent: Counter[str] = Counter()
         self._looked = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

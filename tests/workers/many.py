@@ -15,20 +15,6 @@ from hetlb.workers.ledger import Memory, Row
 INSTANCE_CELLS = 64
 
 
-class WokenRow:
-    """A row whose wake-ups are collected instead of written to an eventfd."""
-
-    def __init__(self, memory: Memory, number: int, woken: list[int]) -> None:
-        self._row = Row(memory, number)
-        self._woken = woken
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._row, name)
-
-    def wake(self, fellow: int) -> None:
-        self._woken.append(fellow)
-
-
 class Many:
     """N shared schedulers that look like one: request k goes to scheduler `of(k)`.
 
@@ -65,7 +51,7 @@ class Many:
         return self._setup.build(
             SharedScheduler,
             oracle=self._oracle,
-            ledger=WokenRow(self.memory, index, self.woken),
+            ledger=Row(self.memory, index, self.woken.append),
             cells=Cells(names, {self._model: INSTANCE_CELLS}),
             tell=tell,
         )
@@ -99,7 +85,9 @@ class Many:
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         self.now = now
-        return self._done(self._holder(lease).on_first_token(lease, now))
+        commands = self._done(self._holder(lease).on_first_token(lease, now))
+        self._holder(lease).tell_rest()
+        return commands
 
     def on_lease_ended(self, lease: Lease, outcome: Outcome, now: float, **flags: Any) -> list[Command]:
         self.now = now
