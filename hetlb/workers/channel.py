@@ -61,7 +61,8 @@ class Channel(asyncio.Protocol):
             end = at + _LENGTH.size + length
             if len(unread) < end:
                 break
-            message = pickle.loads(bytes(unread[at + _LENGTH.size : end]))
+            with memoryview(unread) as view:  # a view that is left would keep `unread` from growing
+                message = pickle.loads(view[at + _LENGTH.size : end])
             at = end
             self._on_message(message)
         if at:

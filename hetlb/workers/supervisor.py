@@ -358,9 +358,11 @@ class Supervisor(Service):
         for channel in self._others(worker):
             channel.send("sample", name, sample)
 
+    def _from_rows(self, worker: _Worker, rows: list[tuple[Any, ...]]) -> None:
+        self._rows += rows
+
     def _from_report(self, worker: _Worker, report: Report) -> None:
         worker.report = report
-        self._rows += report.rows
         self._keep_rows()
 
     def _keep_rows(self) -> None:
