@@ -41,9 +41,10 @@ from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.config import Profile, load_profile
 from hetlb.core.arrivals import PlannedRequest, make_plan
-from hetlb.core.eventlog import Replay, SchedulerSetup, decode_setup
+from hetlb.core.eventlog import Replay, decode_setup
 from hetlb.core.policies import POLICIES
 from hetlb.core.records import RequestRecord
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes
 from hetlb.sim.engine import EngineLimits

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.policies import PolicyParams
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
 from hetlb.proxy.metrics import MetricsPage, MetricsSource
 from hetlb.proxy.totals import Totals
@@ -134,7 +134,7 @@ def fleet(count: int) -> MetricsSource:
         seed=0,
         initial_health=Health.UP,
     )
-    scheduler = setup.build(Scheduler)
+    scheduler = Scheduler(setup)
     totals = Totals()
     for number, spec in enumerate(specs):
         scheduler.on_scrape(spec.name, EngineSample(3 + number % 7, number % 3, 0.25 + 1e-4 * number), 10.0)

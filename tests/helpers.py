@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +9,9 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies import PolicyParams
-from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
@@ -42,16 +42,16 @@ def make_scheduler(
     health_params: HealthParams | None = None,
 ) -> Scheduler:
     """A scheduler whose instances are up."""
-    return Scheduler(
-        specs,
+    setup = SchedulerSetup(
+        tuple(specs),
         policy,
-        params=params or PolicyParams(),
-        limits=limits or QueueLimits(),
-        predictor=predictor or OnlinePredictor(),
-        rng=random.Random(seed),
+        params or PolicyParams(),
+        limits or QueueLimits(),
+        seed=seed,
         initial_health=health,
-        health=health_params,
+        health=health_params or HealthParams(),
     )
+    return Scheduler(setup, predictor=predictor)
 
 
 def request(request_id: int, *, prompt: int = 100, max_tokens: int | None = 50, **more: Any) -> Request:

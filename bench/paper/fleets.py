@@ -17,10 +17,10 @@ from pathlib import Path
 
 from hetlb.config import load_cluster, load_profile
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.tp_search import Machine, PlanModel, memory
 from hetlb.sim.engine import EngineLimits

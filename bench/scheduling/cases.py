@@ -18,10 +18,10 @@ from pathlib import Path
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.arrivals import PlannedRequest, make_plan
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.profiler.fit import Phase, Point, fit
 from hetlb.sim.engine import EngineLimits

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
 import urllib.error
 import urllib.request
@@ -24,8 +23,8 @@ from rich.text import Text
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.policies import COMBINE_FORMS, POLICIES
-from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Candidate, Health, Request
 from hetlb.errors import ConfigError, InputError
 
@@ -121,16 +120,15 @@ def explain_fleet(
         raise InputError(f"--theta: expected a number above 0, got {theta}")
     params = fleet.policy_params
     params = replace(params, combine=combine or params.combine, theta=theta or params.theta)
-    rng = random.Random(fleet.policy.seed)
-    scheduler = Scheduler(
+    setup = SchedulerSetup(
         fleet.instances,
         policy or fleet.policy.name,
-        params=params,
-        limits=fleet.queue_limits,
-        predictor=OnlinePredictor(),
-        rng=rng,
+        params,
+        fleet.queue_limits,
+        seed=fleet.policy.seed,
         initial_health=Health.UP,
     )
+    scheduler = Scheduler(setup)
     names = {instance.name: instance for instance in scheduler.instances}
     for flag, state in (("--kv-used", kv_used), ("--load", load)):
         for name, value in state.items():

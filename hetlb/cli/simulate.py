@@ -22,10 +22,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from hetlb.cli.simulate_plot import write_plot
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import Replay, SchedulerSetup
+from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
 from hetlb.core.policies import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, ProfileError, TraceError
 from hetlb.loadtest.options import read_rates

@@ -8,17 +8,17 @@ further line is one fact with the decisions it led to. No prompt text is in it.
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
-from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
+from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -48,76 +48,13 @@ from hetlb.core.values import Value
 
 FORMAT_VERSION: Final = 2
 
-_T = TypeVar("_T", bound=Scheduler)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSetup(Value):
-    """Everything a scheduler is built from: the same object makes the proxy's and the simulator's."""
-
-    specs: tuple[InstanceSpec, ...]
-    policy: str
-    params: PolicyParams
-    limits: QueueLimits
-    predictor: str
-    seed: int
-    lengths: LengthDistribution | None = None
-    initial_health: Health = Health.SUSPECT
-    health: HealthParams = field(default_factory=HealthParams)
-    now: float = 0.0
-
-    def build(
-        self,
-        kind: Callable[..., _T],
-        *,
-        oracle: Mapping[RequestId, int] | None = None,
-        **extra: Any,
-    ) -> _T:
-        """A scheduler of class `kind`. Raises `ValueError` if the predictor lacks what it needs."""
-        rng = random.Random(self.seed)
-        return kind(
-            self.specs,
-            self.policy,
-            params=self.params,
-            limits=self.limits,
-            predictor=make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle),
-            rng=rng,
-            initial_health=self.initial_health,
-            health=self.health,
-            now=self.now,
-            **extra,
-        )
-
 
 class RecordingScheduler(Scheduler):
     """A scheduler that writes every fact and what came of it to `write`, a line at a time."""
 
-    def __init__(
-        self,
-        specs: Iterable[InstanceSpec],
-        policy: str,
-        *,
-        params: PolicyParams,
-        limits: QueueLimits,
-        predictor: Predictor,
-        rng: random.Random,
-        initial_health: Health = Health.SUSPECT,
-        health: HealthParams | None = None,
-        now: float = 0.0,
-        write: Callable[[str], object],
-    ) -> None:
+    def __init__(self, setup: SchedulerSetup, *, write: Callable[[str], object]) -> None:
         self._write = write
-        super().__init__(
-            specs,
-            policy,
-            params=params,
-            limits=limits,
-            predictor=predictor,
-            rng=rng,
-            initial_health=initial_health,
-            health=health,
-            now=now,
-        )
+        super().__init__(setup)
 
     def _record(self, kind: str, now: float, commands: list[Command], **fact: Any) -> list[Command]:
         line = {"t": now, "kind": kind, **fact, "out": [encode_command(command) for command in commands]}
@@ -291,7 +228,7 @@ class Replay:
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
-        self.scheduler = self.setup.build(Scheduler)
+        self.scheduler = Scheduler(self.setup)
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:

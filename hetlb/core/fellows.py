@@ -9,23 +9,20 @@ not gone. No I/O here: the ledger is an object that others write to as well.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
-from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
+from hetlb.core.admission import Lane, Queue, Queued
 from hetlb.core.demand import Demand
-from hetlb.core.health import HealthParams
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import NOTHING, Cell, Cells, Ledger, Standing
-from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import TICK_S, Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_queue import SharedQueue
 from hetlb.core.types import (
     Command,
     Dispatch,
-    Health,
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
@@ -34,6 +31,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Request,
+    RequestId,
 )
 
 __all__ = ["Evidence", "SharedScheduler"]
@@ -102,16 +100,10 @@ class SharedScheduler(Scheduler):
 
     def __init__(
         self,
-        specs: Iterable[InstanceSpec],
-        policy: str,
+        setup: SchedulerSetup,
         *,
-        params: PolicyParams,
-        limits: QueueLimits,
-        predictor: Predictor,
-        rng: random.Random,
-        initial_health: Health = Health.SUSPECT,
-        health: HealthParams | None = None,
-        now: float = 0.0,
+        oracle: Mapping[RequestId, int] | None = None,
+        predictor: Predictor | None = None,
         ledger: Ledger,
         cells: Cells,
         tell: Callable[[Evidence], object],
@@ -124,17 +116,7 @@ class SharedScheduler(Scheduler):
         self._untold: list[Instance] = []
         self._at: dict[int, Instance] = {}
         self._models_at: dict[int, str] = {}
-        super().__init__(
-            specs,
-            policy,
-            params=params,
-            limits=limits,
-            predictor=predictor,
-            rng=rng,
-            initial_health=initial_health,
-            health=health,
-            now=now,
-        )
+        super().__init__(setup, oracle=oracle, predictor=predictor)
         self._shared_queue = self.queue_kind(self._queue, ledger, cells.models)
         self._queue = self._shared_queue
         self._told_models: dict[str, Cell] = {}

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from hetlb.core.admission import Lane, Queue, Queued, QueueLimits
+from hetlb.core.admission import Lane, Queue, Queued
 from hetlb.core.affinity import Affinity
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.health import HealthParams, HealthTracker
+from hetlb.core.health import HealthTracker
 from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
-from hetlb.core.policy import Policy, PolicyParams, Question, best, paper_terms
+from hetlb.core.policy import Policy, Question, best, paper_terms
 from hetlb.core.predictor import Predictor
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -170,24 +171,23 @@ class Scheduler:
 
     def __init__(
         self,
-        specs: Iterable[InstanceSpec],
-        policy: str,
+        setup: SchedulerSetup,
         *,
-        params: PolicyParams,
-        limits: QueueLimits,
-        predictor: Predictor,
-        rng: random.Random,
-        initial_health: Health = Health.SUSPECT,
-        health: HealthParams | None = None,
-        now: float = 0.0,
+        oracle: Mapping[RequestId, int] | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
-        self._rng = rng
-        self._health = health or HealthParams()
-        self._params = params
-        self._initial_health = initial_health
-        self._predictor = predictor
-        self._policy: Policy = make_policy(policy, params, rng)
-        self._queue = Queue(limits)
+        """`oracle` holds true lengths by request, for the predictor of that name; `predictor` is another one.
+
+        Raises `ValueError` if the predictor that `setup` names lacks what it needs.
+        """
+        now = setup.now
+        self._rng = random.Random(setup.seed)
+        self._health = setup.health
+        self._params = setup.params
+        self._initial_health = setup.initial_health
+        self._predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
+        self._policy: Policy = make_policy(setup.policy, setup.params, self._rng)
+        self._queue = Queue(setup.limits)
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
         self._changes = Changes()
@@ -205,7 +205,7 @@ class Scheduler:
         self._next_incarnation = 1
         self._next_cache = -1
         self._last_tick = now
-        for spec in specs:
+        for spec in setup.specs:
             self._add(spec, now)
         self._reindex(now)
 

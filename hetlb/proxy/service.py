@@ -26,8 +26,9 @@ import msgspec
 from aiohttp import web
 
 from hetlb.config import Fleet, FleetFile, InstanceTable, convert, load_fleet, resolve_instance
-from hetlb.core.eventlog import RecordingScheduler, SchedulerSetup, encode_setup
+from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -138,7 +139,7 @@ class Service:
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
             if self._event_log is None:
-                return setup.build(Scheduler)
+                return Scheduler(setup)
             try:
                 self._event_fd = os.open(self._event_log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             except OSError as error:
@@ -148,7 +149,7 @@ class Service:
                 ) from error
             self._events = LineWriter(self._event_fd, "event log")
             self._events.write(encode_setup(setup))
-            return setup.build(RecordingScheduler, write=self._events.write)
+            return RecordingScheduler(setup, write=self._events.write)
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.records import Gaps, RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     Command,
     Dispatch,
@@ -135,7 +135,7 @@ class FleetSimulation:
         contents: Sequence[Named] | None = None,
     ) -> None:
         oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-        self.scheduler: Scheduler = setup.build(Scheduler, oracle=oracle)
+        self.scheduler: Scheduler = Scheduler(setup, oracle=oracle)
         self._engines = {
             spec.name: _Engine(spec.name, engines[spec.name], rule, contents is not None)
             for spec in setup.specs

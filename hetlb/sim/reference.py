@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import Predictor
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Request
 from hetlb.sim.contents import Named
 from hetlb.sim.fleet import EngineSpec, FleetSimulation

@@ -22,9 +22,9 @@ from multiprocessing.connection import wait as wait_for_any
 from typing import Any, TypeAlias
 
 from hetlb.core.arrivals import LengthsRow, PlannedRequest, make_plan
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
+from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
 from hetlb.sim.contents import Named, TraceContents
 from hetlb.sim.fleet import EngineSpec, FleetSimulation

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from hetlb.config import Fleet
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.fellows import Evidence
 from hetlb.core.ledger import Cells
 from hetlb.core.overview import FleetScheduler
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminStateSet,
     Dispatch,
@@ -121,8 +121,8 @@ class Supervisor(Service):
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
-            return setup.build(
-                FleetScheduler, ledger=Onlooker(self._memory), cells=self._cells, tell=lambda evidence: None
+            return FleetScheduler(
+                setup, ledger=Onlooker(self._memory), cells=self._cells, tell=lambda evidence: None
             )
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error

@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +29,10 @@ from typing import Any, Final
 import uvloop
 
 from hetlb.config import Fleet
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.fellows import Evidence, SharedScheduler
 from hetlb.core.ledger import Cells
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     Candidate,
     Dispatch,
@@ -186,9 +187,7 @@ class WorkerService(Service):
         # Draws of several workers with one seed would be the same.
         setup = dataclasses.replace(setup, seed=setup.seed + self._start.number)
         try:
-            return setup.build(
-                SharedScheduler, ledger=self._row, cells=self._start.cells, tell=self._tell_evidence
-            )
+            return SharedScheduler(setup, ledger=self._row, cells=self._start.cells, tell=self._tell_evidence)
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 
@@ -225,7 +224,9 @@ class WorkerService(Service):
 
     def _open_log(self) -> None:
         if self.fleet.proxy.request_log:
-            self._lines = LineWriter(sys.stderr.fileno(), "request log", at_once=select.PIPE_BUF)
+            fd = sys.stderr.fileno()
+            whole = stat.S_ISREG(os.fstat(fd).st_mode)  # a file takes a batch in one piece, a pipe does not
+            self._lines = LineWriter(fd, "request log", at_once=None if whole else select.PIPE_BUF)
 
     def _on_waker(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import RecordingScheduler, Replay, SchedulerSetup, encode_setup
+from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.core.health import HealthParams
 from hetlb.core.policies import POLICIES, PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -46,7 +47,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
         lengths=LengthDistribution([3, 77, 400]),
     )
     lines = [encode_setup(setup)]
-    scheduler = setup.build(RecordingScheduler, write=lines.append)
+    scheduler = RecordingScheduler(setup, write=lines.append)
     now = 0.0
     leases: list[Lease] = []
     for i in range(steps):

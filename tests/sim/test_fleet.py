@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies import POLICIES, PolicyParams
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation

@@ -11,10 +11,10 @@ from helpers import FAST, MODEL, spec
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.arrivals import PlannedRequest
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Command, Health, Outcome, Request
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation

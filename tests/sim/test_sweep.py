@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError
 from hetlb.sim.engine import EngineLimits, EngineModel, Sequence

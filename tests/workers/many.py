@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.fellows import Evidence, SharedScheduler
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Cells
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Command, EngineSample, Lease, Outcome, Request, RequestId
 from hetlb.workers.ledger import Memory, Row
 
@@ -48,8 +48,8 @@ class Many:
                     member.on_evidence(evidence, self.now)
 
         self.now = self._setup.now
-        return self._setup.build(
-            SharedScheduler,
+        return SharedScheduler(
+            self._setup,
             oracle=self._oracle,
             ledger=Row(self.memory, index, self.woken.append),
             cells=Cells(names, {self._model: INSTANCE_CELLS}),

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from workers.many import Many
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.eventlog import SchedulerSetup
 from hetlb.core.policies import PolicyParams
+from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Command, Dispatch, Health, Lease, Outcome
 from hetlb.workers.ledger import ANSWERS, RING, Memory, Onlooker, Row, owner_hash
 

@@ -1,0 +1,38 @@
+"""What a scheduler is built from: the same object makes the proxy's, a worker's and the simulator's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
+from hetlb.core.policies import PolicyParams
+from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
+from hetlb.core.types import Health, InstanceSpec, RequestId
+from hetlb.core.values import Value
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup(Value):
+    """Everything a scheduler is built from.
+
+    `predictor` is a name of `core.predictor`, `lengths` what `empirical` draws from; `seed` is that of all
+    that is random; `now` is the time at which it begins, in seconds.
+    """
+
+    specs: tuple[InstanceSpec, ...]
+    policy: str
+    params: PolicyParams = field(default_factory=PolicyParams)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    predictor: str = "online"
+    seed: int = 0
+    lengths: LengthDistribution | None = None
+    initial_health: Health = Health.SUSPECT
+    health: HealthParams = field(default_factory=HealthParams)
+    now: float = 0.0
+
+    def make_predictor(self, rng: random.Random, oracle: Mapping[RequestId, int] | None) -> Predictor:
+        """The predictor that is meant. Raises `ValueError` if it lacks what it needs."""
+        return make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle)
