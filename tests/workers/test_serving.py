@@ -119,10 +119,13 @@ class Serving:
         """The workers' process ids."""
         return children(self.process.pid)
 
-    async def ask(self, path: str = "/v1/completions", method: str = "POST", **body: Any) -> Reply:
+    async def ask(
+        self, path: str = "/v1/completions", method: str = "POST", tenant: str = "-", **body: Any
+    ) -> Reply:
         """A request on a connection of its own."""
         data = msgspec.json.encode(body or PROMPT) if method == "POST" else None
-        async with self._session.request(method, self.url + path, data=data) as reply:
+        headers = {"X-Tenant": tenant}
+        async with self._session.request(method, self.url + path, data=data, headers=headers) as reply:
             return Reply(reply.status, reply.headers, await reply.read())
 
     async def admin(self, path: str, method: str = "GET", **body: Any) -> Reply:
@@ -326,6 +329,27 @@ async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, 
 
 
 # --- who dies ---
+
+
+async def test_tenants_take_turns_in_whichever_worker_they_wait(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(PROFILE)
+    async with Turns() as engine:
+        fleet = document(engine, policy={"name": "hetlb"}, proxy={"tenant_header": "X-Tenant"})
+        fleet["models"][0]["instances"][0]["profile"] = "small.yaml"
+        proxy = await serve(fleet, workers=3)
+        asked = [asyncio.create_task(proxy.ask(**PROMPT, user="first", tenant="x"))]
+        await engine.has_served(1)
+        names = [*(f"x{number}" for number in range(6)), "y0", "y1"]
+        for number, name in enumerate(names):
+            asked.append(asyncio.create_task(proxy.ask(**PROMPT, user=name, tenant=name[0])))
+            await proxy.fleet_until(lambda fleet, wanted=number + 1: fleet["queue"]["requests"] == wanted)
+        for served in range(1, 9):
+            engine.turns.release()
+            await engine.has_served(served + 1)
+        engine.turns.release()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        # By turns they go second and fourth; what a worker has told may be one request behind.
+        assert {"y0", "y1"} <= set(engine.order[1:6]), engine.order
 
 
 async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serve) -> None:
