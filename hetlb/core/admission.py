@@ -28,6 +28,9 @@ from hetlb.core.values import Value
 _TAGS_KEPT: Final = 1024
 #: Of a tag, for a request of size 1 at weight 1.
 _STEP: Final = 1024
+#: However small a weight is, a step and a tag have their ends: they stand in eight bytes elsewhere, doubled.
+_MOST_STEP: Final = 1 << 40
+MOST_TAG: Final = (1 << 62) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Flow:
 
 def step_of(size: float, weight: float) -> int:
     """How far a request of this size moves the tag of a tenant of this weight on."""
-    return max(1, round(_STEP * max(1.0, size) / weight))
+    return max(1, round(min(_MOST_STEP, _STEP * max(1.0, size) / weight)))
 
 
 class Fair:
@@ -129,10 +132,10 @@ class Fair:
         flow = self.flows.get(tenant)
         if flow is None:
             tag = max(self.virtual, self._finished.get(tenant, 0))
-            self._finished[tenant] = tag + step_of(size, weight)
+            self._finished[tenant] = min(MOST_TAG, tag + step_of(size, weight))
             return
         self.virtual = max(self.virtual, flow.tag)
-        flow.tag += step_of(size, flow.weight)
+        flow.tag = min(MOST_TAG, flow.tag + step_of(size, flow.weight))
         self._line_up(flow)
 
     def emptied(self, flow: Flow) -> None:

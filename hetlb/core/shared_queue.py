@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetlb.core.admission import Fair, Flow, Lane, Queue, Share, step_of
+from hetlb.core.admission import MOST_TAG, Fair, Flow, Lane, Queue, Share, step_of
 from hetlb.core.ledger import Ledger, key_of
 from hetlb.core.types import Request
 
@@ -81,7 +81,7 @@ class SharedFair(Fair):
         flow = self.flows.get(tenant)
         if flow is None:
             key = self._key_of(tenant)
-            tag = self._tag(key) + step_of(size, weight)
+            tag = min(MOST_TAG, self._tag(key) + step_of(size, weight))
             self._ledger.put(key, tag, 0)
         else:
             self._catch_up(flow)

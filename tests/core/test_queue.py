@@ -204,6 +204,16 @@ def test_bytes_are_shared_the_same() -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("weight", [5e-324, 1e-9, 1e9, 1.7e308])
+def test_no_weight_is_too_small_or_too_large(weight: float) -> None:
+    queue = Queue(QueueLimits(tenant_weights={"odd": weight}))
+    for number in range(40):
+        queue.push(asked(number, "odd" if number % 2 else "even"), 0.0, size=1_000_000)
+    served = [each.tenant for each in drain(queue, 40)]
+    assert served.count("odd") == 20
+    assert served[:20].count("odd") == (1 if weight < 1 else 19)
+
+
 def test_a_tenant_holds_no_more_than_its_share_of_the_queue() -> None:
     scheduler = full(QueueLimits(max_requests=10, tenant_share=0.3))
     rejected = [c for number in range(6) for c in scheduler.on_arrival(asked(number, "x"), 0.0)]

@@ -14,7 +14,9 @@ from sim.test_fleet import fleet, load
 from workers.many import Many
 from workers.test_ledger import setup_of
 
+from hetlb.core.admission import MOST_TAG
 from hetlb.core.demand import size_of
+from hetlb.core.ledger import key_of
 from hetlb.core.scheduler import RETRY_FLOOR, TICK_S
 from hetlb.core.types import (
     Capacity,
@@ -245,6 +247,19 @@ def test_a_tenant_whose_worker_dies_waits_for_nothing_more(made: list[Many]) -> 
     fellows.replace(0)
     assert fellows.members[1].queue.held_by("x") == (0, 0)
     assert [each.id for each in serve(fellows, lease, 1)] == [3]
+    fellows.check_integrity()
+
+
+def test_a_weight_that_is_next_to_nothing_stays_within_the_ledger(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2, tenant_weights={"x": 5e-324}, max_requests=None)
+    for member in fellows.members:  # as after years of it
+        member.queue.passed(request(10_000, tenant="x"), 1.0)
+        member._ledger.put(key_of("tag", "m\0" + "0", "x"), MOST_TAG - 1, 0)
+    lease = dispatched(fellows.on_arrival(request(0, tenant="x"), 0.0))
+    for request_id in range(1, 12):
+        fellows.on_arrival(request(request_id, tenant="x" if request_id < 9 else "y"), 0.01 * request_id)
+    served = [each.tenant for each in serve(fellows, lease, 11)]
+    assert served == ["y"] * 3 + ["x"] * 8
     fellows.check_integrity()
 
 
