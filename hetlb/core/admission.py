@@ -84,10 +84,16 @@ class Flow:
         # Ordered: the head of a plain dict that is eaten from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
+    @property
+    def head(self) -> Queued:
+        """Which of it has waited longest; there is one as long as the flow is in a queue."""
+        return next(iter(self.entries.values()))
 
-def step_of(size: float, weight: float) -> int:
-    """How far a request of this size moves the tag of a tenant of this weight on."""
-    return max(1, round(min(_MOST_STEP, _STEP * max(1.0, size) / weight)))
+
+def moved_on(tag: int, size: float, weight: float) -> int:
+    """The tag of a tenant of this weight after a request of this size."""
+    step = max(1, round(min(_MOST_STEP, _STEP * max(1.0, size) / weight)))
+    return min(MOST_TAG, tag + step)
 
 
 class Fair:
@@ -132,10 +138,10 @@ class Fair:
         flow = self.flows.get(tenant)
         if flow is None:
             tag = max(self.virtual, self._finished.get(tenant, 0))
-            self._finished[tenant] = min(MOST_TAG, tag + step_of(size, weight))
+            self._finished[tenant] = moved_on(tag, size, weight)
             return
         self.virtual = max(self.virtual, flow.tag)
-        flow.tag = min(MOST_TAG, flow.tag + step_of(size, flow.weight))
+        flow.tag = moved_on(flow.tag, size, flow.weight)
         self._line_up(flow)
 
     def emptied(self, flow: Flow) -> None:
@@ -212,24 +218,14 @@ class Queue:
 
     def first(self, lane: Lane, count: int) -> list[Queued]:
         """Who goes next in a lane, and those behind it of the same priority and tenant, `count` in all."""
-        flow = self.turn(lane)
-        return [] if flow is None else list(islice(flow.entries.values(), count))
+        fair = self.fair(lane)
+        return [] if fair is None else list(islice(fair.turn().entries.values(), count))
 
-    def turn(self, lane: Lane) -> Flow | None:
-        """Whose turn it is in a lane, None if nobody waits."""
-        by_priority = self._lanes.get(lane)
-        if by_priority is not None:
-            for fair in by_priority.values():
-                return fair.turn()
+    def fair(self, lane: Lane) -> Fair | None:
+        """Who waits in a lane at the priority whose turn it is, None if nobody does."""
+        for fair in self._lanes.get(lane, {}).values():
+            return fair
         return None
-
-    def tenants(self, lane: Lane) -> int:
-        """How many tenants wait at the priority whose turn it is."""
-        by_priority = self._lanes.get(lane)
-        if by_priority is not None:
-            for fair in by_priority.values():
-                return len(fair.flows)
-        return 0
 
     def by_model(self) -> dict[str, int]:
         """How many wait, by model."""
@@ -337,7 +333,7 @@ class Queue:
         by_priority = self._lanes.setdefault(lane, {})
         fair = by_priority.get(priority)
         if fair is None:
-            fair = by_priority[priority] = self._fair(lane, priority)
+            fair = by_priority[priority] = self._new_fair(lane, priority)
             if len(by_priority) > 1:
                 self._lanes[lane] = dict(sorted(by_priority.items()))
         flow = fair.flow(tenant, self._weight(tenant))
@@ -346,7 +342,7 @@ class Queue:
         self._sizes[model] = self._sizes.get(model, 0) + size
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = self._share(tenant)
+            share = self._shares[tenant] = self._new_share(tenant)
         share.requests += 1
         share.bytes += request.body_bytes
         self._holds_now(share)
@@ -400,10 +396,10 @@ class Queue:
 
     # --- what processes that share their queues do otherwise ---
 
-    def _fair(self, lane: Lane, priority: int) -> Fair:
+    def _new_fair(self, lane: Lane, priority: int) -> Fair:
         return Fair()
 
-    def _share(self, tenant: str | None) -> Share:
+    def _new_share(self, tenant: str | None) -> Share:
         return Share()
 
     def _holds_now(self, share: Share) -> None:

@@ -16,7 +16,6 @@ from hetlb.core.admission import Lane, Queue, Queued
 from hetlb.core.demand import Demand
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import NOTHING, Cell, Cells, Ledger, Standing
-from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import TICK_S, Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_queue import SharedQueue
@@ -103,7 +102,6 @@ class SharedScheduler(Scheduler):
         setup: SchedulerSetup,
         *,
         oracle: Mapping[RequestId, int] | None = None,
-        predictor: Predictor | None = None,
         ledger: Ledger,
         cells: Cells,
         tell: Callable[[Evidence], object],
@@ -116,7 +114,7 @@ class SharedScheduler(Scheduler):
         self._untold: list[Instance] = []
         self._at: dict[int, Instance] = {}
         self._models_at: dict[int, str] = {}
-        super().__init__(setup, oracle=oracle, predictor=predictor)
+        super().__init__(setup, oracle=oracle)
         self._shared_queue = self.queue_kind(self._queue, ledger, cells.models)
         self._queue = self._shared_queue
         self._told_models: dict[str, Cell] = {}
@@ -242,10 +240,10 @@ class SharedScheduler(Scheduler):
         for lane in queue.lanes:
             if lane[1] is not None or lane[2]:
                 continue  # nobody else could place these
-            flow = queue.turn(lane)
-            assert flow is not None, f"a lane in which nobody waits: {lane}"
-            head = next(iter(flow.entries.values()))
-            behind = 1 if queue.tenants(lane) > 1 else 0
+            fair = queue.fair(lane)
+            assert fair is not None, f"a lane in which nobody waits: {lane}"
+            flow = fair.turn()
+            head, behind = flow.head, 1 if len(fair.flows) > 1 else 0
             waiting[lane[0]] = (
                 queue.count(lane),
                 round(head.arrived_at * 1e9),
@@ -477,10 +475,11 @@ class SharedScheduler(Scheduler):
         """Whether another one's next for the same model is to go before ours: for so long, then we go."""
         model, pinned, again = lane
         cell = self._cells.models.get(model)
-        flow = self._queue.turn(lane)
-        if cell is None or pinned is not None or again or flow is None:
+        fair = self._queue.fair(lane)
+        if cell is None or pinned is not None or again or fair is None:
             return False
-        head = next(iter(flow.entries.values()))
+        flow = fair.turn()
+        head = flow.head
         mine = (head.request.priority, flow.tag, round(head.arrived_at * 1e9), self._ledger.number)
         found = self._turn_elsewhere(cell)
         if found is None or found > mine:

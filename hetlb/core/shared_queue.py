@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetlb.core.admission import MOST_TAG, Fair, Flow, Lane, Queue, Share, step_of
+from hetlb.core.admission import Fair, Flow, Lane, Queue, Share, moved_on
 from hetlb.core.ledger import Ledger, key_of
 from hetlb.core.types import Request
 
@@ -81,7 +81,7 @@ class SharedFair(Fair):
         flow = self.flows.get(tenant)
         if flow is None:
             key = self._key_of(tenant)
-            tag = min(MOST_TAG, self._tag(key) + step_of(size, weight))
+            tag = moved_on(self._tag(key), size, weight)
             self._ledger.put(key, tag, 0)
         else:
             self._catch_up(flow)
@@ -142,13 +142,13 @@ class SharedQueue(Queue):
             held_bytes += their_bytes
         return requests, held_bytes
 
-    def _fair(self, lane: Lane, priority: int) -> Fair:
+    def _new_fair(self, lane: Lane, priority: int) -> Fair:
         model, pinned, again = lane
         if pinned is not None or again or model not in self._models:
             return Fair()  # nobody else could place these
         return SharedFair(self._ledger, model, priority, anew=not self._waits_elsewhere(model))
 
-    def _share(self, tenant: str | None) -> Share:
+    def _new_share(self, tenant: str | None) -> Share:
         return Share(_held_key(tenant))
 
     def _holds_now(self, share: Share) -> None:

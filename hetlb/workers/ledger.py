@@ -222,7 +222,7 @@ class Row(Ledger):
         words, start = self._words, self._start
         count = words[start + _REMEMBERED]
         at = start + self._memory.row_words - 3 * ANSWERS + 3 * (count % ANSWERS)
-        words[at], words[at + 1], words[at + 2] = key_of(response_id), cell, key_of(owner or "")
+        words[at], words[at + 1], words[at + 2] = key_of(response_id), cell, owner_hash(owner)
         words[start + _REMEMBERED] = count + 1
 
     def kept_at(self, response_id: str) -> tuple[int, int] | None:
