@@ -25,7 +25,8 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "beginnings", "body", "connection", "driver", "exchange", "expected", "histograms", "http1",
-            "intake", "onward", "replies", "requestlog", "retryafter", "sizes", "sse", "totals", "upstream",
+            "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse", "totals",
+            "upload", "upstream",
         )
     ),
     "proxy/dashboard/history.py",

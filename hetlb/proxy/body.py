@@ -1,4 +1,4 @@
-"""What a request body tells the scheduler: a few fields, decoded once; everything else passes unread.
+"""What a JSON body tells the scheduler: a few fields, decoded once; everything else passes unread.
 
 Promise: bytes are never re-serialised; wrong types and absurd numbers are one OpenAI-style 400; no input
 costs more than a pass over its bytes.
@@ -26,7 +26,7 @@ MAX_SEQUENCES: Final = 16_384
 #: A model's name is echoed and logged, so it is bounded.
 MAX_MODEL_BYTES: Final = 512
 #: A base64 image or sound is no text: it counts as this many bytes of prompt (about 600 tokens).
-_MEDIA_BYTES: Final = 2400
+MEDIA_BYTES: Final = 2400
 
 _DATA_URL = re.compile(rb'"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"')
 
@@ -181,67 +181,4 @@ def _text_bytes(raw: bytes) -> int:
     if b";base64," not in raw:
         return len(raw)
     media = _DATA_URL.findall(raw)
-    return len(raw) - sum(map(len, media)) + _MEDIA_BYTES * len(media)
-
-
-#: One boundary of RFC 2046 without blanks: what every client makes.
-_BOUNDARY = re.compile(rb"""boundary=("?)([0-9A-Za-z'()+_,./:=?-]{1,70})\1\s*(?:;|$)""", re.I)
-_PART_NAME = re.compile(
-    rb"""content-disposition:[ \t]*form-data;[ \t]*name="([^"\\\r\n]*)"
-    ([ \t]*;[ \t]*filename="[^"\\\r\n]*")?([ \t]*;[ \t]*filename\*=[^"\\;\s]*)?""",
-    re.I | re.X,
-)
-_UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
-_MAX_PART_HEAD: Final = 4096
-
-
-def read_multipart(content_type: bytes, body: bytes) -> Call:
-    """Read the form fields that matter of a multipart body (audio). Raises `GateError` (400).
-
-    What parsers of forms read in different ways is refused: the engine must see the same model as we do.
-    """
-    match = _BOUNDARY.search(content_type)
-    if match is None or content_type.lower().count(b"boundary") != 1:
-        raise _invalid("The multipart body has no boundary, or several.")
-    if re.search(rb"charset", content_type, re.I) and not _UTF8.search(content_type):
-        raise _invalid("The multipart body is expected to be in UTF-8.")
-    call = Call()
-    call.text_bytes = _MEDIA_BYTES
-    delimiter = b"\r\n--" + match[2]
-    if not body.startswith(delimiter[2:]):
-        raise _invalid("The multipart body does not begin with its boundary.")
-    position = len(delimiter) - 2
-    while body[position : position + 2] != b"--":
-        head_end = body.find(b"\r\n\r\n", position, position + _MAX_PART_HEAD)
-        next_part = body.find(delimiter, head_end + 4) if head_end >= 0 else -1
-        # A part that begins with a boundary has no value for some, and that for a value for others.
-        doubtful = body.startswith(delimiter[2:], head_end + 4)
-        if next_part < 0 or body[position : position + 2] != b"\r\n" or doubtful:
-            raise _invalid("A part of the multipart body is malformed or has no end.")
-        head = body[position + 2 : head_end] if head_end > position else b""
-        _read_field(call, head, body, head_end + 4, next_part)
-        position = next_part + len(delimiter)
-    return call
-
-
-def _read_field(call: Call, head: bytes, body: bytes, start: int, end: int) -> None:
-    """Take from one part what matters; its value is `body[start:end]`."""
-    name, is_file = b"", False
-    for line in head.split(b"\r\n"):
-        if not line.lower().startswith(b"content-disposition"):
-            if line[:1] in (b" ", b"\t", b"") or b"\n" in line or b"\r" in line:
-                raise _invalid("A part of the multipart body has a malformed header.")
-            continue
-        match = _PART_NAME.fullmatch(line)
-        if match is None or name:
-            raise _invalid('A part of the multipart body needs one Content-Disposition: form-data; name="…".')
-        name, is_file = match[1], bool(match[2] or match[3])
-    if not name:
-        raise _invalid("A part of the multipart body has no name.")
-    value = body[start : min(end, start + MAX_MODEL_BYTES + 1)]
-    if name == b"model":
-        if call.model is not None or is_file or len(value) > MAX_MODEL_BYTES:
-            raise _invalid(f"model: expected one name of at most {MAX_MODEL_BYTES} bytes.")
-        call.model = value.decode("utf-8", "replace")
-    elif name == b"stream":
-        call.stream = value.strip().lower() in (b"true", b"1")
+    return len(raw) - sum(map(len, media)) + MEDIA_BYTES * len(media)

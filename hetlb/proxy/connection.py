@@ -1,7 +1,8 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
 Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
-and nothing dispatched before its whole body passed the reader; what is held of bodies and of requests
+and none dispatched before its whole body passed the reader, but for forms that are large and about to be
+whole (`proxy/upload.py`); what is held of bodies and of requests
 behind the one being answered is bounded.
 """
 
@@ -29,6 +30,7 @@ from hetlb.proxy.http1 import (
 )
 from hetlb.proxy.intake import Intake
 from hetlb.proxy.replies import Refusal
+from hetlb.proxy.upload import LEAST_BYTES, Upload
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -100,6 +102,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_body", "_body_left", "_buffer", "_clients", "_closing", "_decoder", "_exchange", "_head", "_held",
         "_now", "_paused", "_reading_paused", "_since", "_stalled_since", "_tenant", "_transport",
+        "_upload",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -111,6 +114,8 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_left = self._held = 0
         self._decoder: ChunkedDecoder | None = None
+        #: The body in place of `_body` while it may be served before it is whole.
+        self._upload: Upload | None = None
         self._exchange: Exchange | None = None
         self._now = clients.driver.now
         self._closing = False
@@ -138,6 +143,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._exchange is not None or self._paused:
             self._buffer += data
+            if self._upload is not None and self._exchange is not None:
+                self._read_on()
             self._bound_reading()
             return
         if self._buffer:
@@ -195,6 +202,10 @@ class ClientConnection(asyncio.Protocol):
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
+        if self._upload is not None:
+            self._release()
+            self._linger()  # the rest of the body is no request
+            return
         if not keep or head is None or not head.keep_alive or self._clients.stopping:
             self._close()
             return
@@ -207,7 +218,11 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
-        self._close()
+        if self._upload is not None:
+            self._release()
+            self._linger()
+        else:
+            self._close()
 
     # --- from the listener ---
 
@@ -248,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
         table = self._clients.table
         if self._paused and now - self._stalled_since > table.write_timeout_s:
             self.abort()
-        elif self._exchange is not None:
+        elif self._exchange is not None and self._upload is None:
             return
         elif self._closing:
             # A slow client may still be reading the end of its answer.
@@ -298,8 +313,11 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder() if head.chunked else None
-        if length is not None and length > self._body_limit(head):
-            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+        if length is not None:
+            if length > self._body_limit(head):
+                raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+            if length >= LEAST_BYTES:
+                self._upload = clients.intake.upload(head, length)
         if head.expects is not None:
             self._expected(head)
         return True
@@ -325,6 +343,8 @@ class ClientConnection(asyncio.Protocol):
             left = self._body_left
             if not left:
                 return True
+            if self._upload is not None:
+                return self._read_upload(self._upload)
             if len(buffer) < left:
                 self._take(buffer)
                 self._body_left = left - len(buffer)
@@ -349,9 +369,37 @@ class ClientConnection(asyncio.Protocol):
         self._buffer = decoder.surplus
         return True
 
+    def _read_upload(self, upload: Upload) -> bool:
+        """Take what came of a form out of the buffer; True when it is time to serve it."""
+        buffer, left = self._buffer, self._body_left
+        piece, self._buffer = buffer[:left], buffer[left:]
+        if piece:
+            self._body_left = left - len(piece)
+            upload.add(piece)
+            self._hold(piece)
+            if self._exchange is not None:
+                self._exchange.more_came(piece)
+        return upload.choosable(self._now() - self._since)
+
+    def _read_on(self) -> None:
+        """Take more of a form that is being served."""
+        upload = self._upload
+        assert upload is not None
+        try:
+            self._read_upload(upload)
+        except GateError as error:
+            self._refuse(error)
+            return
+        if upload.whole:
+            self._release()
+
     def _take(self, piece: bytes) -> None:
         """Keep a piece of a body of which more is to come."""
         self._body.append(piece)
+        self._hold(piece)
+
+    def _hold(self, piece: bytes) -> None:
+        """Count what is kept of a body that is not whole."""
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:
@@ -362,17 +410,19 @@ class ClientConnection(asyncio.Protocol):
         self._clients.held_bytes -= self._held
         self._held = 0
         self._body = []
+        self._upload = None
 
     # --- answering ---
 
     def _serve(self) -> None:
-        head, clients, pieces = self._head, self._clients, self._body
+        head, clients, pieces, upload = self._head, self._clients, self._body, self._upload
         assert head is not None
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._release()
+        if upload is None or upload.whole:
+            self._release()
         if clients.stopping:
             raise Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = clients.intake.take(self, head, body, self._tenant)
+        taken = clients.intake.take(self, head, body, self._tenant, upload)
         if isinstance(taken, bytes):
             self._reply(taken)
         else:
@@ -390,6 +440,9 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
         answer = error.answer if isinstance(error, Refusal) else replies.bad_request(error.status)
+        if self._exchange is not None:  # of a body that is served while it comes
+            self._exchange.body_refused(answer, error.message)
+            return
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left

@@ -26,6 +26,7 @@ from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.tracing import Trace
+from hetlb.proxy.upload import Upload
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
 
@@ -86,11 +87,11 @@ class Exchange:
 
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
-        "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine", "_head", "_now",
-        "_tail", "_text_at", "_text_beginning", "_watcher", "_write", "arrived_at", "dispatched_at",
-        "ended_at", "ended_in", "expected_s", "first_byte_at", "kind", "label", "lease", "outcome", "phase",
-        "prompt_tokens_used", "request", "retries", "since", "status", "tenant",
-        "trace",
+        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine",
+        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_upload", "_watcher", "_write",
+        "arrived_at", "dispatched_at", "ended_at", "ended_in", "expected_s", "first_byte_at", "kind",
+        "label", "lease", "outcome", "phase", "prompt_tokens_used", "request", "retries", "since", "status",
+        "tenant", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +106,9 @@ class Exchange:
         label: str,
         now: float,
         tenant: str | None = None,
+        upload: Upload | None = None,
     ) -> None:
+        """`upload` takes the place of `body` where that goes on while it arrives."""
         self._driver = driver
         self._now = driver.now
         self._client = client
@@ -113,6 +116,7 @@ class Exchange:
         self._head = head
         self._call = call
         self._body = body
+        self._upload = upload
         self.kind = kind
         self.request = request
         self.label = label
@@ -142,7 +146,8 @@ class Exchange:
         self._deadline_at: float | None = None
         #: `_early`: the head went out with a heartbeat, and nothing of an engine's answer since. `_dropped`:
         #: an engine dropped it and may have run it.
-        self._committed = self._early = self._dropped = self._chunked_out = False
+        #: `_closes`: the client was told that the connection ends with this answer.
+        self._committed = self._early = self._dropped = self._chunked_out = self._closes = False
         self._tail = b""
         #: How the events of this stream begin; those that do go on as the engine framed them.
         self._text_beginning: bytes | None = None
@@ -165,6 +170,8 @@ class Exchange:
         self.lease = lease
         self.expected_s = expected_s
         self.dispatched_at = now
+        if self._arriving:
+            lease.mark = None  # when the engine begins is not known
         self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)
 
@@ -182,29 +189,33 @@ class Exchange:
 
     # --- from the engine's connection ---
 
-    def engine_request(self, own_headers: bytes, passthrough: bool) -> tuple[bytes, bytes]:
-        """Head and body of the request as it goes to the engine: no hop-by-hop headers, the body as it came.
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Send the request: without its hop-by-hop headers, the body as it came.
 
         `own_headers` are the lines with the engine's Host and key; `passthrough` lets the client's key
         through.
         """
-        head, body = self._head, self._body
+        self._engine = connection
+        self._enter(Phase.WAIT, self._now())
+        head, body, upload = self._head, self._body, self._upload
         lines = request_lines(head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
         if not body and head.method in (b"GET", b"HEAD", b"DELETE"):
-            return b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), body
-        return b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            connection.send(
+                b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), b""
+            )
+            return
+        first = b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             lines,
             own_headers,
             self.label.encode("ascii"),
-            len(body),
-        ), body
-
-    def engine_connected(self, connection: EngineConnection) -> None:
-        """The request is about to be sent."""
-        self._engine = connection
-        self._enter(Phase.WAIT, self._now())
+            len(body) if upload is None else upload.length,
+        )
+        if upload is None:
+            connection.send(first, body)
+        else:
+            connection.send_upload(first, upload)
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance.
@@ -370,6 +381,25 @@ class Exchange:
 
     # --- from the client's connection ---
 
+    def more_came(self, piece: bytes) -> None:
+        """More of the body came, and passed the reader."""
+        upload = self._upload
+        assert upload is not None, "expected a body that is arriving"
+        if self._engine is not None:
+            self._engine.send_more(piece, last=upload.whole)
+        if upload.whole and self.phase is Phase.WAIT:
+            self.since = self._now()  # the engine can begin now
+
+    def body_refused(self, answer: Answer, message: str) -> None:
+        """The rest of the body did not pass, or did not come: no engine got all of it."""
+        if self.phase is Phase.QUEUE:
+            self._driver.give_up(self)
+        self._stop_engine()
+        if self._committed and not self._early:
+            self._break(answer.outcome, "the rest of the request was refused")
+        else:
+            self._answer(answer, message)
+
     def client_gone(self) -> None:
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
@@ -397,7 +427,7 @@ class Exchange:
             return
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
+        if self.phase is Phase.WAIT and now - self.since > first_byte_s and not self._arriving:
             self._stop_engine()
             self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
@@ -418,6 +448,11 @@ class Exchange:
     def _delimited(self) -> bool:
         """Whether the client can tell where the answer ended without the connection closing."""
         return self._chunked_out or self._answer_length is not None
+
+    @property
+    def _arriving(self) -> bool:
+        """Whether there is more of the body to come."""
+        return self._upload is not None and not self._upload.whole
 
     @property
     def _may_have_run(self) -> bool:
@@ -515,7 +550,8 @@ class Exchange:
         elif asked.http11:
             self._chunked_out = True
             out += b"transfer-encoding: chunked\r\n"
-        if not asked.keep_alive or not self._delimited:
+        if not asked.keep_alive or not self._delimited or self._arriving:
+            self._closes = True
             out += b"connection: close\r\n"
         elif not asked.http11:
             out += b"connection: keep-alive\r\n"
@@ -584,7 +620,7 @@ class Exchange:
                     *replies.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
                 ),
-                close=not self._head.keep_alive,
+                close=not self._head.keep_alive or self._arriving,
                 head_only=self.method == b"HEAD",
             )
         )
@@ -615,13 +651,14 @@ class Exchange:
         if watcher is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = watcher.events
         self._body = self._tail = b""
+        self._upload = None
         self._driver.finished(self)
         if client_gone:
             return
         if broken:
             self._client.break_off()
         else:
-            self._client.end(keep=keep)
+            self._client.end(keep=keep and not self._closes)
 
 
 def _patience_s(head: RequestHead) -> float:

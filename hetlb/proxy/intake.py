@@ -20,17 +20,20 @@ from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.beginnings import beginnings_of
-from hetlb.proxy.body import Call, inject_usage, read_json, read_multipart
+from hetlb.proxy.body import Call, inject_usage, read_json
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
+from hetlb.proxy.multipart import read_multipart
 from hetlb.proxy.tracing import Tracing
+from hetlb.proxy.upload import LEAST_BYTES, Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
+_MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
@@ -84,10 +87,26 @@ class Intake:
         """Whether something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
+    def upload(self, head: RequestHead, length: int) -> Upload | None:
+        """What reads a body of `length` bytes that may go on while it arrives. Raises `GateError` (400)."""
+        if length < LEAST_BYTES or not head.content_type.startswith(_MULTIPART):
+            return None
+        if head.method != b"POST" or ENDPOINTS.get(head.path) is not Kind.AUDIO:
+            return None
+        return Upload(head.fields[b"content-type"], length)
+
     def take(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self,
+        client: ClientSide,
+        head: RequestHead,
+        body: bytes,
+        tenant: Tenant | None,
+        upload: Upload | None = None,
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
+
+        Its body is `body`, or what came and will come of `upload`.
+        """
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -103,7 +122,9 @@ class Intake:
             return self._exchange(client, head, Kind.PINNED, Call(), body, where, tenant)
         if head.method != b"POST" and kind is not Kind.PLAIN:
             return _method_not_allowed(head, (b"POST",))
-        if head.content_type.startswith(b"multipart/"):
+        if upload is not None:
+            call = upload.call
+        elif head.content_type.startswith(_MULTIPART):
             call = read_multipart(head.fields[b"content-type"], body)
         elif kind is Kind.AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
@@ -116,7 +137,7 @@ class Intake:
             pinned = self._place_of(call.continues, tenant, strict=False)
             if pinned is not None and call.model is not None and call.model not in self._served(pinned):
                 pinned = None  # of another model: nobody has it there, and the engine says so
-        return self._exchange(client, head, kind, call, body, pinned, tenant)
+        return self._exchange(client, head, kind, call, body, pinned, tenant, upload)
 
     def _place_of(self, response_id: str, tenant: Tenant | None, *, strict: bool) -> str | None:
         """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
@@ -141,6 +162,7 @@ class Intake:
         body: bytes,
         pinned: str | None,
         tenant: Tenant | None,
+        upload: Upload | None = None,
     ) -> Exchange:
         driver = self._driver
         model = call.model or self._only_model(pinned)
@@ -175,14 +197,16 @@ class Intake:
             sequences=prompts * call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=len(body),
+            body_bytes=len(body) if upload is None else upload.length,
             prompt_exact=exact,
             pinned=pinned,
             beginnings=beginnings,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )
-        exchange = Exchange(driver, client, head, kind, call, request, body, text, driver.now(), owner)
+        exchange = Exchange(
+            driver, client, head, kind, call, request, body, text, driver.now(), owner, upload
+        )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange

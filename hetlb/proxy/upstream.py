@@ -26,6 +26,7 @@ from hetlb.proxy.http1 import (
     head_end,
     parse_response_head,
 )
+from hetlb.proxy.upload import Upload
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
@@ -41,8 +42,9 @@ class Carried(Protocol):
 
     @property
     def method(self) -> bytes: ...
-    def engine_request(self, own_headers: bytes, passthrough: bool) -> tuple[bytes, bytes]: ...
-    def engine_connected(self, connection: EngineConnection) -> None: ...
+    def engine_connected(
+        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
+    ) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
     def engine_events(self, chunks: bytes) -> bool: ...
@@ -200,8 +202,8 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "exchange", "head",
-        "idle_since", "usable",
+        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "_unsent", "exchange",
+        "head", "idle_since", "usable",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -216,27 +218,44 @@ class EngineConnection(asyncio.Protocol):
         self._buffer = b""
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
+        #: Whether there is more of the request's body to come from its client.
+        self._unsent = False
 
     # --- the exchange's side ---
 
     def begin(self, exchange: Carried, *, reused: bool) -> None:
-        """Send the request of `exchange`."""
+        """Let `exchange` send its request."""
         self.exchange = exchange
         self.head = None
         self._decoder = None
         self._reused = reused
-        self._answered = False
+        self._answered = self._unsent = False
         self._buffer = b""
         pool = self._pool
         pool.busy.add(self)
+        exchange.engine_connected(self, pool.own_headers, pool.passthrough)
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Send a whole request."""
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
-        exchange.engine_connected(self)
-        head, body = exchange.engine_request(pool.own_headers, pool.passthrough)
         if len(body) <= _COPIED_BYTES:
             transport.write(head + body)
         else:
             transport.writelines((head, body))
+
+    def send_upload(self, head: bytes, upload: Upload) -> None:
+        """Send a request with what there is of its body; `send_more` what comes."""
+        transport = self._transport
+        assert transport is not None, "expected a connection that was made"
+        self._unsent = not upload.whole
+        transport.writelines((head, *upload.pieces))
+
+    def send_more(self, piece: bytes, *, last: bool) -> None:
+        """Send more of a body. Nothing is held back: all of it is kept anyway, for another engine."""
+        self._unsent = not last
+        if self._transport is not None:
+            self._transport.write(piece)
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -338,7 +357,8 @@ class EngineConnection(asyncio.Protocol):
         self.exchange = None
         self._pool.busy.discard(self)
         assert self._transport is not None
-        whole = self._transport.get_write_buffer_size() == 0  # an early answer leaves a request half-sent
+        # An early answer leaves a request half-sent.
+        whole = not self._unsent and self._transport.get_write_buffer_size() == 0
         if clean and whole and self.head.keep_alive and not self._transport.is_closing():
             self._transport.resume_reading()
             self._pool.put_back(self)
@@ -373,7 +393,7 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_failed(Outcome.BROKEN_STREAM, "the engine's answer broke off")
 
     def pause_writing(self) -> None:
-        """The request body is written in one go: nothing to hold back."""
+        """What there is of a request body is written in one go: nothing to hold back."""
 
     def resume_writing(self) -> None:
         """See `pause_writing`."""

@@ -27,7 +27,7 @@ from hetlb import config
 from hetlb.core import engine_metrics
 from hetlb.errors import InputError
 from hetlb.proxy import body as bodies
-from hetlb.proxy import http1, sse
+from hetlb.proxy import http1, multipart, sse
 from hetlb.proxy.endpoints import Kind
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -165,7 +165,7 @@ def body(data: bytes) -> None:
             assert injected == read | {"stream_options": {"include_usage": True}}
     boundary, _, form = data.partition(b"\n")
     with contextlib.suppress(bodies.GateError):
-        bodies.read_multipart(b"multipart/form-data; boundary=" + boundary, form)
+        multipart.read_multipart(b"multipart/form-data; boundary=" + boundary, form)
 
 
 def _watch(pieces: list[bytes], hold: bool) -> tuple[bytes, tuple[Any, ...]]:
