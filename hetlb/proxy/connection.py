@@ -1,9 +1,8 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
 Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
-and none dispatched before its whole body passed the reader, but for forms that are large and about to be
-whole (`proxy/upload.py`); what is held of bodies and of requests
-behind the one being answered is bounded.
+and none dispatched before its whole body passed the reader, but for large forms that are about to be whole
+(`proxy/upload.py`); what is held of bodies and of requests behind the one being answered is bounded.
 """
 
 from __future__ import annotations
@@ -284,7 +283,7 @@ class ClientConnection(asyncio.Protocol):
     # --- reading requests ---
 
     def _advance(self) -> None:
-        """Read on, up to one whole request."""
+        """Read on, up to one request that can be served."""
         # A client that does not read its answers gets no further ones: they would pile up here.
         if self._closing or self._paused or self._exchange is not None:
             return
@@ -337,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
         return table.max_multipart_bytes if multipart else table.max_body_bytes
 
     def _read_body(self) -> bool:
-        """Take the body out of the buffer; True when it is whole."""
+        """Take the body out of the buffer; True when it is whole, or is to be served before."""
         buffer, decoder = self._buffer, self._decoder
         if decoder is None:
             left = self._body_left

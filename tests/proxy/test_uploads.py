@@ -266,6 +266,7 @@ async def test_an_engine_that_answers_before_it_has_all(
             taken.writer.write(plain(b"{}", b"413 Too Large"))
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"]) == (413, "close")
+            assert not proxy.driver.engine_connections  # it still waits for the rest
             # The rest is dropped, and is no request.
             client.send(FORM[MOST:] + post())
             assert await client.eof() == b""
