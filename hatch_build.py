@@ -24,9 +24,9 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "beginnings", "body", "connection", "driver", "exchange", "expected", "histograms", "http1",
-            "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse", "totals",
-            "upload", "upstream",
+            "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
+            "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse",
+            "totals", "upload", "upstream",
         )
     ),
     "proxy/dashboard/history.py",

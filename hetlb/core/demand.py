@@ -8,7 +8,6 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, islice
@@ -20,8 +19,12 @@ from hetlb.core.types import Request
 
 #: What one prompt token weighs against one output token.
 PROMPT_WEIGHT: Final = 0.15
-#: Spans over which arrivals are watched, in seconds, ascending; each is cut into `SLOTS` slots.
-HORIZONS_S = (1.0, 4.0, 16.0, 64.0, 256.0)
+#: Arrivals are watched over so many spans, the first so many seconds long, each of the next so many times as
+#: long as the one before; each is cut into `SLOTS` slots.
+_HORIZONS: Final = 5
+_FIRST_HORIZON_S: Final = 1.0
+_HORIZON_GROWTH: Final = 4.0
+HORIZONS_S = tuple(_FIRST_HORIZON_S * _HORIZON_GROWTH**power for power in range(_HORIZONS))
 SLOTS: Final = 16
 #: A slot with more than this many times the median is a burst.
 BURST: Final = 3.0
@@ -275,4 +278,8 @@ class Demand:
 
     def _slots(self, horizon_s: float) -> _Slots:
         """The longest horizon that is not longer than asked for, or the shortest there is."""
-        return self._horizons[max(0, bisect_right(HORIZONS_S, horizon_s) - 1)]
+        index, next_s = 0, _HORIZON_GROWTH * _FIRST_HORIZON_S
+        while next_s <= horizon_s and index < _HORIZONS - 1:
+            index += 1
+            next_s *= _HORIZON_GROWTH
+        return self._horizons[index]

@@ -32,6 +32,11 @@ _DATA_URL = re.compile(rb'"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"')
 
 
 _decoder = msgspec.json.Decoder(RequestFields)
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_NO_OUTPUT: Final = Kind.NO_OUTPUT
+_COMPLETION: Final = Kind.COMPLETION
+_RESPONSES: Final = Kind.RESPONSES
+_WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
 
 
 class Call:
@@ -85,12 +90,12 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.max_tokens = _output_cap(decoded)
     call.n = _sequences(decoded)
     call.priority = _priority(decoded)
-    if kind is Kind.NO_OUTPUT:
+    if kind is _NO_OUTPUT:
         call.text_bytes = len(body)
         _read_prompt(call, decoded.input or decoded.prompt)
-    elif kind is Kind.COMPLETION:
+    elif kind is _COMPLETION:
         _read_prompt(call, decoded.prompt)
-    elif kind is Kind.RESPONSES:
+    elif kind is _RESPONSES:
         _read_prompt(call, decoded.input)
         call.prompts = 1
         call.continues = decoded.previous_response_id
@@ -106,7 +111,7 @@ def inject_usage(kind: Kind, call: Call, body: bytes) -> bytes:
     """The body to send: with `stream_options` put in before its last brace where usage is not asked for."""
     if (
         not call.stream
-        or kind not in (Kind.COMPLETION, Kind.CHAT)
+        or kind not in _WITH_USAGE
         or len(body) > MAX_INJECT_BYTES
         or call.asks_options
         or b'"stream_options"' in body
@@ -178,7 +183,8 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
 
 
 def _text_bytes(raw: bytes) -> int:
-    if b";base64," not in raw:
+    first = raw.find(b";")  # one byte is looked for some fifty times as fast as several
+    if first < 0 or raw.find(b";base64,", first) < 0:
         return len(raw)
     media = _DATA_URL.findall(raw)
     return len(raw) - sum(map(len, media)) + MEDIA_BYTES * len(media)

@@ -37,7 +37,8 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.ended import Phase
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
 from hetlb.proxy.histograms import Gaps
 from hetlb.proxy.retryafter import DrainRate

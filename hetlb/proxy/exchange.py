@@ -13,31 +13,20 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from typing import Final, Protocol
 
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
 from hetlb.proxy.body import Call
+from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
-from hetlb.proxy.tracing import Trace
 from hetlb.proxy.upload import Upload
 from hetlb.proxy.upstream import EngineConnection, EnginePool
-
-
-class Phase(StrEnum):
-    """What a request waits for."""
-
-    QUEUE = "queue"
-    CONNECT = "connect"
-    WAIT = "wait"
-    STREAM = "stream"
-    DONE = "done"
 
 
 class DriverSide(Protocol):
@@ -76,22 +65,25 @@ _BUSY = frozenset({429, 503})
 _MARGIN_S: Final = 1.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
+#: Kinds of which a stream ends with `[DONE]`.
+_WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_CHAT: Final = Kind.CHAT
+_RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
 
 
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 
 
-class Exchange:
+class Exchange(Ended):
     """One request and its answer."""
 
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
         "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine",
-        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_upload", "_watcher", "_write",
-        "arrived_at", "dispatched_at", "ended_at", "ended_in", "expected_s", "first_byte_at", "kind",
-        "label", "lease", "outcome", "phase", "prompt_tokens_used", "request", "retries", "since", "status",
-        "tenant", "trace",
+        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_upload", "_watcher", "_write", "phase",
+        "since",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +101,7 @@ class Exchange:
         upload: Upload | None = None,
     ) -> None:
         """`upload` takes the place of `body` where that goes on while it arrives."""
+        super().__init__(request, kind, head.method, head.path, label, tenant, now)
         self._driver = driver
         self._now = driver.now
         self._client = client
@@ -117,25 +110,9 @@ class Exchange:
         self._call = call
         self._body = body
         self._upload = upload
-        self.kind = kind
-        self.request = request
-        self.label = label
-        #: Whose key the client showed, None where none is needed.
-        self.tenant = tenant
-        #: The ids of its spans, None without tracing.
-        self.trace: Trace | None = None
-        self.phase = self.ended_in = Phase.QUEUE
+        self.phase = Phase.QUEUE
         #: Since when this phase lasts, or when last something came.
-        self.arrived_at = self.since = self._beat_at = self._text_at = now
-        #: Seconds from dispatch to the end, as the latency model saw it then.
-        self.expected_s = 0.0
-        self.status = self.retries = 0
-        self.dispatched_at: float | None = None
-        self.first_byte_at: float | None = None
-        self.ended_at: float | None = None
-        self.lease: Lease | None = None
-        self.outcome: Outcome | None = None
-        self.prompt_tokens_used: int | None = None
+        self.since = self._beat_at = self._text_at = now
         self._engine: EngineConnection | None = None
         self._answer_head: ResponseHead | None = None
         self._answer_length: int | None = None
@@ -151,16 +128,6 @@ class Exchange:
         self._tail = b""
         #: How the events of this stream begin; those that do go on as the engine framed them.
         self._text_beginning: bytes | None = None
-
-    @property
-    def method(self) -> bytes:
-        """The request's method."""
-        return self._head.method
-
-    @property
-    def path(self) -> str:
-        """The request's path."""
-        return self._head.path
 
     # --- from the scheduler ---
 
@@ -311,7 +278,7 @@ class Exchange:
                 if self.first_byte_at is None:
                     self._first_byte(payload)
                 payload = watcher.feed(payload)
-            if not watcher.done and not watcher.failed and self.kind in (Kind.CHAT, Kind.COMPLETION):
+            if not watcher.done and not watcher.failed and self.kind in _WITH_END:
                 self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
                 return
             payload += watcher.flush()
@@ -469,7 +436,7 @@ class Exchange:
         assert self.lease is not None
         if self.status < 400:
             self._driver.first_token(self.lease, now)
-            if self.kind is Kind.RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
+            if self.kind is _RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
                 self._driver.remember_response(made[1].decode("ascii"), self.lease.instance, self.tenant)
         if self._watcher is not None:
             self._early = False
@@ -481,7 +448,7 @@ class Exchange:
         """More of a stream's text came, after `before` events of it. Called for about every token."""
         now, fine = self._now(), self._fine
         # The first event of a chat only says who speaks.
-        if fine is not None and before > (self.kind is Kind.CHAT):
+        if fine is not None and before > (self.kind is _CHAT):
             ms = int((now - self._text_at) * 1e3 + 0.5)
             if ms < FINE_MS:
                 fine[ms] += 1

@@ -33,6 +33,10 @@ _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_AUDIO: Final = Kind.AUDIO
+_PINNED: Final = Kind.PINNED
+_PLAIN: Final = Kind.PLAIN
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
@@ -91,7 +95,7 @@ class Intake:
         """What reads a body of `length` bytes that may go on while it arrives. Raises `GateError` (400)."""
         if length < LEAST_BYTES or not head.content_type.startswith(_MULTIPART):
             return None
-        if head.method != b"POST" or ENDPOINTS.get(head.path) is not Kind.AUDIO:
+        if head.method != b"POST" or ENDPOINTS.get(head.path) is not _AUDIO:
             return None
         return Upload(head.fields[b"content-type"], length)
 
@@ -110,7 +114,7 @@ class Intake:
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
-            kind = Kind.PLAIN
+            kind = _PLAIN
         if kind is None:
             kept = kept_response(path)
             if kept is None:
@@ -119,16 +123,16 @@ class Intake:
             if head.method not in allowed:
                 return _method_not_allowed(head, allowed)
             where = self._place_of(kept[0], tenant, strict=True)
-            return self._exchange(client, head, Kind.PINNED, Call(), body, where, tenant)
-        if head.method != b"POST" and kind is not Kind.PLAIN:
+            return self._exchange(client, head, _PINNED, Call(), body, where, tenant)
+        if head.method != b"POST" and kind is not _PLAIN:
             return _method_not_allowed(head, (b"POST",))
         if upload is not None:
             call = upload.call
         elif head.content_type.startswith(_MULTIPART):
             call = read_multipart(head.fields[b"content-type"], body)
-        elif kind is Kind.AUDIO and head.content_type.startswith(_FORM):
+        elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
-        elif kind is Kind.PLAIN and not body:
+        elif kind is _PLAIN and not body:
             call = Call()
         else:
             call = read_json(kind, body)
@@ -166,7 +170,7 @@ class Intake:
     ) -> Exchange:
         driver = self._driver
         model = call.model or self._only_model(pinned)
-        if tenant is not None and kind is not Kind.PINNED and not tenant.may_use(model):
+        if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         body = inject_usage(kind, call, body)
         prompts, exact = call.prompts, call.prompt_tokens is not None

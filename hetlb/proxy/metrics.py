@@ -96,7 +96,7 @@ class MetricsPage:
         yield _family(
             "hetlb_requests_total", "counter", "Requests that ended, by outcome and the phase they ended in.",
             [
-                f'{{outcome="{outcome.value}",phase="{phase}"}} {count}'
+                f'{{outcome="{outcome}",phase="{phase}"}} {count}'
                 for (outcome, phase), count in totals.requests.items()
             ],
         )  # fmt: skip
@@ -190,7 +190,7 @@ class MetricsPage:
         yield _family(
             "hetlb_instance_requests_total", "counter", "Leases that ended, by instance and outcome.",
             [
-                f'{{{label},outcome="{outcome.value}"}} {count}'
+                f'{{{label},outcome="{outcome}"}} {count}'
                 for label, each in pairs
                 for outcome, count in each.requests.items()
             ],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from hetlb.core.types import Lease, Outcome, Request
+from hetlb.proxy.ended import Ended
 from hetlb.proxy.fields import LogLine
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
@@ -40,43 +40,13 @@ def _word(text: str) -> str:
     return word
 
 
-class Ended(Protocol):
-    """What is told of a request that is over. Times in seconds on one clock; `ended_in` names its phase."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def tenant(self) -> str | None: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def request(self) -> Request: ...
-    @property
-    def lease(self) -> Lease | None: ...
-    @property
-    def outcome(self) -> Outcome | None: ...
-    @property
-    def ended_in(self) -> str: ...
-    @property
-    def status(self) -> int: ...
-    @property
-    def retries(self) -> int: ...
-    @property
-    def prompt_tokens_used(self) -> int | None: ...
-    @property
-    def arrived_at(self) -> float: ...
-    @property
-    def dispatched_at(self) -> float | None: ...
-    @property
-    def first_byte_at(self) -> float | None: ...
-    @property
-    def ended_at(self) -> float | None: ...
+_TWO: Final = [f"{number:02}" for number in range(100)]
 
 
-_KEYVALUE = (
-    "request=%s tenant=%s model=%s path=%s instance=%s outcome=%s phase=%s status=%d prompt_tokens=%d "
-    "output_tokens=%d predicted_output=%.0f queue_s=%.4f ttft_s=%s total_s=%.4f retries=%d\n"
-)
+def _seconds(value: float) -> str:
+    """A time with four decimals. `%.4f` costs four times as much."""
+    ticks = int(value * 1e4 + 0.5)
+    return f"{ticks // 10_000}.{_TWO[ticks // 100 % 100]}{_TWO[ticks % 100]}"
 
 
 def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
@@ -85,23 +55,22 @@ def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
     arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
     assert end is not None, "expected a request that is over"
     assert outcome is not None, "expected a request that is over"
-    # Compiled, one formatting of everything costs half of what as many f-strings do.
-    return _KEYVALUE % (
-        escape(ended.label),
-        "-" if not ended.tenant else _word(ended.tenant),
-        _word(request.model),
-        _word(ended.path),
-        "-" if lease is None else lease.instance,
-        outcome.value,
-        ended.ended_in,
-        ended.status,
-        ended.prompt_tokens_used or request.prompt_tokens,
-        0 if lease is None else lease.output_tokens,
-        0.0 if lease is None else lease.predicted_output,
-        (end if ended.dispatched_at is None else ended.dispatched_at) - arrived,
-        "-" if first is None else "%.4f" % (first - arrived),
-        end - arrived,
-        ended.retries,
+    tenant = "-" if not ended.tenant else _word(ended.tenant)
+    name: str = outcome._value_  # `value` is a function in Python
+    phase: str = ended.ended_in._value_
+    instance, output_tokens, predicted = "-", 0, 0
+    if lease is not None:
+        instance, output_tokens = lease.instance, lease.output_tokens
+        predicted = int(lease.predicted_output + 0.5)
+    queue = _seconds((end if ended.dispatched_at is None else ended.dispatched_at) - arrived)
+    ttft = "-" if first is None else _seconds(first - arrived)
+    # Compiled, pieces that are text or whole numbers already are put together at once.
+    return (
+        f"request={escape(ended.label)} tenant={tenant} model={_word(request.model)} "
+        f"path={_word(ended.path)} instance={instance} outcome={name} phase={phase} status={ended.status} "
+        f"prompt_tokens={ended.prompt_tokens_used or request.prompt_tokens} output_tokens={output_tokens} "
+        f"predicted_output={predicted} queue_s={queue} ttft_s={ttft} total_s={_seconds(end - arrived)} "
+        f"retries={ended.retries}\n"
     )
 
 

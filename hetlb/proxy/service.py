@@ -47,7 +47,8 @@ from hetlb.proxy.admin import make_app
 from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.ended import Phase
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.lines import LineWriter
 from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.requestlog import FORMATS, escape

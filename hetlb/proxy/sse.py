@@ -204,11 +204,23 @@ _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
-#: As vLLM and OpenAI write it: one look in place of two.
-_USUAL_USAGE = re.compile(
-    rb'"usage":\s?\{"prompt_tokens":\s?([0-9]{1,10}),\s?(?:"total_tokens":\s?[0-9]{1,10},\s?)?'
-    rb'"completion_tokens":\s?([0-9]{1,10})[,}]'
-)
+#: As vLLM and OpenAI write it.
+_USAGE: Final = b'"usage":{"prompt_tokens":'
+_TOTAL: Final = b',"total_tokens":'
+_COMPLETION: Final = b',"completion_tokens":'
+
+
+def _number_at(data: bytes, at: int) -> tuple[int, int]:
+    """The number of at most ten digits that stands there, and where it ends; it is -1 if none does."""
+    end, value = at, 0
+    last = min(len(data), at + 10)
+    while end < last:
+        digit = data[end] - 48
+        if digit < 0 or digit > 9:
+            break
+        value = 10 * value + digit
+        end += 1
+    return (value if end > at else -1), end
 
 
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
@@ -219,9 +231,14 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
     at = tail.rfind(b'"usage":')
     if at < 0:
         return None, None
-    usual = _USUAL_USAGE.match(tail, at)
-    if usual is not None:
-        return int(usual[2]), int(usual[1])
+    if tail.startswith(_USAGE, at):
+        prompt_tokens, end = _number_at(tail, at + len(_USAGE))
+        if tail.startswith(_TOTAL, end):
+            _, end = _number_at(tail, end + len(_TOTAL))
+        if prompt_tokens >= 0 and tail.startswith(_COMPLETION, end):
+            completion_tokens, end = _number_at(tail, end + len(_COMPLETION))
+            if completion_tokens >= 0 and tail[end : end + 1] in (b",", b"}"):
+                return completion_tokens, prompt_tokens
     if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
         return None, None
     completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)

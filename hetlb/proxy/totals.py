@@ -60,7 +60,8 @@ class InstanceTotals:
     __slots__ = (*INSTANCE_COUNTS, "requests")
 
     def __init__(self) -> None:
-        self.requests: dict[Outcome, int] = {}
+        #: By outcome.
+        self.requests: dict[str, int] = {}
         self.output_tokens = 0
         self.prompt_tokens = 0
         self.ejections = 0
@@ -70,7 +71,8 @@ class InstanceTotals:
 
     def ended(self, outcome: Outcome) -> None:
         """A lease on it ended."""
-        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+        name = outcome._value_  # `value` and the hash of a member are functions in Python
+        self.requests[name] = self.requests.get(name, 0) + 1
 
 
 class Totals:
@@ -89,7 +91,8 @@ class Totals:
     )
 
     def __init__(self) -> None:
-        self.requests: dict[tuple[Outcome, str], int] = {}
+        #: By outcome and phase.
+        self.requests: dict[tuple[str, str], int] = {}
         self.decisions = 0
         self.retries = 0
         self.reloads = {"done": 0, "refused": 0}
@@ -123,7 +126,7 @@ class Totals:
 
     def count(self, outcome: Outcome, phase: str) -> None:
         """A request ended."""
-        key = (outcome, phase)
+        key = (outcome._value_, phase)
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def finished(self, exchange: Exchange, served: bool) -> None:
@@ -131,7 +134,7 @@ class Totals:
         outcome, ended_at = exchange.outcome, exchange.ended_at
         assert outcome is not None
         assert ended_at is not None
-        self.count(outcome, exchange.ended_in.value)
+        self.count(outcome, exchange.ended_in._value_)
         if not served:
             return
         request, lease, arrived_at = exchange.request, exchange.lease, exchange.arrived_at

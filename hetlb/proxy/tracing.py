@@ -13,7 +13,7 @@ import random
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import hetlb
@@ -21,11 +21,12 @@ from hetlb.config import TracingTable
 from hetlb.core.types import Outcome
 from hetlb.errors import ConfigError
 from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.requestlog import Ended
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
+
+    from hetlb.proxy.ended import Ended
 
 #: Where a collector takes spans over HTTP, if its address says no path.
 OTLP_PATH = "/v1/traces"
@@ -81,17 +82,6 @@ class Trace:
 _CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
 #: What somebody else's trace left behind means nothing in another one.
 _BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
-
-
-class Traced(Ended, Protocol):
-    """What is told of a request that is over, and its ids."""
-
-    @property
-    def trace(self) -> Trace | None: ...
-    @property
-    def method(self) -> bytes: ...
-    @property
-    def kind(self) -> Kind: ...
 
 
 class Tracing:
@@ -156,7 +146,7 @@ class Tracing:
         kept = self._kept >= 1.0 or self._draw.random() < self._kept
         return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (_SAMPLED if kept else 0))
 
-    def finished(self, ended: Traced, now_s: float) -> None:
+    def finished(self, ended: Ended, now_s: float) -> None:
         """A request is over: its spans. `now_s` is the time on its clock."""
         ids = ended.trace
         if ids is None or not ids.sampled or ended.ended_at is None or ended.outcome is None:

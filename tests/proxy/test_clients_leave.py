@@ -13,7 +13,8 @@ import msgspec
 from hetlb.config import fleet_from_urls, load_profile
 from hetlb.core.types import Outcome
 from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.exchange import Exchange, Phase
+from hetlb.proxy.ended import Phase
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.service import Service
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,8 @@ from proxy.services import Engine, document, serving
 from hetlb.config import load_fleet
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
+from hetlb.proxy.ended import Ended, Phase
+from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.lines import LineWriter
 from hetlb.proxy.requestlog import FORMATS, escape, json_line, keyvalue_line
 
@@ -72,38 +74,24 @@ def test_examples(text: str, word: str) -> None:
     assert escape(text) == word
 
 
-@dataclass
-class Over:
-    """A request that is over."""
-
-    label: str = "r-1"
-    tenant: str | None = None
-    path: str = "/v1/completions"
-    model: str = "m"
-    lease: Lease | None = None
-    outcome: Outcome | None = Outcome.REJECTED_FULL
-    ended_in: str = "queue"
-    status: int = 429
-    retries: int = 0
-    prompt_tokens_used: int | None = None
-    arrived_at: float = 10.0
-    dispatched_at: float | None = None
-    first_byte_at: float | None = None
-    ended_at: float | None = 10.25
-
-    @property
-    def request(self) -> Request:
-        return Request(id=1, model=self.model, prompt_tokens=7)
+def over(**facts: Any) -> Ended:
+    """A request that is over, as it is without `facts`: refused."""
+    request = Request(id=1, model=facts.pop("model", "m"), prompt_tokens=7)
+    ended = Ended(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, 10.0)
+    told = {"outcome": Outcome.REJECTED_FULL, "status": 429, "ended_at": 10.25, **facts}
+    for name, value in told.items():
+        setattr(ended, name, value)
+    return ended
 
 
-def served() -> Over:
+def served() -> Ended:
     lease = Lease(
-        1, Over().request, "a", 1, work_ns=0, kv_tokens=0, prompt_tokens=7, predicted_output=12.4,
+        1, over().request, "a", 1, work_ns=0, kv_tokens=0, prompt_tokens=7, predicted_output=12.4,
         dispatched_at=10.5,
     )  # fmt: skip
     lease.output_tokens = 5
-    return Over(
-        tenant="ann", lease=lease, outcome=Outcome.OK, ended_in="stream", status=200, retries=1,
+    return over(
+        tenant="ann", lease=lease, outcome=Outcome.OK, ended_in=Phase.STREAM, status=200, retries=1,
         prompt_tokens_used=9, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
     )  # fmt: skip
 
@@ -114,7 +102,7 @@ def test_a_line_of_words() -> None:
         "prompt_tokens=9 output_tokens=5 predicted_output=12 queue_s=0.5000 ttft_s=1.0000 total_s=2.0000 "
         "retries=1\n"
     )
-    assert keyvalue_line(Over()) == (
+    assert keyvalue_line(over()) == (
         "request=r-1 tenant=- model=m path=/v1/completions instance=- outcome=rejected_full phase=queue "
         "status=429 prompt_tokens=7 output_tokens=0 predicted_output=0 queue_s=0.2500 ttft_s=- "
         "total_s=0.2500 retries=0\n"
@@ -129,7 +117,7 @@ def test_a_line_of_json_has_the_same_keys_and_a_time() -> None:
     for key, word in words.items():
         expected = type(document[key])(word)
         assert document[key] == (pytest.approx(expected, abs=0.5) if key == "predicted_output" else expected)
-    rejected = json.loads(json_line(Over(), 0.0))
+    rejected = json.loads(json_line(over(), 0.0))
     assert (rejected["tenant"], rejected["instance"], rejected["ttft_s"]) == (None, None, None)
     assert rejected["total_s"] == 0.25
 
@@ -138,20 +126,20 @@ FORGED = 'x\nrequest=forged outcome=ok\r\n{"request":"forged"}\u2028\u0085 a=b"\
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_a_client_cannot_forge_a_line(write: Callable[[Over, float], str]) -> None:
-    for over in (Over(label=FORGED), Over(model=FORGED), Over(tenant=FORGED), Over(path=FORGED)):
-        line = write(over, 0.0)
+def test_a_client_cannot_forge_a_line(write: Callable[[Ended, float], str]) -> None:
+    for name in ("label", "model", "tenant", "path"):
+        line = write(over(**{name: FORGED}), 0.0)
         assert line.splitlines() == [line[:-1]]
         assert not line.startswith(("request=forged", '{"request":"forged"'))
 
 
 @given(st.text(), st.text(), st.none() | st.text())
 def test_any_text_is_part_of_one_line(label: str, model: str, tenant: str | None) -> None:
-    over = Over(label=label, model=model, tenant=tenant)
-    line = keyvalue_line(over)
+    ended = over(label=label, model=model, tenant=tenant)
+    line = keyvalue_line(ended)
     assert line.isascii()
     assert [word.count("=") for word in line.split()] == [1] * 15
-    line = json_line(over, 0.0)
+    line = json_line(ended, 0.0)
     assert line.splitlines() == [line[:-1]]
     document = json.loads(line)
     if label.isprintable():

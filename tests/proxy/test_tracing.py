@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from hetlb.config import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
 from hetlb.proxy import tracing
+from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.tracing import Trace, Tracing, check_installed, spans_url
 
@@ -64,27 +66,16 @@ def lease() -> Lease:
     return made
 
 
-@dataclass
-class Over:
+def over(trace: Trace | None, **facts: Any) -> Ended:
     """A chat that was answered: arrived at 100, dispatched at 102, first byte at 103, over at 105."""
-
-    trace: Trace | None
-    label: str = "r-1"
-    tenant: str | None = "ann"
-    method: bytes = b"POST"
-    path: str = "/v1/chat/completions"
-    kind: Kind = Kind.CHAT
-    request: Request = field(default_factory=request)
-    lease: Lease | None = field(default_factory=lease)
-    outcome: Outcome | None = Outcome.OK
-    ended_in: str = "stream"
-    status: int = 200
-    retries: int = 0
-    prompt_tokens_used: int | None = 90
-    arrived_at: float = 100.0
-    dispatched_at: float | None = 102.0
-    first_byte_at: float | None = 103.0
-    ended_at: float | None = 105.0
+    ended = Ended(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
+    told = {
+        "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAM, "status": 200,
+        "prompt_tokens_used": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
+    }  # fmt: skip
+    for name, value in told.items():
+        setattr(ended, name, value)
+    return ended
 
 
 # --- ids ----------------------------------------------------------------------------------------------
@@ -149,7 +140,7 @@ def test_the_share_that_is_kept_of_traces_begun_here(ratio: float, kept: int | N
 def test_a_request_is_a_span_and_its_time_at_the_engine_another(traces: Traces) -> None:
     trace = traces.tracing.begin(SAMPLED)
     before = time.time_ns()
-    traces.tracing.finished(Over(trace), 106.0)  # told a second after it was over
+    traces.tracing.finished(over(trace), 106.0)  # told a second after it was over
     after = time.time_ns()
     engine, server = traces.spans()
     assert (server.kind, engine.kind) == (SpanKind.SERVER, SpanKind.CLIENT)
@@ -199,18 +190,18 @@ def test_a_request_is_a_span_and_its_time_at_the_engine_another(traces: Traces) 
 
 def test_a_client_that_wants_no_spans_gets_none(traces: Traces) -> None:
     trace = traces.tracing.begin(SAMPLED[:-1] + b"0")
-    traces.tracing.finished(Over(trace), 105.0)
-    traces.tracing.finished(Over(None), 105.0)
+    traces.tracing.finished(over(trace), 105.0)
+    traces.tracing.finished(over(None), 105.0)
     assert traces.spans() == []
     assert trace.header.endswith(b"-00")
 
 
 def test_a_request_that_went_nowhere_has_one_span(traces: Traces) -> None:
-    over = Over(
+    ended = over(
         traces.tracing.begin(None), lease=None, dispatched_at=None, first_byte_at=None, tenant=None,
-        outcome=Outcome.NO_INSTANCE, ended_in="queue", status=503,
+        outcome=Outcome.NO_INSTANCE, ended_in=Phase.QUEUE, status=503,
     )  # fmt: skip
-    traces.tracing.finished(over, 105.0)
+    traces.tracing.finished(ended, 105.0)
     (span,) = traces.spans()
     assert span.parent is None
     assert span.attributes is not None
@@ -232,7 +223,7 @@ def test_a_request_that_went_nowhere_has_one_span(traces: Traces) -> None:
     ],
 )
 def test_what_is_an_error(traces: Traces, outcome: Outcome, status: int, failed: bool) -> None:
-    traces.tracing.finished(Over(traces.tracing.begin(None), outcome=outcome, status=status), 105.0)
+    traces.tracing.finished(over(traces.tracing.begin(None), outcome=outcome, status=status), 105.0)
     for span in traces.spans():
         assert span.attributes is not None
         assert (span.status.status_code is StatusCode.ERROR) == failed
@@ -241,9 +232,9 @@ def test_what_is_an_error(traces: Traces, outcome: Outcome, status: int, failed:
 
 def test_names_do_not_grow_with_what_clients_send(traces: Traces) -> None:
     path = "/v1/responses/resp_0123456789"
-    over = Over(traces.tracing.begin(None), kind=Kind.PINNED, method=b"GET", path=path)
-    over.request = Request(id=1, model="x\ud800" * 500, prompt_tokens=1)
-    traces.tracing.finished(over, 105.0)
+    ended = over(traces.tracing.begin(None), kind=Kind.PINNED, method=b"GET", path=path)
+    ended.request = Request(id=1, model="x\ud800" * 500, prompt_tokens=1)
+    traces.tracing.finished(ended, 105.0)
     engine, server = traces.spans()
     assert server.name == "GET /v1/responses/{id}"
     assert server.attributes is not None

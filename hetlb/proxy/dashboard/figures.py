@@ -14,7 +14,7 @@ from typing import Any
 
 from hetlb.core.records import percentile
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.history import Ended, History
+from hetlb.proxy.dashboard.history import History, Row
 
 #: The series are this many stretches of this many seconds: five minutes.
 BINS = 150
@@ -34,7 +34,7 @@ class _Stretch:
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
 
-    def add(self, row: Ended) -> None:
+    def add(self, row: Row) -> None:
         self.outcomes[row.outcome] += 1
         self.output_tokens += row.output_tokens
         if row.outcome == Outcome.OK:

@@ -11,16 +11,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-from hetlb.proxy import requestlog
+from hetlb.proxy.ended import Ended
 
 _ended_at = itemgetter(0)
 #: Rows kept: an hour at 28 requests/s.
 ENDED_KEPT: Final = 100_000
 
 
-class Ended(NamedTuple):
+class Row(NamedTuple):
     """One request that ended. Times in seconds on the proxy's clock, tokens of all its sequences together.
 
     `prompt_tokens` is of one sequence, `predicted_output` too; `expected_s` is what the latency model said
@@ -42,13 +42,6 @@ class Ended(NamedTuple):
     outcome: str
 
 
-class Over(requestlog.Ended, Protocol):
-    """A request that is over, and when it was expected to be."""
-
-    @property
-    def expected_s(self) -> float: ...
-
-
 class History:
     """A ring of ended requests, in the order in which they ended."""
 
@@ -66,10 +59,11 @@ class History:
         """Whether older rows have made way."""
         return len(self._rows) == self._rows.maxlen
 
-    def add(self, exchange: Over) -> None:
+    def add(self, exchange: Ended) -> None:
         """Take down an exchange that has its outcome."""
         lease, request, outcome = exchange.lease, exchange.request, exchange.outcome
         assert outcome is not None
+        name: str = outcome._value_  # `value` is a function in Python
         self.added += 1
         prompt_tokens = request.prompt_tokens
         # What the engine counted is of all prompts together.
@@ -79,7 +73,7 @@ class History:
             self._rows.append(
                 (
                     exchange.ended_at, exchange.arrived_at, None, None, "", "", request.prompt_tokens, 0.0,
-                    0.0, 0, request.sequences, outcome.value,
+                    0.0, 0, request.sequences, name,
                 )
             )  # fmt: skip
         else:
@@ -88,7 +82,7 @@ class History:
                     exchange.ended_at, exchange.arrived_at, lease.dispatched_at, exchange.first_byte_at,
                     lease.instance, request.model, prompt_tokens,
                     lease.predicted_output, exchange.expected_s, lease.output_tokens, request.sequences,
-                    outcome.value,
+                    name,
                 )
             )  # fmt: skip
 
@@ -112,17 +106,17 @@ class History:
         ended_at: float = self._rows[self._index(end) - number][0]
         return ended_at
 
-    def between(self, start: float, end: float) -> Iterator[Ended]:
+    def between(self, start: float, end: float) -> Iterator[Row]:
         """The rows that ended from `start` on and before `end`, the oldest first."""
-        return map(Ended._make, islice(self._rows, self._index(start), self._index(end)))
+        return map(Row._make, islice(self._rows, self._index(start), self._index(end)))
 
     def _index(self, when: float) -> int:
         return bisect_left(self._rows, when, key=_ended_at)
 
-    def newest_first(self) -> Iterator[Ended]:
+    def newest_first(self) -> Iterator[Row]:
         """Every row, the newest first. To be used up in one turn of the event loop."""
-        return map(Ended._make, reversed(self._rows))
+        return map(Row._make, reversed(self._rows))
 
-    def copy(self) -> Iterator[Ended]:
+    def copy(self) -> Iterator[Row]:
         """Every row there is now, the oldest first; for use in another thread."""
-        return map(Ended._make, tuple(self._rows))
+        return map(Row._make, tuple(self._rows))

@@ -26,7 +26,7 @@ from hetlb.core.records import RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError
-from hetlb.proxy.dashboard.history import Ended, History
+from hetlb.proxy.dashboard.history import History, Row
 
 #: Requests that came in within this many seconds are replayed.
 WINDOW_S = 3600.0
@@ -275,7 +275,7 @@ def _profile_document(profile: Profile, instance: Instance) -> Any:
     return msgspec.to_builtins(replace(profile, engine=engine, fit=None, source=None, grid=None))
 
 
-def _record(row: Ended, start: float) -> RequestRecord:
+def _record(row: Row, start: float) -> RequestRecord:
     return RequestRecord(
         scheduled_s=row.arrived_at - start,
         prompt_tokens=row.prompt_tokens * row.sequences,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from hetlb.core.types import Lease, Outcome, Request
-from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.ended import Ended
+from hetlb.proxy.endpoints import Kind
 
 
-def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> Exchange:
-    """An exchange that ended at `at`, with the attributes that are taken down."""
+def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> Ended:
+    """A request that ended at `at`, with the facts that are taken down."""
     took_s, ttft_s = more.get("took_s", 1.0), more.get("ttft_s", 0.25)
     request = Request(1, "m", 100, sequences=more.get("sequences", 1))
     lease = Lease(
@@ -25,16 +25,11 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
         dispatched_at=at - took_s,
     )
     lease.output_tokens = more.get("tokens", 10)
-    return cast(
-        Exchange,
-        SimpleNamespace(
-            ended_at=at,
-            arrived_at=at - took_s,
-            first_byte_at=at - took_s + ttft_s,
-            expected_s=more.get("expected_s", 0.5),
-            prompt_tokens_used=more.get("used"),
-            lease=lease if placed else None,
-            request=request,
-            outcome=outcome,
-        ),
-    )
+    over = Ended(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, at - took_s)
+    over.ended_at = at
+    over.first_byte_at = at - took_s + ttft_s
+    over.expected_s = more.get("expected_s", 0.5)
+    over.prompt_tokens_used = more.get("used")
+    over.lease = lease if placed else None
+    over.outcome = outcome
+    return over
