@@ -25,6 +25,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
 from hetlb.core.instance import HELD, LAST, OPEN, Instance
@@ -62,6 +64,7 @@ _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
 
 
+@mypyc_attr(acyclic=True)
 class _Seen:
     """One instance as one decision sees it.
 
@@ -81,6 +84,7 @@ class _Seen:
         self.state = state
 
 
+@mypyc_attr(acyclic=True)
 class _View:
     """What one decision rests on. Made for every request; people get `candidates`."""
 

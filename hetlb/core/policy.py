@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand
 from hetlb.core.instance import Instance
@@ -97,6 +99,7 @@ def paper_terms(
     )
 
 
+@mypyc_attr(acyclic=True)
 class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 

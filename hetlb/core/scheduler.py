@@ -14,6 +14,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.admission import Lane, Queue, Queued
 from hetlb.core.affinity import Affinity
 from hetlb.core.demand import Demand, Mix, size_of
@@ -81,6 +83,7 @@ def _with_excluded(
     ]
 
 
+@mypyc_attr(acyclic=True)
 class _Found:
     """What a policy chose for a request, before anything is booked."""
 

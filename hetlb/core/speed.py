@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.latency import LatencyModel
 from hetlb.core.values import Value
 
@@ -30,6 +32,7 @@ MOST_UNPROFILED: Final = 64.0
 _CHANGE: Final = 0.05
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Mark(Value):
     """What an instance has done so far: sequence-seconds, token-seconds in the KV cache, what it has read."""

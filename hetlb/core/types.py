@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.latency import LatencyModel
 from hetlb.core.speed import Mark
 from hetlb.core.values import Value
@@ -96,6 +98,7 @@ class InstanceSpec(Value):
     capacity: Capacity = Capacity()
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(Value):
     """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
@@ -157,6 +160,7 @@ class Request(Value):
         self.tenant = tenant
 
 
+@mypyc_attr(acyclic=True)
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
@@ -368,6 +372,7 @@ class Candidate(Value):
         }
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Dispatch:
     """Send the request to the lease's instance now. Made like a `Request`."""

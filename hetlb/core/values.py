@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from mypy_extensions import mypyc_attr
 
+
+@mypyc_attr(acyclic=True)
 class Value:
     """Base of dataclasses: pickled by their fields. What is compiled is made by its constructor alone."""
 

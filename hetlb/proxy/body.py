@@ -10,6 +10,7 @@ import re
 from typing import Final
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
 from hetlb.core.types import MAX_TOKENS_LIMIT
 from hetlb.proxy.endpoints import Kind
@@ -39,6 +40,7 @@ _RESPONSES: Final = Kind.RESPONSES
 _WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
 
 
+@mypyc_attr(acyclic=True)
 class Call:
     """The facts of one request body.
 

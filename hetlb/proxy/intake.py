@@ -61,7 +61,7 @@ class Intake:
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
-        self._label_prefix = f"hetlb-{secrets.token_hex(4)}"
+        self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
     def configure(self, table: ProxyTable) -> None:
         """Names of headers and paths that hold from now on."""
@@ -184,7 +184,7 @@ class Intake:
         request_id = driver.next_id()
         label = head.fields.get(b"x-request-id")
         if label is None or _LABEL.fullmatch(label) is None:
-            text = f"{self._label_prefix}-{request_id:x}"
+            text = self._label_prefix + hex(request_id)[2:]
         else:
             text = label.decode("ascii")
         generates: bool = kind.generates

@@ -231,11 +231,12 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
     at = tail.rfind(b'"usage":')
     if at < 0:
         return None, None
-    if tail.startswith(_USAGE, at):
+    # Compiled, a slice that is compared costs half of what `startswith` does.
+    if tail[at : at + len(_USAGE)] == _USAGE:
         prompt_tokens, end = _number_at(tail, at + len(_USAGE))
-        if tail.startswith(_TOTAL, end):
+        if tail[end : end + len(_TOTAL)] == _TOTAL:
             _, end = _number_at(tail, end + len(_TOTAL))
-        if prompt_tokens >= 0 and tail.startswith(_COMPLETION, end):
+        if prompt_tokens >= 0 and tail[end : end + len(_COMPLETION)] == _COMPLETION:
             completion_tokens, end = _number_at(tail, end + len(_COMPLETION))
             if completion_tokens >= 0 and tail[end : end + 1] in (b",", b"}"):
                 return completion_tokens, prompt_tokens
