@@ -44,6 +44,7 @@ from hetlb.proxy.totals import MODELS_MAX, Totals
 from hetlb.workers.channel import Channel, Message
 from hetlb.workers.driver import LIFE
 from hetlb.workers.ledger import Memory, Onlooker
+from hetlb.workers.rows import FleetRows
 from hetlb.workers.totals import add, merged
 from hetlb.workers.worker import Decided, LockedScraper, Report, Start
 
@@ -112,10 +113,10 @@ class Supervisor(Service):
         self._retired = Totals()
         self._retired_lost = 0
         self._retired_invalid: Counter[str] = Counter()
-        #: Ended requests of some workers that wait for reports of the others, to be kept in order.
-        self._rows: list[tuple[Any, ...]] = []
         self._registered: dict[str, str | None] = {}
         super().__init__(fleet)
+        self._rows = FleetRows()
+        self._history = self._rows.history
         for spec in fleet.instances:
             self._know_models((spec.model,))
 
@@ -275,7 +276,7 @@ class Supervisor(Service):
             add(self._retired, report.totals)
             self._retired_lost += report.lost_lines
             self._retired_invalid.update(report.invalid_samples)
-        self._keep_rows()
+        self._rows_told()
         for waker in self._wakers:  # what it held is free
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(waker, 1)
@@ -358,20 +359,16 @@ class Supervisor(Service):
         for channel in self._others(worker):
             channel.send("sample", name, sample)
 
-    def _from_rows(self, worker: _Worker, rows: list[tuple[Any, ...]]) -> None:
-        self._rows += rows
+    def _from_rows(self, worker: _Worker, count: int, packed: bytes) -> None:
+        self._rows.told(count, packed)
 
     def _from_report(self, worker: _Worker, report: Report) -> None:
         worker.report = report
-        self._keep_rows()
+        self._rows_told()
 
-    def _keep_rows(self) -> None:
-        """Put into the history what no other worker can have an older one than."""
+    def _rows_told(self) -> None:
         reports = [each.report.until for each in self._workers if each.report is not None]
-        until = min(reports, default=0.0)
-        ready = sorted((row for row in self._rows if row[0] <= until), key=lambda row: row[0])
-        self._rows = [row for row in self._rows if row[0] > until]
-        self._history.extend(ready)
+        self._rows.whole_until(min(reports, default=0.0))
 
     def _from_ack(self, worker: _Worker, number: int, result: Any, error: str | None) -> None:
         answer = worker.asked.pop(number, None)

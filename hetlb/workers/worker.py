@@ -50,6 +50,7 @@ from hetlb.proxy.lines import LineWriter, logging_to_stderr
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.service import FIRST_ROUND_S, Service, require_urls, spare_collector
 from hetlb.proxy.totals import Totals
+from hetlb.workers import rows
 from hetlb.workers.channel import Channel, Message
 from hetlb.workers.driver import SharedDriver
 from hetlb.workers.ledger import Memory, Row
@@ -255,10 +256,11 @@ class WorkerService(Service):
         """What is told now; the rows go ahead of it."""
         until = self.driver.now()
         history = self.history
-        rows = history.rows_since(self._told_rows)
+        ended = history.rows_since(self._told_rows)
         self._told_rows = history.added
-        for start in range(0, len(rows), _ROWS_TOLD):
-            self._channel.send("rows", rows[start : start + _ROWS_TOLD])
+        for start in range(0, len(ended), _ROWS_TOLD):
+            some = ended[start : start + _ROWS_TOLD]
+            self._channel.send("rows", len(some), rows.pack(some))
         return Report(
             until,
             self.totals,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
@@ -43,13 +43,26 @@ class Row(NamedTuple):
 
 
 class History:
-    """A ring of ended requests, in the order in which they ended."""
+    """A ring of ended requests, in the order in which they ended.
 
-    def __init__(self, size: int = ENDED_KEPT) -> None:
+    `look` is called before anybody reads: it may `extend` the ring with what was put aside.
+    """
+
+    __slots__ = ("_look", "_ring", "added")
+
+    def __init__(self, size: int = ENDED_KEPT, look: Callable[[], None] | None = None) -> None:
+        self._look = look
         # Plain tuples of plain values: the garbage collector stops looking at them, at named ones never.
-        self._rows: deque[tuple[Any, ...]] = deque(maxlen=size)
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=size)
         #: Rows taken down so far, those that made way too.
         self.added = 0
+
+    @property
+    def _rows(self) -> deque[tuple[Any, ...]]:
+        """The ring, to be read."""
+        if self._look is not None:
+            self._look()
+        return self._ring
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -57,7 +70,8 @@ class History:
     @property
     def full(self) -> bool:
         """Whether older rows have made way."""
-        return len(self._rows) == self._rows.maxlen
+        rows = self._rows
+        return len(rows) == rows.maxlen
 
     def add(self, exchange: Ended) -> None:
         """Take down an exchange that has its outcome."""
@@ -70,14 +84,14 @@ class History:
         if request.sequences == 1 and exchange.prompt_tokens_used:
             prompt_tokens = exchange.prompt_tokens_used
         if lease is None:
-            self._rows.append(
+            self._ring.append(
                 (
                     exchange.ended_at, exchange.arrived_at, None, None, "", "", request.prompt_tokens, 0.0,
                     0.0, 0, request.sequences, name,
                 )
             )  # fmt: skip
         else:
-            self._rows.append(
+            self._ring.append(
                 (
                     exchange.ended_at, exchange.arrived_at, lease.dispatched_at, exchange.first_byte_at,
                     lease.instance, request.model, prompt_tokens,
@@ -89,29 +103,29 @@ class History:
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Take down what other histories (`rows_since`) have, in the order in which they ended."""
         for row in rows:
-            self._rows.append(row)
+            self._ring.append(row)
             self.added += 1
 
     def rows_since(self, added: int) -> list[tuple[Any, ...]]:
         """The rows, as they are kept, that came after the first `added`; those that are left of them."""
-        new = min(self.added - added, len(self._rows))
-        return list(islice(self._rows, len(self._rows) - new, None))
+        rows = self._rows
+        new = min(self.added - added, len(rows))
+        return list(islice(rows, len(rows) - new, None))
 
     def count(self, start: float, end: float) -> int:
         """How many rows ended from `start` on and before `end`."""
-        return self._index(end) - self._index(start)
+        rows = self._rows
+        return _index(rows, end) - _index(rows, start)
 
     def nth_before(self, end: float, number: int) -> float:
         """When the row ended that stands `number` rows before `end`."""
-        ended_at: float = self._rows[self._index(end) - number][0]
+        ended_at: float = self._rows[_index(self._rows, end) - number][0]
         return ended_at
 
     def between(self, start: float, end: float) -> Iterator[Row]:
         """The rows that ended from `start` on and before `end`, the oldest first."""
-        return map(Row._make, islice(self._rows, self._index(start), self._index(end)))
-
-    def _index(self, when: float) -> int:
-        return bisect_left(self._rows, when, key=_ended_at)
+        rows = self._rows
+        return map(Row._make, islice(rows, _index(rows, start), _index(rows, end)))
 
     def newest_first(self) -> Iterator[Row]:
         """Every row, the newest first. To be used up in one turn of the event loop."""
@@ -120,3 +134,7 @@ class History:
     def copy(self) -> Iterator[Row]:
         """Every row there is now, the oldest first; for use in another thread."""
         return map(Row._make, tuple(self._rows))
+
+
+def _index(rows: deque[tuple[Any, ...]], when: float) -> int:
+    return bisect_left(rows, when, key=_ended_at)
