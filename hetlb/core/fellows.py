@@ -193,6 +193,11 @@ class SharedScheduler(Scheduler):
 
     # --- what is told to others ---
 
+    def _publish_later(self, instance: Instance, own: _Own) -> None:
+        if own.told:
+            own.told = False
+            self._untold.append(instance)
+
     def _publish(self, instance: Instance) -> None:
         own = self._own.get(instance.incarnation)
         if own is None:
@@ -308,9 +313,7 @@ class SharedScheduler(Scheduler):
         if first and (own := self._own.get(instance.incarnation)) is not None:
             own.prompts += lease.request.sequences
             own.tokens += lease.prompt_tokens
-            if own.told:
-                own.told = False
-                self._untold.append(instance)
+            self._publish_later(instance, own)
         if not clean:
             self._tell(("answering", instance.name))
         return commands
@@ -320,24 +323,35 @@ class SharedScheduler(Scheduler):
         """Whether `tell_rest` is to be called within a millisecond or so."""
         return bool(self._untold)
 
-    def tell_rest(self) -> None:
-        """Tell of first tokens. Most often the end of the same answer has done so already."""
+    def tell_rest(self, now: float) -> list[Command]:
+        """Tell of first tokens and ends. Most often the next request for an instance has done so already."""
         untold, self._untold = self._untold, []
+        freed: list[str] = []
         for instance in untold:
             own = self._own.get(instance.incarnation)
             if own is not None and not own.told:
                 self._publish(instance)
+                freed += self._names(instance)
+        if freed and self._ledger.anybody_waits():  # they began to wait before they heard of it
+            self.take_in(now)
+            return self._told(now, [], handover=freed)
+        return []
 
     def on_lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
     ) -> list[Command]:
         """A lease ended."""
         instance = self._leased[lease.id]
-        if self._queue.held or outcome is not Outcome.OK or self._ledger.anybody_waits():
+        at_once = bool(self._queue.held) or outcome is not Outcome.OK or self._ledger.anybody_waits()
+        if at_once:
             self.take_in(now)
         clean = instance.health.clean
         commands = super().on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
-        self._publish(instance)
+        own = self._own.get(instance.incarnation)
+        if at_once or own is None or instance.removed:
+            self._publish(instance)
+        else:  # nobody waits for what is free now: whoever is placed there next tells of both
+            self._publish_later(instance, own)
         if outcome in _FAILURES or (outcome is Outcome.OK and not clean):
             self._tell(("ended", instance.name, outcome, server_error))
         queue = self._shared_queue

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.core.fellows import SharedScheduler
-from hetlb.core.types import HealthChanged, Lease
+from hetlb.core.types import HealthChanged, Lease, Outcome
 from hetlb.proxy.driver import Driver
 from hetlb.workers.ledger import Row, owner_hash
 
 #: Numbers of requests and leases of one life of a worker lie apart from all others'.
 LIFE: Final = 1 << 32
-#: Prompts that were read are told so much later, many at once.
+#: Prompts that were read, and answers that ended, are told so much later, many at once.
 TELL_S: Final = 0.001
 
 
@@ -39,13 +39,23 @@ class SharedDriver(Driver):
     def first_token(self, lease: Lease, now: float) -> None:
         """The answer of a lease began: the others hear of it by `TELL_S`, if not by its end."""
         super().first_token(lease, now)
-        if not self._telling and self.shared.untold:
+        if not self._telling:
+            self._tell_soon()
+
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        """A lease ended: the others hear of it at once if anybody waits, else by `TELL_S`."""
+        super().lease_ended(lease, outcome, retry=retry, server_error=server_error)
+        if not self._telling:
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if self.shared.untold:
             self._telling = True
             self.loop.call_later(TELL_S, self._tell)
 
     def _tell(self) -> None:
         self._telling = False
-        self.shared.tell_rest()
+        self.carry_out(self.shared.tell_rest(self.now()))
 
     def _health_changed(self, command: HealthChanged) -> None:
         """The supervisor counts and logs it, once."""

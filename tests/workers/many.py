@@ -85,13 +85,15 @@ class Many:
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         self.now = now
-        commands = self._done(self._holder(lease).on_first_token(lease, now))
-        self._holder(lease).tell_rest()
-        return commands
+        return self._told(lease, self._holder(lease).on_first_token(lease, now))
 
     def on_lease_ended(self, lease: Lease, outcome: Outcome, now: float, **flags: Any) -> list[Command]:
         self.now = now
-        return self._done(self._holder(lease).on_lease_ended(lease, outcome, now, **flags))
+        return self._told(lease, self._holder(lease).on_lease_ended(lease, outcome, now, **flags))
+
+    def _told(self, lease: Lease, commands: list[Command]) -> list[Command]:
+        """As if the driver's timer had run out at once."""
+        return self._done(commands + self._holder(lease).tell_rest(self.now))
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         self.now = now

@@ -138,6 +138,37 @@ def test_who_is_to_go_first_and_sleeps_holds_nobody_up(made: list[Many]) -> None
     assert len(second.queue) == 1
 
 
+def test_who_begins_to_wait_before_an_end_is_told_is_woken_by_it(made: list[Many]) -> None:
+    fellows = many(made, (spec("a", capacity=ONE),), 2)
+    lease = dispatched(fellows.on_arrival(request(0), 0.0))
+    zero, one = fellows.members
+    assert zero.on_lease_ended(lease, Outcome.OK, 1.0) == []
+    assert zero.untold
+    assert fellows.instance(1, "a").in_flight == 1, "it was told at once, though nobody waits"
+    assert one.on_arrival(request(1), 1.0001) == []
+    assert zero.tell_rest(1.001) == []
+    assert not zero.untold
+    assert fellows.woken == [1]
+    (taken,) = leases(one.on_wake(1.0011))
+    assert taken.request.id == 1
+    zero.take_in(1.002)
+    assert fellows.instance(0, "a").in_flight == 1
+
+
+def test_an_end_and_the_next_request_there_are_told_as_one(made: list[Many]) -> None:
+    fellows = many(made, (spec("a"),), 2)
+    zero, one = fellows.members
+    (lease,) = leases(zero.on_arrival(request(0), 0.0))
+    one.take_in(0.0)
+    assert zero.on_lease_ended(lease, Outcome.OK, 1.0) == []
+    (later,) = leases(zero.on_arrival(request(2, prompt=70), 1.0001))
+    instance = fellows.instance(1, "a")
+    assert (instance.in_flight, instance.prompt_tokens) == (1, 70)
+    assert zero.tell_rest(1.001) == []
+    assert zero.on_lease_ended(later, Outcome.NO_RESPONSE, 2.0, retry=False) == []
+    assert fellows.instance(1, "a").in_flight == 0, "what is no success is told at once"
+
+
 def test_an_arrival_leaves_freed_room_to_who_was_woken_for_it(made: list[Many]) -> None:
     fellows = many(made, (spec("a", capacity=ONE),), 3)
     lease = dispatched(fellows.on_arrival(request(0), 0.0))
