@@ -29,7 +29,7 @@ from hetlb.proxy.http1 import (
 )
 from hetlb.proxy.intake import Intake
 from hetlb.proxy.replies import Refusal
-from hetlb.proxy.upload import LEAST_BYTES, Upload
+from hetlb.proxy.upload import LEAST_BYTES, REST_S, Upload
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -272,7 +272,10 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            if slow or took_s > table.body_timeout_s:
+            exchange = self._exchange
+            chosen_at = None if exchange is None or exchange.lease is None else exchange.dispatched_at
+            late = chosen_at is not None and now - chosen_at > REST_S
+            if slow or late or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._buffer:
             if now - self._since > table.head_timeout_s:

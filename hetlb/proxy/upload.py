@@ -18,10 +18,12 @@ from hetlb.proxy.multipart import FormReader
 
 #: Smaller ones are there before it would make a difference.
 LEAST_BYTES: Final = 1 << 20
-#: An instance is chosen when at its pace the rest comes within so many seconds...
+#: An instance is chosen when at its pace the rest comes within so many seconds.
 _AHEAD_S: Final = 1.0
-#: ...where the pace is taken with so many seconds more: the first bytes come all at once.
+#: The pace is taken with so many seconds more: the first bytes come all at once.
 _MORE_S: Final = 0.05
+#: From then on the rest has so many seconds: until it is there, the place stands empty.
+REST_S: Final = 10.0
 
 
 class Upload:

@@ -14,7 +14,7 @@ from proxy.upstreams import PLAIN_BODY, plain
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.proxy.upload import LEAST_BYTES
+from hetlb.proxy.upload import LEAST_BYTES, REST_S
 
 Start = Callable[..., Any]
 
@@ -225,6 +225,21 @@ async def test_a_client_that_stops_sending_is_told_so(start: Start, engine: List
         await turns_until(lambda: all(each.ended for each in engine.taken))
     await proxy.settled()
     assert [each[0] for each in proxy.ended] == ["bad_request"]
+
+
+async def test_a_client_for_whom_an_instance_was_chosen_may_not_stop(start: Start, engine: Listener) -> None:
+    proxy = await start(engine.url)
+    async with Client(proxy) as client:
+        client.send(upload(FORM[:MOST], len(FORM)))
+        taken = await engine.got(MOST)
+        (connection,) = proxy.server.clients.open
+        (exchange,) = proxy.driver.exchanges.values()
+        connection.sweep(exchange.dispatched_at + REST_S - 0.1)
+        assert exchange.phase == "wait"
+        connection.sweep(exchange.dispatched_at + REST_S + 0.1)
+        assert (await client.answer()).status == 408
+        await turns_until(lambda: taken.ended)
+    await proxy.settled()
 
 
 async def test_an_engine_has_its_time_from_the_end_of_the_body(start: Start, engine: Listener) -> None:
