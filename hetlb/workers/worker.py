@@ -220,6 +220,8 @@ class WorkerService(Service):
         loop.add_reader(self._wakers[self._start.number], self._on_waker)
         self._tasks = [asyncio.create_task(self._hold_lock()), asyncio.create_task(self._report_often())]
         await self._looked.wait()
+        if self._stop.is_set():
+            return
         self.address = await self.server.start("", 0, self._listeners)
         self._channel.send("ready")
 
@@ -390,6 +392,7 @@ class WorkerService(Service):
         """Serve until told to stop, by the supervisor, by its end, or by SIGTERM."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         await self._stop.wait()
+        self._looked.set()  # who is told to stop while it begins does not wait for a look at the engines
         await self.stop(0.0 if self._hurry else self.fleet.proxy.shutdown_grace_s)
 
     def left_alone(self) -> None:
@@ -411,6 +414,7 @@ async def _work(settings: dict[str, Any]) -> int:
     began: asyncio.Future[Start] = loop.create_future()
     service: WorkerService | None = None
     early: list[Message] = []
+    alone = False
 
     def on_message(message: Message) -> None:
         if message[0] == "start":
@@ -421,6 +425,8 @@ async def _work(settings: dict[str, Any]) -> int:
             service.receive(message)
 
     def on_closed() -> None:
+        nonlocal alone
+        alone = True
         if service is not None:
             service.left_alone()
         elif not began.done():
@@ -433,6 +439,8 @@ async def _work(settings: dict[str, Any]) -> int:
         service = WorkerService(start, channel, memory, settings["wakers"], settings["listeners"])
         for message in early:
             service.receive(message)
+        if alone:  # the supervisor was gone before we had read what it sent
+            service.left_alone()
         try:
             serving = asyncio.create_task(service.run())
             await service.start()

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import yaml
 from proxy.services import Engine, Reply, document
-from proxy.upstreams import Visit, plain
+from proxy.upstreams import Upstream, Visit, holding, plain
 
 #: Three interpreters start for each of these.
 pytestmark = pytest.mark.timeout(300)
@@ -434,6 +434,29 @@ async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_request
         one.released.set()
         assert (await asked).status == 200
         async with asyncio.timeout(60):
+            while alive(workers):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("looking", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_workers_that_begin_do_not_outlive_their_supervisor(
+    tmp_path: Path, looking: bool, number: signal.Signals
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    async with Upstream(holding()) as silent:
+        path.write_text(yaml.safe_dump(document(silent)))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", "serve", "--config", str(path), "--workers", "2",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        async with asyncio.timeout(60):
+            while len(workers := children(process.pid)) < 2:
+                await asyncio.sleep(0)
+            if looking:  # they wait for the engine to be looked at, and it does not answer
+                await silent.visit()
+            process.send_signal(number)
+            await process.wait()
             while alive(workers):
                 await asyncio.sleep(0)
 
