@@ -201,11 +201,8 @@ class ClientConnection(asyncio.Protocol):
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
-        if self._upload is not None:
-            self._release()
-            self._linger()  # the rest of the body is no request
-            return
-        if not keep or head is None or not head.keep_alive or self._clients.stopping:
+        unread = self._upload is not None  # the rest of the body is no request
+        if not keep or unread or head is None or not head.keep_alive or self._clients.stopping:
             self._close()
             return
         self._since = self._now()
@@ -217,11 +214,7 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
-        if self._upload is not None:
-            self._release()
-            self._linger()
-        else:
-            self._close()
+        self._close()
 
     # --- from the listener ---
 
@@ -479,6 +472,11 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 
     def _close(self) -> None:
+        """End the connection when what was written is out."""
+        if self._upload is not None:
+            self._release()
+            self._linger()
+            return
         self._closing = True
         self._since = self._now()
         if self._transport is not None:

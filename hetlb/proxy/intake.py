@@ -27,7 +27,7 @@ from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
 from hetlb.proxy.tracing import Tracing
-from hetlb.proxy.upload import LEAST_BYTES, Upload
+from hetlb.proxy.upload import Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -92,10 +92,10 @@ class Intake:
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
     def upload(self, head: RequestHead, length: int) -> Upload | None:
-        """What reads a body of `length` bytes that may go on while it arrives. Raises `GateError` (400)."""
-        if length < LEAST_BYTES or not head.content_type.startswith(_MULTIPART):
-            return None
+        """What reads a large body that may go on while it arrives, if any. Raises `GateError` (400)."""
         if head.method != b"POST" or ENDPOINTS.get(head.path) is not _AUDIO:
+            return None
+        if not head.content_type.startswith(_MULTIPART):
             return None
         return Upload(head.fields[b"content-type"], length)
 
