@@ -1,25 +1,28 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
-Promise: never more than `max_requests` requests or `max_bytes` bytes; what goes in comes out exactly once.
-Who goes next, within a lane: the lowest `priority`; of those the tenant that has been served least for its
-weight (start-time fair queueing); of that tenant's the one that waits longest. With one tenant and one
-priority that is the order of arrival.
+It never holds more than `max_requests` requests or `max_bytes` bytes; what goes in comes out exactly once.
+Next to go, under one `QueueKey`: the lowest `priority`; of those the tenant that was served least for its
+weight (start-time fair queueing); of that tenant's the oldest. Requests that only large instances can take
+are kept apart by `fit`, so that they hold up none that others can take; tenants are served fairly over all.
 
 Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a tenant that begins to wait gets the start tag
 max(virtual time, its last finish tag), serving a request of size s moves it on by s / weight, the least tag
-goes next, and the virtual time is the tag of who was served last. So two tenants that both wait differ in
-what they were served, per weight, by at most one request of each; and nobody saves up by not asking. Tags are
-integers, so that processes that share them (`core.fellows`) agree on who is equal.
+goes next, and the virtual time is the tag of the request served last. So two tenants that both wait differ in
+what they were served, per weight, by at most one request of each; and no tenant saves up by not asking. Tags
+are integers, so that equal ones are equal.
+
+A request is overtaken when one that came later, of the same priority (and, if that waited too, tenant), is
+dispatched before it to an instance that could take both. At `MOST_OVERTAKEN` nothing may pass any more.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from hetlb.core.types import Request, RequestId
 from hetlb.core.values import Value
@@ -28,9 +31,10 @@ from hetlb.core.values import Value
 _TAGS_KEPT: Final = 1024
 #: Of a tag, for a request of size 1 at weight 1.
 _STEP: Final = 1024
-#: However small a weight is, a step and a tag have their ends: they stand in eight bytes elsewhere, doubled.
+#: However small a weight is, a step has its end.
 _MOST_STEP: Final = 1 << 40
-MOST_TAG: Final = (1 << 62) - 1
+#: A waiting request is overtaken so many times at most.
+MOST_OVERTAKEN: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,86 +54,116 @@ class QueueLimits(Value):
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+class QueueKey(NamedTuple):
+    """One line of waiting requests: for a model, or for one instance of it; retries apart."""
+
+    model: str
+    instance: str | None
+    retry: bool
+
+
 class Queued:
     """One waiting request, when it arrived, the output predicted then, and its size (see `core.demand`).
 
-    `overtaken` counts those behind it that left the queue while it was the next to go.
+    `fit` is the smallest class of instances that can take it. At `credit` passes of its line it has been
+    overtaken `MOST_OVERTAKEN` times.
     """
 
-    request: Request
-    arrived_at: float
-    predicted_output: float = 0.0
-    size: int = 0
-    overtaken: int = 0
+    __slots__ = ("arrived_at", "credit", "fit", "predicted_output", "request", "size")
+
+    def __init__(
+        self, request: Request, arrived_at: float, predicted_output: float, size: int, fit: int
+    ) -> None:
+        self.request = request
+        self.arrived_at = arrived_at
+        self.predicted_output = predicted_output
+        self.size = size
+        self.fit = fit
+        self.credit = 0
 
 
-#: What shares one line: requests for one name, or for one instance of it; those that are tried again apart.
-Lane: TypeAlias = tuple[str, str | None, bool]
+#: Ordered: the head of a plain dict that is eaten from the front costs its past length.
+Entries = OrderedDict[RequestId, Queued]
 
 
 class Flow:
-    """What one tenant has waiting at one priority of a lane, the longest first. `tag` is its start tag.
+    """The waiting requests of one tenant at one priority, oldest first, by `fit`. `tag` is its start tag."""
 
-    `key` is what it goes by among processes, 0 where there is one.
-    """
+    __slots__ = ("by_fit", "tag", "tenant", "weight")
 
-    __slots__ = ("entries", "key", "tag", "tenant", "weight")
-
-    def __init__(self, tenant: str | None, tag: int, weight: float, key: int = 0) -> None:
+    def __init__(self, tenant: str | None, tag: int, weight: float) -> None:
         self.tenant = tenant
         self.tag = tag
         self.weight = weight
-        self.key = key
-        # Ordered: the head of a plain dict that is eaten from the front costs its past length.
-        self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
+        self.by_fit: dict[int, Entries] = {}
 
-    @property
-    def head(self) -> Queued:
-        """Which of it has waited longest; there is one as long as the flow is in a queue."""
-        return next(iter(self.entries.values()))
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self.by_fit.values())
 
 
-def moved_on(tag: int, size: float, weight: float) -> int:
+def _advanced(tag: int, size: float, weight: float) -> int:
     """The tag of a tenant of this weight after a request of this size."""
-    step = max(1, round(min(_MOST_STEP, _STEP * max(1.0, size) / weight)))
-    return min(MOST_TAG, tag + step)
+    return tag + max(1, round(min(_MOST_STEP, _STEP * max(1.0, size) / weight)))
 
 
-class Fair:
-    """The flows of one priority of a lane, and the tags that decide whose turn it is."""
+class Line:
+    """The flows of one priority with requests of one `fit`.
 
-    __slots__ = ("_finished", "_heap", "_pushed", "flows", "virtual")
+    `passes` counts requests that were served past them. `bound`: up to so many passes none of them
+    has been overtaken too often; `stopping` is the entry that lets nothing pass until it is served.
+    """
+
+    __slots__ = ("bound", "heap", "passes", "stopping")
+
+    def __init__(self) -> None:
+        #: (tag, order, flow); stale where the flow has another tag by now, or nothing waits in it.
+        self.heap: list[tuple[int, int, Flow]] = []
+        self.passes = 0
+        self.bound = MOST_OVERTAKEN
+        self.stopping: Queued | None = None
+
+
+class FairQueue:
+    """The flows of one priority, and the tags that decide whose turn it is."""
+
+    __slots__ = ("_finished", "_pushed", "flows", "lines", "virtual")
 
     def __init__(self) -> None:
         self.flows: dict[str | None, Flow] = {}
+        #: By fit.
+        self.lines: dict[int, Line] = {}
         self.virtual = 0
-        #: (tag, order, flow); those whose flow has another tag by now, or is empty, are stale.
-        self._heap: list[tuple[int, int, Flow]] = []
         self._pushed = 0
         #: Finish tags of tenants that wait for nothing, as long as they lie ahead.
         self._finished: dict[str | None, int] = {}
 
-    def flow(self, tenant: str | None, weight: float) -> Flow:
-        """The flow of a tenant, begun if it has none. The caller puts something in."""
+    def push(self, tenant: str | None, weight: float, entry: Queued) -> Flow:
+        """Append an entry to its tenant's flow, which begins with it if there is none."""
         flow = self.flows.get(tenant)
         if flow is None:
-            flow = self.flows[tenant] = self._begun(tenant, weight)
-            self._line_up(flow)
+            tag = max(self.virtual, self._finished.pop(tenant, 0))
+            flow = self.flows[tenant] = Flow(tenant, tag, weight)
+        self.enter(flow, entry)
+        entry.credit = self.lines[entry.fit].passes + MOST_OVERTAKEN
         return flow
 
-    def _begun(self, tenant: str | None, weight: float) -> Flow:
-        return Flow(tenant, max(self.virtual, self._finished.pop(tenant, 0)), weight)
+    def enter(self, flow: Flow, entry: Queued) -> None:
+        """Append an entry to a flow."""
+        entries = flow.by_fit.get(entry.fit)
+        if entries is None:
+            entries = flow.by_fit[entry.fit] = OrderedDict()
+            self._line_up(flow, entry.fit)
+        entries[entry.request.id] = entry
 
-    def turn(self) -> Flow:
-        """Whose turn it is."""
+    def turn(self, fit: int) -> Flow:
+        """The flow whose turn it is among those with a waiting request of this fit."""
         if len(self.flows) == 1:
             for flow in self.flows.values():
                 return flow
-        heap = self._heap
+        heap = self.lines[fit].heap
         while True:
             tag, _, flow = heap[0]
-            if flow.tag == tag and self.flows.get(flow.tenant) is flow:
+            if flow.tag == tag and fit in flow.by_fit and self.flows.get(flow.tenant) is flow:
                 return flow
             heapq.heappop(heap)
 
@@ -138,54 +172,95 @@ class Fair:
         flow = self.flows.get(tenant)
         if flow is None:
             tag = max(self.virtual, self._finished.get(tenant, 0))
-            self._finished[tenant] = moved_on(tag, size, weight)
+            self._finished[tenant] = _advanced(tag, size, weight)
             return
         self.virtual = max(self.virtual, flow.tag)
-        flow.tag = moved_on(flow.tag, size, flow.weight)
-        self._line_up(flow)
+        flow.tag = _advanced(flow.tag, size, flow.weight)
+        for fit in flow.by_fit:
+            self._line_up(flow, fit)
 
-    def emptied(self, flow: Flow) -> None:
-        """Nothing of a flow waits any more."""
-        del self.flows[flow.tenant]
-        if flow.tag > self.virtual:
-            finished = self._finished
-            finished[flow.tenant] = flow.tag
-            if len(finished) > _TAGS_KEPT:
-                self._finished = {name: tag for name, tag in finished.items() if tag > self.virtual}
+    def pass_by(self, fit: int) -> None:
+        """A request that came later was served, where requests of `fit` and below could have been."""
+        for own, line in self.lines.items():
+            if own <= fit:
+                line.passes += 1
 
-    def _line_up(self, flow: Flow) -> None:
+    def overtake(self, older: Queued) -> None:
+        """One behind it in its flow was served before an entry."""
+        older.credit -= 1
+        line = self.lines[older.fit]
+        if older.credit < line.bound:
+            line.bound = older.credit
+
+    def stopping(self, fit: int) -> Queued | None:
+        """An entry of a line that has been overtaken as often as may be, None if there is none."""
+        line = self.lines[fit]
+        if line.passes < line.bound:
+            return None
+        if line.stopping is None:
+            waiting = (entry for flow in self.flows.values() for entry in flow.by_fit.get(fit, {}).values())
+            least = min(waiting, key=lambda entry: entry.credit)
+            line.bound = least.credit
+            if line.passes >= least.credit:
+                line.stopping = least
+        return line.stopping
+
+    def remove(self, flow: Flow, entry: Queued) -> None:
+        """Take an entry out; a flow in which nothing waits any more ends."""
+        self.withdraw(flow, entry)
+        if not flow.by_fit:
+            del self.flows[flow.tenant]
+            if flow.tag > self.virtual:
+                finished = self._finished
+                finished[flow.tenant] = flow.tag
+                if len(finished) > _TAGS_KEPT:
+                    self._finished = {name: tag for name, tag in finished.items() if tag > self.virtual}
+
+    def withdraw(self, flow: Flow, entry: Queued) -> None:
+        """Take an entry out of a flow, which stays."""
+        fit = entry.fit
+        line = self.lines[fit]
+        if line.stopping is entry:
+            line.stopping = None
+        entries = flow.by_fit[fit]
+        del entries[entry.request.id]
+        if not entries:
+            del flow.by_fit[fit]
+            if not any(fit in other.by_fit for other in self.flows.values()):
+                del self.lines[fit]
+
+    def _line_up(self, flow: Flow, fit: int) -> None:
         self._pushed += 1
+        line = self.lines.get(fit)
+        if line is None:
+            line = self.lines[fit] = Line()
         if len(self.flows) == 1:  # it need not be looked for; the heap would only grow
-            self._heap = [(flow.tag, self._pushed, flow)]
+            line.heap = [(flow.tag, self._pushed, flow)]
         else:
-            heapq.heappush(self._heap, (flow.tag, self._pushed, flow))
+            heapq.heappush(line.heap, (flow.tag, self._pushed, flow))
 
 
 class Share:
-    """How much of the queue one tenant holds. `key` is what it goes by among processes."""
+    """How much of the queue one tenant holds."""
 
-    __slots__ = ("bytes", "key", "requests")
+    __slots__ = ("bytes", "requests")
 
-    def __init__(self, key: int = 0) -> None:
+    def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
-        self.key = key
 
 
 class Queue:
-    """Waiting requests in lanes, bounded by count and bytes over all of them."""
+    """Waiting requests, bounded by count and bytes over all of them."""
 
-    #: Requests that wait in queues of other processes over the same instances (see `core.fellows`).
-    elsewhere = 0
-
-    __slots__ = ("_lanes", "_shares", "_sizes", "bytes", "held", "limits")
+    __slots__ = ("_lines", "_shares", "_sizes", "bytes", "held", "limits")
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         #: By priority, ascending.
-        self._lanes: dict[Lane, dict[int, Fair]] = {}
-        #: Who waits, and where. To be read, not written: asked at every event whether it is empty.
-        self.held: dict[RequestId, tuple[Lane, int, Flow]] = {}
+        self._lines: dict[QueueKey, dict[int, FairQueue]] = {}
+        #: The waiting requests and their places. To be read: asked at every event whether it is empty.
+        self.held: dict[RequestId, tuple[QueueKey, int, Flow, Queued]] = {}
         self._sizes: dict[str, int] = {}
         self._shares: dict[str | None, Share] = {}
         self.bytes = 0
@@ -197,57 +272,85 @@ class Queue:
         return request_id in self.held
 
     def __iter__(self) -> Iterator[Queued]:
-        """The waiting requests, flow by flow; a snapshot: callers may remove meanwhile."""
-        return iter([entry for flow in self.flows() for entry in flow])
+        """The waiting requests; a snapshot: callers may remove meanwhile."""
+        return iter([place[3] for place in self.held.values()])
 
     def flows(self) -> list[list[Queued]]:
-        """Who waits, in lists that have the longest waiting first: by lane, priority and tenant."""
-        return [list(flow.entries.values()) for flow in self._flows()]
+        """The waiting requests in lists, each oldest first: by key, priority, tenant and fit."""
+        return [list(entries.values()) for entries in self._entries()]
 
-    def _flows(self) -> Iterator[Flow]:
-        for lane in self._lanes.values():
-            for fair in lane.values():
-                yield from fair.flows.values()
+    def _fair_queues(self) -> Iterator[FairQueue]:
+        for by_priority in self._lines.values():
+            yield from by_priority.values()
+
+    def _entries(self) -> Iterator[Entries]:
+        for fair in self._fair_queues():
+            for flow in fair.flows.values():
+                yield from flow.by_fit.values()
 
     @property
-    def lanes(self) -> list[Lane]:
-        """The lanes in which somebody waits, those of requests that are tried again first."""
-        return (
-            sorted(self._lanes, key=lambda lane: not lane[2]) if len(self._lanes) > 1 else list(self._lanes)
-        )
+    def keys(self) -> list[QueueKey]:
+        """The lines in which something waits, those of retries first."""
+        lines = self._lines
+        return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
-    def first(self, lane: Lane, count: int) -> list[Queued]:
-        """Who goes next in a lane, and those behind it of the same priority and tenant, `count` in all."""
-        fair = self.fair(lane)
-        return [] if fair is None else list(islice(fair.turn().entries.values(), count))
-
-    def fair(self, lane: Lane) -> Fair | None:
-        """Who waits in a lane at the priority whose turn it is, None if nobody does."""
-        for fair in self._lanes.get(lane, {}).values():
-            return fair
-        return None
+    def heads(self, key: QueueKey) -> list[tuple[FairQueue, Flow, int]]:
+        """The next of a line for each `fit`, in their order: its flow holds it first, and those behind it."""
+        by_priority = self._lines.get(key)
+        if by_priority is None:
+            return []
+        found: list[tuple[int, int, float, FairQueue, Flow, int]] = []
+        seen: list[int] = []
+        for priority, fair in by_priority.items():
+            for fit in fair.lines:
+                if fit not in seen:
+                    seen.append(fit)
+                    flow = fair.turn(fit)
+                    oldest = next(iter(flow.by_fit[fit].values()))
+                    found.append((priority, flow.tag, oldest.arrived_at, fair, flow, fit))
+        if len(found) > 1:
+            found.sort(key=lambda each: each[:3])
+        return [(fair, flow, fit) for _, _, _, fair, flow, fit in found]
 
     def by_model(self) -> dict[str, int]:
         """How many wait, by model."""
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
-        """When the one arrived that waits longest, None if nobody waits."""
+        """Arrival of the request that waits longest, None if none waits."""
         return min((flow[0].arrived_at for flow in self.flows()), default=None)
 
-    def count(self, lane: Lane) -> int:
-        """How many wait in a lane."""
-        fairs = self._lanes.get(lane, {}).values()
-        return sum(len(flow.entries) for fair in fairs for flow in fair.flows.values())
+    def count(self, key: QueueKey) -> int:
+        """How many wait in a line."""
+        return sum(len(flow) for fair in self._lines.get(key, {}).values() for flow in fair.flows.values())
 
     def waiting(self, model: str) -> int:
         """The sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
 
     def goes_before(self, request: Request) -> bool:
-        """Whether someone waits in a request's lane who has a better priority."""
-        by_priority = self._lanes.get((request.model, request.pinned, False))
+        """Whether a request with a better priority waits in the line of this one."""
+        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
         return by_priority is not None and next(iter(by_priority)) < request.priority
+
+    def overtaken(self, entry: Queued) -> int:
+        """How many later requests have gone before a waiting one."""
+        key, priority, _, _ = self.held[entry.request.id]
+        return MOST_OVERTAKEN - entry.credit + self._lines[key][priority].lines[entry.fit].passes
+
+    def may_pass(self, request: Request) -> bool:
+        """Whether a request that has just come may be served before those that wait in its line."""
+        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
+        if by_priority is None:
+            return True
+        for priority, fair in by_priority.items():
+            if priority < request.priority:
+                return False
+            if priority == request.priority:
+                for fit in fair.lines:
+                    if fair.stopping(fit) is not None:
+                        return False
+        return True
 
     # --- bounds ---
 
@@ -266,7 +369,7 @@ class Queue:
         if limits.tenant_share >= 1.0:
             return True
         requests, held_bytes = self.held_by(request.tenant)
-        if not requests:  # whoever holds nothing may have one
+        if not requests:  # one is always allowed
             return True
         if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
             return False
@@ -279,7 +382,7 @@ class Queue:
         return (0, 0) if share is None else (share.requests, share.bytes)
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
-        """Who would have to leave a full queue so that a request has room; nobody if that would not be fair.
+        """The requests that leave a full queue so that this one has room; none if that would not be fair.
 
         As where many share one buffer: the newest of the tenant that holds most, as long as that one holds
         more than the tenant of the request will.
@@ -287,7 +390,7 @@ class Queue:
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
         limits = self.limits
-        by_count = limits.max_requests is not None and len(self.held) + self.elsewhere >= limits.max_requests
+        by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
         unit = 0 if by_count else 1
         held = {tenant: self.held_by(tenant)[unit] for tenant in self._shares}
         tenant = max(held, key=held.__getitem__, default=request.tenant)
@@ -297,9 +400,8 @@ class Queue:
         requests, held_bytes = len(self.held), self.bytes
         theirs = held[tenant]
         after = self.held_by(request.tenant)[unit] + (1 if by_count else request.body_bytes)
-        for _, flow in sorted(self._of(tenant), key=lambda item: -item[0]):
-            for request_id in reversed(flow.entries):
-                entry = flow.entries[request_id]
+        for _, entries in sorted(self._of(tenant), key=lambda item: -item[0]):
+            for request_id, entry in reversed(entries.items()):
                 theirs -= 1 if by_count else entry.request.body_bytes
                 if theirs < after:
                     return ()
@@ -310,11 +412,12 @@ class Queue:
                     return gone
         return ()
 
-    def _of(self, tenant: str | None) -> Iterator[tuple[int, Flow]]:
-        for lane in self._lanes.values():
-            for priority, fair in lane.items():
+    def _of(self, tenant: str | None) -> Iterator[tuple[int, Entries]]:
+        for by_priority in self._lines.values():
+            for priority, fair in by_priority.items():
                 if (flow := fair.flows.get(tenant)) is not None:
-                    yield priority, flow
+                    for entries in flow.by_fit.values():
+                        yield priority, entries
 
     # --- in and out ---
 
@@ -324,86 +427,107 @@ class Queue:
         arrived_at: float,
         predicted_output: float = 0.0,
         size: int = 0,
-        again: bool = False,
+        retry: bool = False,
+        fit: int = 0,
     ) -> None:
-        """Append a request, one that is tried again apart; the caller has asked `has_room`."""
+        """Append a request; the caller has asked `has_room`."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         model, tenant, priority = request.model, request.tenant, request.priority
-        lane = (model, request.pinned, again)
-        by_priority = self._lanes.setdefault(lane, {})
+        key = QueueKey(model, request.pinned, retry)
+        by_priority = self._lines.setdefault(key, {})
         fair = by_priority.get(priority)
         if fair is None:
-            fair = by_priority[priority] = self._new_fair(lane, priority)
+            fair = by_priority[priority] = FairQueue()
             if len(by_priority) > 1:
-                self._lanes[lane] = dict(sorted(by_priority.items()))
-        flow = fair.flow(tenant, self._weight(tenant))
-        flow.entries[request.id] = Queued(request, arrived_at, predicted_output, size)
-        self.held[request.id] = (lane, priority, flow)
+                self._lines[key] = dict(sorted(by_priority.items()))
+        entry = Queued(request, arrived_at, predicted_output, size, fit)
+        flow = fair.push(tenant, self._weight(tenant), entry)
+        self.held[request.id] = (key, priority, flow, entry)
         self._sizes[model] = self._sizes.get(model, 0) + size
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = self._new_share(tenant)
+            share = self._shares[tenant] = Share()
         share.requests += 1
         share.bytes += request.body_bytes
-        self._holds_now(share)
         self.bytes += request.body_bytes
 
-    def take(self, request_id: RequestId) -> Queued:
-        """Take a waiting request out to be served: it counts for its tenant."""
-        lane, priority, flow = self.held[request_id]
-        fair, entry = self._lanes[lane][priority], flow.entries[request_id]
+    def take(self, request_id: RequestId, fit: int) -> Queued:
+        """Take a waiting request out, to be served by an instance of class `fit`.
+
+        It counts for its tenant, and overtakes those that came before it and could be served there.
+        """
+        key, priority, flow, entry = self.held[request_id]
+        fair = self._lines[key][priority]
         fair.served(flow.tenant, entry.size, flow.weight)
+        for older in flow.by_fit[entry.fit].values():
+            if older is entry:
+                break
+            fair.overtake(older)
+        for other, entries in flow.by_fit.items():
+            if other != entry.fit and other <= fit:
+                for older in islice(entries.values(), MOST_OVERTAKEN):
+                    if older.arrived_at < entry.arrived_at:
+                        fair.overtake(older)
         self.remove(request_id)
         return entry
 
-    def passed(self, request: Request, size: float) -> None:
-        """A request was served without having waited: where others do wait, it counts for its tenant too."""
-        fair = self._lanes.get((request.model, request.pinned, False), {}).get(request.priority)
+    def passed(self, request: Request, size: float, fit: int) -> None:
+        """A request was served by an instance of class `fit` without having waited.
+
+        Where others wait, it counts for its tenant too, and has overtaken those that could be served there.
+        """
+        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
+        fair = None if by_priority is None else by_priority.get(request.priority)
         if fair is not None:
             fair.served(request.tenant, size, self._weight(request.tenant))
+            fair.pass_by(fit)
 
     def remove(self, request_id: RequestId) -> Queued | None:
         """Take a request out, None if it is not waiting."""
-        found = self.held.pop(request_id, None)
-        if found is None:
+        place = self.held.pop(request_id, None)
+        if place is None:
             return None
-        lane, priority, flow = found
-        entry = flow.entries.pop(request_id)
+        key, priority, flow, entry = place
         request, model = entry.request, entry.request.model
-        if not flow.entries:
-            self._emptied(lane, priority, flow)
+        by_priority = self._lines[key]
+        fair = by_priority[priority]
+        fair.remove(flow, entry)
+        if not fair.flows:  # nothing waits: what was served before is forgotten
+            del by_priority[priority]
+            if not by_priority:
+                del self._lines[key]
         self._sizes[model] -= entry.size
-        if not flow.entries and not any(other[0] == model for other in self._lanes):
+        if not any(other.model == model for other in self._lines):
             assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
         share = self._shares[request.tenant]
         share.requests -= 1
         share.bytes -= request.body_bytes
-        self._holds_now(share)
         if not share.requests:
             del self._shares[request.tenant]
         self.bytes -= request.body_bytes
         assert self.bytes >= 0, "queued bytes fell below zero"
         return entry
 
-    def _emptied(self, lane: Lane, priority: int, flow: Flow) -> None:
-        by_priority = self._lanes[lane]
-        fair = by_priority[priority]
-        fair.emptied(flow)
-        if not fair.flows:  # nobody waits: what was served before is forgotten
-            del by_priority[priority]
-            if not by_priority:
-                del self._lanes[lane]
+    def resize(self, entry: Queued, predicted_output: float, size: int) -> None:
+        """Take over a new prediction for a waiting request."""
+        self._sizes[entry.request.model] += size - entry.size
+        entry.predicted_output, entry.size = predicted_output, size
 
-    # --- what processes that share their queues do otherwise ---
-
-    def _new_fair(self, lane: Lane, priority: int) -> Fair:
-        return Fair()
-
-    def _new_share(self, tenant: str | None) -> Share:
-        return Share()
-
-    def _holds_now(self, share: Share) -> None:
-        """What a tenant holds has changed."""
+    def refit(self, fit_of: Callable[[Request], int]) -> None:
+        """Sort the waiting requests anew: the instances have changed. Their order and counts stay."""
+        places = list(self.held.values())
+        if all(entry.fit == fit_of(entry.request) for _, _, _, entry in places):
+            return
+        overtaken = [self.overtaken(entry) for _, _, _, entry in places]
+        for key, priority, flow, entry in places:
+            self._lines[key][priority].withdraw(flow, entry)
+        for key, priority, flow, entry in places:
+            entry.fit = fit_of(entry.request)
+            self._lines[key][priority].enter(flow, entry)
+        for (key, priority, _, entry), count in zip(places, overtaken, strict=True):
+            line = self._lines[key][priority].lines[entry.fit]
+            entry.credit = line.passes + MOST_OVERTAKEN - count
+            line.bound = 0
 
     def _weight(self, tenant: str | None) -> float:
         weights = self.limits.tenant_weights
@@ -411,13 +535,16 @@ class Queue:
 
     def check_integrity(self) -> None:
         """Assert that the counts are those of the entries."""
-        entries = list(self)
+        entries = [entry for waiting in self._entries() for entry in waiting.values()]
         assert sum(entry.request.body_bytes for entry in entries) == self.bytes
         assert {entry.request.id for entry in entries} == self.held.keys()
-        assert all(flow.entries for flow in self._flows()), "an empty flow was left behind"
-        assert all(fair.flows for lane in self._lanes.values() for fair in lane.values()), "an empty priority"
-        assert all(self._lanes.values()), "an empty lane was left behind"
-        assert all(list(lane) == sorted(lane) for lane in self._lanes.values()), "priorities out of order"
+        assert all(self._entries()), "an empty flow was left behind"
+        assert all(fair.flows for fair in self._fair_queues()), "an empty priority"
+        assert all(self._lines.values()), "an empty line was left behind"
+        assert all(list(line) == sorted(line) for line in self._lines.values()), "priorities out of order"
+        for fair in self._fair_queues():
+            assert fair.lines.keys() == {fit for flow in fair.flows.values() for fit in flow.by_fit}, "fits"
+        assert all(self.overtaken(entry) <= MOST_OVERTAKEN for entry in entries), "overtaken too often"
         held: dict[str | None, list[int]] = {}
         for entry in entries:
             of = held.setdefault(entry.request.tenant, [0, 0])

@@ -14,7 +14,7 @@ from itertools import accumulate, islice
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.latency import ideal_batch, processing_s
+from hetlb.core.latency import ideal_batch
 from hetlb.core.types import Request
 
 #: What one prompt token weighs against one output token.
@@ -125,15 +125,25 @@ _MIX_CHANGE: Final = 0.02
 
 
 class Costs:
-    """What an instance is to the mean request, at this `revision` of its figures.
+    """The mean request on one instance, at this `revision` of its latency and capacity.
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
-    cost of its time; `batch_s`: how long a full batch takes. All in seconds.
+    cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
+    step more, while it is idle. All in seconds.
     """
 
-    __slots__ = ("batch_s", "output_s", "prompt_s", "revision", "speed")
+    __slots__ = ("batch_s", "first_token_s", "output_s", "prompt_s", "revision", "speed")
 
-    def __init__(self, revision: int, speed: float, prompt_s: float, output_s: float, batch_s: float) -> None:
+    def __init__(
+        self,
+        revision: int,
+        speed: float,
+        prompt_s: float,
+        output_s: float,
+        batch_s: float,
+        first_token_s: float,
+    ) -> None:
+        self.first_token_s = first_token_s
         self.revision = revision
         self.speed = speed
         self.prompt_s = prompt_s
@@ -141,23 +151,43 @@ class Costs:
         self.batch_s = batch_s
 
 
+class _Fleet:
+    """Facts about a sequence of instances that stay while none of them changes."""
+
+    __slots__ = ("changes", "instances", "kinds", "order", "speed", "twins")
+
+    def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
+        self.instances = instances
+        self.changes = changes
+        self.speed = sum(cost.speed for cost in costs)
+        self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        self.kinds: list[int] = []
+        for i, instance in enumerate(instances):
+            same = (j for j in range(i) if self.kinds[j] == j and instances[j].parameters == instance.parameters)
+            self.kinds.append(next(same, i))
+        self.twins = any(kind != i for i, kind in enumerate(self.kinds))
+
+
 class Mix:
     """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
 
     `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
-    left on average of an answer met at a random moment: E[O^2] / 2 E[O].
+    left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is the mean of what prompts
+    took of a KV cache: less than `prompt` where they begin alike, more where a request has several.
     """
 
-    __slots__ = ("_costs", "_count", "_fleet", "_measured", "_residual_weight", "long", "output", "prompt",
-                 "residual")  # fmt: skip
+    __slots__ = ("_bookings", "_costs", "_count", "_fleet", "_measured", "_residual_weight", "booked", "long",
+                 "output", "prompt", "residual")  # fmt: skip
 
     def __init__(self) -> None:
+        self.booked = 0.0
+        self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
         self._count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0)
         self._costs: dict[str, Costs] = {}
-        self._fleet: tuple[Sequence[Instance], int, float, list[int]] | None = None
+        self._fleet: _Fleet | None = None
 
     @property
     def empty(self) -> bool:
@@ -185,21 +215,36 @@ class Mix:
             self._costs.clear()
             self._fleet = None
 
+    def add_booking(self, kv_prompt_tokens: float) -> None:
+        """Prompts of one request took so many tokens of a KV cache."""
+        self._bookings = count = self._bookings + 1
+        gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
+        self.booked += gain * (kv_prompt_tokens - self.booked)
+
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
-        """The speed of all of them together, and their indices, who has a full batch done soonest first.
+        """The speed of all of them together, and their indices, a full batch done soonest first."""
+        known = self._known(instances)
+        return known.speed, known.order
 
-        The sequence must not be changed afterwards: it is known again by its identity.
-        """
+    def kinds(self, instances: Sequence[Instance]) -> list[int]:
+        """For each instance the index of the first one with the same latency model and capacity."""
+        return self._known(instances).kinds
+
+    def has_twins(self, instances: Sequence[Instance]) -> bool:
+        """Whether two of them are of one kind."""
+        return self._known(instances).twins
+
+    def _known(self, instances: Sequence[Instance]) -> _Fleet:
+        """The sequence must not be changed afterwards: it is known again by its identity."""
         known, changes = self._fleet, instances[0].changes.count
-        if known is None or known[0] is not instances or known[1] != changes:
+        if known is None or known.instances is not instances or known.changes != changes:
             costs = [self.costs(instance) for instance in instances]
-            order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-            known = self._fleet = (instances, changes, sum(cost.speed for cost in costs), order)
-        return known[2], known[3]
+            known = self._fleet = _Fleet(instances, changes, costs)
+        return known
 
     def costs(self, instance: Instance) -> Costs:
         """What an instance is to the mean request. To be read, not kept."""
@@ -214,7 +259,7 @@ class Mix:
         def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
             i, o = of_prompt * prompt, of_output * output
             batch = ideal_batch(instance.kv_cache_tokens, i, o, instance.max_num_seqs)
-            return processing_s(instance.latency, batch, i, o), batch
+            return _share_s(instance, batch, i, o), batch
 
         share_s, batch = stay_s(1.0, 1.0)
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
@@ -225,7 +270,17 @@ class Mix:
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),
             batch_s=share_s * batch,
+            first_token_s=instance.latency.prefill_s(max(1.0, prompt)) + instance.latency.step_s(1.0, prompt),
         )
+
+
+def _share_s(instance: Instance, batch: int, prompt: float, output: float) -> float:
+    """One request's share of the seconds that a batch of such requests takes, prompts read in full passes."""
+    latency = instance.latency
+    budget = max(prompt, instance.token_budget, 1.0)
+    together = min(float(batch), max(1.0, budget / max(prompt, 1.0)))
+    read_s = latency.prefill_s(max(prompt, 1.0), together) / together
+    return read_s + output * latency.step_s(batch, batch * (prompt + output / 2.0)) / batch
 
 
 class Demand:

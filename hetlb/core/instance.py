@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
-from hetlb.core.ledger import Cell
+from hetlb.core.prefix_index import PrefixIndex, Tree
 from hetlb.core.speed import SpeedTracker
 from hetlb.core.types import (
     AdminState,
@@ -93,11 +93,8 @@ class Changes:
         self.count = 0
 
 
-#: Work (ns), KV tokens, prompt tokens, those of them not read yet, requests, sequences.
-Booked: TypeAlias = tuple[int, int, int, int, int, int]
-
-#: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
-Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int]
+#: Latency model, tokens per iteration, slots, KV cache in tokens.
+Parameters: TypeAlias = tuple[LatencyModel, int, int, int]
 
 
 class Instance:
@@ -108,13 +105,13 @@ class Instance:
         "admin",
         "busy_places",
         "busy_until",
-        "cache_id",
         "capacity",
         "changes",
-        "figures",
         "health",
         "in_flight",
         "incarnation",
+        "kv_excess_tokens",
+        "kv_prompt_tokens",
         "kv_tokens",
         "latency",
         "leases",
@@ -122,10 +119,11 @@ class Instance:
         "max_num_seqs",
         "name",
         "nominal",
-        "others",
+        "parameters",
         "peak_ewma",
         "pending_prompt_tokens",
         "profiled",
+        "promised_tokens",
         "prompt_tokens",
         "ramp_s",
         "ramp_since",
@@ -138,6 +136,7 @@ class Instance:
         "served",
         "spec",
         "speed",
+        "tree",
         "was_up",
         "work_ns",
     )
@@ -149,14 +148,15 @@ class Instance:
         health: HealthTracker,
         now: float,
         changes: Changes | None = None,
+        prefixes: PrefixIndex | None = None,
     ) -> None:
         self.spec = spec
         self.name = spec.name
         self.incarnation = incarnation
         self.health = health
         self.changes = changes or Changes()
-        #: Names what its prefix cache may hold: another one as soon as that is gone.
-        self.cache_id = incarnation
+        #: Belief about its prefix cache; another tree as soon as the cache is gone.
+        self.tree = Tree(prefixes or PrefixIndex(), incarnation)
         #: Whether it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
@@ -172,8 +172,8 @@ class Instance:
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
-        #: What a decision reads of it.
-        self.figures: Figures = (0.0,) * 7 + (0, 0, 0)
+        #: What derived figures rest on: instances with equal ones are of one kind.
+        self.parameters: Parameters = (self.latency, 0, 0, 0)
         #: How often they have changed: what is derived from them goes by it.
         self.revision = 0
         self.speed = SpeedTracker(self.profiled, now)
@@ -189,13 +189,18 @@ class Instance:
         self.peak_ewma = PeakEwma(now)
         self.leases: dict[LeaseId, Lease] = {}
         self.work_ns = 0
+        #: Tokens of the KV cache that its leases will use, and of them those of prompts; shared ones once.
         self.kv_tokens = 0
+        self.kv_prompt_tokens = 0
+        #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
+        #: attention reads in every step; and those of them that are still to be computed.
+        self.promised_tokens = 0
         self.prompt_tokens = 0
         self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
-        #: Of all these, what was booked in other processes (see `core.fellows`).
-        self.others: Booked = (0, 0, 0, 0, 0, 0)
+        #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
+        self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
 
     # --- limits ---
@@ -213,7 +218,19 @@ class Instance:
     @property
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u. It may exceed 1."""
-        return self.kv_tokens / self.kv_cache_tokens
+        return self.promised_tokens / self.kv_cache_tokens
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether its engine keeps prompts for others: vLLM's default while it has not told."""
+        return self.capacity.prefix_caching is not False
+
+    def expected_kv_tokens(self, now: float) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+        expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+        if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
+            expected += self.kv_excess_tokens
+        return expected
 
     def kv_used_tokens(self, now: float) -> float:
         """Tokens in use: what we promised, or what the engine reports if that is more and fresh."""
@@ -238,13 +255,9 @@ class Instance:
         self._refigure()
 
     def _refigure(self) -> None:
-        k = self.latency
-        figures = (
-            k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8,
-            self.token_budget, self.max_num_seqs, self.kv_cache_tokens,
-        )  # fmt: skip
-        if figures != self.figures:
-            self.figures = figures
+        parameters = (self.latency, self.token_budget, self.max_num_seqs, self.kv_cache_tokens)
+        if parameters != self.parameters:
+            self.parameters = parameters
             self.revision += 1
             self.changes.count += 1
 
@@ -255,12 +268,6 @@ class Instance:
             return True
         output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
         return (request.longest_prompt_tokens or request.prompt_tokens) + output <= limit
-
-    def fits_prompt(self, request: Request) -> bool:
-        """Whether the prompt alone fits, with one token of output if there is any."""
-        limit = self.longest_request_tokens
-        needed = (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
-        return limit is None or needed <= limit
 
     # --- state ---
 
@@ -291,14 +298,14 @@ class Instance:
             self.ramp_since = None
         return self.ramp_since is not None or now < self.busy_until or self.health.in_doubt(now)
 
-    def standing(self, sequences: int, now: float, *, doubt: bool = True) -> tuple[int, str]:
-        """How it stands for a request of so many sequences, and why; `doubt`: whether doubts are heeded.
+    def standing(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
+        """How it stands, and why; `doubt`: whether doubts are heeded.
 
         One that runs nothing may always take one request, but for doubts.
         """
         if doubt and self.health.held(now):
             return HELD, f"in doubt: {self.health.doubt_reason}"
-        wanted = self.sequences + sequences if self.sequences else 0
+        wanted = self.sequences + 1 if self.sequences else 0
         if self.ramp_since is not None:
             places = self.max_num_seqs * max(0.0, now - self.ramp_since) / self.ramp_s
             if wanted > max(1.0, places):
@@ -318,17 +325,26 @@ class Instance:
     def acquire(self, lease: Lease) -> None:
         """Book a lease."""
         assert lease.work_ns >= 0, f"{lease!r} books negative work"
-        assert lease.kv_tokens >= 0, f"{lease!r} books negative KV tokens"
+        assert lease.kv_tokens >= lease.kv_prompt_tokens >= 0, f"{lease!r} books negative KV tokens"
         now, speed = lease.dispatched_at, self.speed
         if now > speed.last:
             self._elapsed(now)
         self.leases[lease.id] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
+        self.kv_prompt_tokens += lease.kv_prompt_tokens
+        shared = lease.shared
+        if shared is not None:
+            self.kv_tokens += shared.new_tokens
+            self.kv_prompt_tokens += shared.new_tokens
+        self.promised_tokens += lease.promised_tokens
         self.prompt_tokens += lease.prompt_tokens
-        self.pending_prompt_tokens += lease.prompt_tokens
+        self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
         self.sequences += lease.request.sequences
+        tree = self.tree
+        if tree.unused:
+            tree.evict(self.kv_cache_tokens - self.kv_tokens)
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
         if self.sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
@@ -340,10 +356,10 @@ class Instance:
         speed = self.speed
         if now > speed.last:
             self._elapsed(now)
-        speed.read(lease.request.sequences, lease.prompt_tokens)
+        speed.read(lease.request.sequences, lease.unread_tokens)
         lease.first_token_at = now
         lease.first_mark = speed.mark()
-        self.pending_prompt_tokens -= lease.prompt_tokens
+        self.pending_prompt_tokens -= lease.unread_tokens
 
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
@@ -355,14 +371,20 @@ class Instance:
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
+        self.kv_prompt_tokens -= lease.kv_prompt_tokens
+        self.promised_tokens -= lease.promised_tokens
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
-            self.pending_prompt_tokens -= lease.prompt_tokens
+            self.pending_prompt_tokens -= lease.unread_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
+        if lease.shared is not None:
+            self._let_go(lease)
         negative = (
             self.work_ns < 0
-            or self.kv_tokens < 0
+            or self.kv_prompt_tokens < 0
+            or self.kv_tokens < self.kv_prompt_tokens
+            or self.promised_tokens < 0
             or self.prompt_tokens < 0
             or self.pending_prompt_tokens < 0
             or self.in_flight < 0
@@ -370,34 +392,27 @@ class Instance:
         )
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
-    def share(self, old: Cell, new: Cell, now: float) -> None:
-        """What somebody else has booked here was `old` and is `new`.
-
-        The figures above are totals, of what was booked here and elsewhere.
-        """
-        speed, others = self.speed, self.others
-        if now > speed.last:
-            self._elapsed(now)
-        work_ns, kv, prompt = new[0] - old[0], new[1] - old[1], new[2] - old[2]
-        pending, requests, sequences = new[3] - old[3], new[4] - old[4], new[5] - old[5]
-        prompts, tokens = new[6] - old[6], new[7] - old[7]
-        self.work_ns += work_ns
-        self.kv_tokens += kv
-        self.prompt_tokens += prompt
-        self.pending_prompt_tokens += pending
-        self.in_flight += requests
-        self.sequences += sequences
-        self.others = (
-            others[0] + work_ns, others[1] + kv, others[2] + prompt,
-            others[3] + pending, others[4] + requests, others[5] + sequences,
-        )  # fmt: skip
-        if prompts > 0:  # whoever begins anew counts from zero
-            speed.read(prompts, max(0, tokens))
+    def _let_go(self, lease: Lease) -> None:
+        """End the use of shared prefixes; what was computed stays in the engine's cache for a while."""
+        shared, request = lease.shared, lease.request
+        assert shared is not None
+        tree = self.tree if shared.node is None else shared.node.tree
+        if lease.first_token_at is not None and tree is self.tree:
+            if lease.reported_cached_tokens is not None:
+                tree.correct(shared.held_tokens, lease.reported_cached_tokens)
+            for key, tokens in request.prefix_keys:
+                if tokens is None:
+                    answer = lease.output_tokens // request.sequences
+                    tree.remember(key, request.prompt_tokens + answer, shared.node)
+        freed = tree.detach(shared.node)
+        self.kv_tokens -= freed
+        self.kv_prompt_tokens -= freed
+        tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""
         running, places = self.sequences, self.max_num_seqs
-        tokens = (self.kv_tokens + self.prompt_tokens) / 2
+        tokens = (self.promised_tokens + self.prompt_tokens) / 2
         if running > places:
             tokens *= places / running
             running = places
@@ -408,19 +423,30 @@ class Instance:
         if work_s is not None:
             self.work_ns = work_s * 1e9  # type: ignore[assignment]
         if kv_utilization is not None:
-            self.kv_tokens = kv_utilization * self.kv_cache_tokens  # type: ignore[assignment]
-            self.prompt_tokens = self.kv_tokens
+            self.promised_tokens = kv_utilization * self.kv_cache_tokens  # type: ignore[assignment]
+            self.kv_tokens = self.kv_prompt_tokens = self.prompt_tokens = self.promised_tokens
 
     def check_integrity(self) -> None:
         """Assert that the ledger is the sum over the live leases."""
-        leases, others = self.leases.values(), self.others
-        assert min(others) >= 0, f"{self.name}: others have booked {others}"
-        assert self.work_ns - others[0] == sum(lease.work_ns for lease in leases), self.name
-        assert self.kv_tokens - others[1] == sum(lease.kv_tokens for lease in leases), self.name
-        assert self.prompt_tokens - others[2] == sum(lease.prompt_tokens for lease in leases), self.name
-        assert self.in_flight - others[4] == len(self.leases), self.name
-        assert self.sequences - others[5] == sum(lease.request.sequences for lease in leases), self.name
+        leases = self.leases.values()
+        used: dict[int, int] = {}
+        for lease in leases:
+            node = None if lease.shared is None else lease.shared.node
+            while node is not None:
+                used[id(node)] = node.own
+                node = node.parent
+        shared = sum(used.values())
+        assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
+        assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
+        assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
+        assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
+        assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
+        unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)
+        assert self.pending_prompt_tokens == unread, self.name
+        assert self.in_flight == len(self.leases), self.name
+        assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
         assert all(not lease.ended for lease in leases), self.name
+        self.tree.check_integrity()
 
     # --- evidence ---
 
@@ -442,6 +468,9 @@ class Instance:
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)
+        if sample.kv_usage is not None:
+            expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+            self.kv_excess_tokens = max(0.0, sample.kv_usage * self.kv_cache_tokens - expected)
         if self.capacity.max_num_seqs is not None:
             return
         running = sample.running or 0

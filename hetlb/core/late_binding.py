@@ -1,22 +1,23 @@
-"""`hetlb`, the default policy: late binding to where a request costs everybody the least time.
+"""`hetlb`, the default policy: late binding to the instance where a request costs all requests the least time.
 
-Promise: a request is bound only to an instance that has a place for it; the KV cache decides who has room,
-not who is fast. Every figure is a time in seconds from the latency model, or says how full an instance is.
+A request is bound only to an instance that has a slot for it; the KV cache decides which instance has room,
+not which is fast. Every figure is a time in seconds from the latency model, or says how full an instance is.
 
 Four questions, in this order:
 
-1. Who has room? Fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below
-   a mark with one more mean request. What this request itself needs is left out: else a full instance would
-   be left with small requests only, whatever it is good at.
-2. Who costs least? The request's own time there (its first token counted many times over, since people wait
-   for it, and more so where it comes late by the standard of the fleet), and the time by which it delays
-   those who run there already: their steps get longer while it decodes, and wait while its prompt is read.
-3. Is it worth it? An instance is passed over where the faster ones can finish all that waits, and what keeps
-   arriving meanwhile, before it had finished one long answer. So at the end of a burst nobody waits for the
-   slowest, and under load that the fast ones cannot carry everybody works.
-4. Who waits that suits this instance better? Of the first few in the queue, the one whose prompt and answer
-   cost least here compared with what they cost the fleet: a machine that is slow at reading gets those with
-   much to write. The head of the queue is overtaken a bounded number of times.
+1. Room: fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below a mark with
+   one more mean request. What this request itself needs is left out: else a full instance would be left with
+   small requests only, and one of many sequences would wait for ever; what does not fit at once waits in the
+   engine for a slot.
+2. Cost: the request's own time there (its first token counted many times over, since people wait for it, and
+   more so where it comes late by the standard of the fleet), and the time by which it delays those that run
+   there already (the externality): their steps get longer while both run, and wait while its prompt is read.
+3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps arriving
+   meanwhile, before it had finished one long answer. So at the end of a burst nothing waits for the slowest,
+   and under load that the fast ones cannot carry all instances work. An instance whose first token comes far
+   sooner than that of the best one left is not passed over by a request that has just come.
+4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared with
+   what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.policy import MAX_WORKLOAD_S, Choice, Policy, Question
 from hetlb.core.types import Candidate
 
-#: An engine is kept this much fuller than it can run at once, so that a place that frees is taken in the
+#: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
 _OVERBOOK: Final = 1.125
 #: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
@@ -44,156 +45,164 @@ _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
 #: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: who have just been admitted have all before them.
+#: that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
 _LULL_SHARE: Final = 0.05
-#: So many of those who wait are looked at for an instance; one must suit it this much better to overtake.
+#: An instance is not passed over where its first token comes so many times sooner than elsewhere.
+_FAR_SOONER: Final = 1.5
+#: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
 
-#: Who is to be taken last costs so many seconds more than any request does.
+#: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
 
-#: How an instance stands to one request.
+#: Why an instance cannot take the request now, or that it can.
 _ROOM: Final = 0
-_NO_PLACE: Final = 1
+_NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
 _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
 
 
 @mypyc_attr(acyclic=True)
-class _Seen:
-    """One instance as one decision sees it.
+class _InstanceScore:
+    """One instance in one evaluation.
 
-    `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays those who
-    run there, and `score`, what it costs: seconds. `kv_tokens` are promised, before it. `state` is how the
-    instance stands to it.
+    Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
+    those that run there, `score` what it costs in all. `state` is whether there is room.
     """
 
-    __slots__ = ("first_s", "kv_tokens", "others_s", "own_s", "score", "state")
+    __slots__ = ("first_s", "others_s", "own_s", "score", "state")
 
-    def __init__(self, first_s: float, own_s: float, others_s: float, kv_tokens: int, state: int) -> None:
+    def __init__(self, first_s: float, own_s: float, others_s: float, state: int) -> None:
         self.first_s = first_s
         self.own_s = own_s
         self.others_s = others_s
-        self.kv_tokens = kv_tokens
         self.score = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
         self.state = state
 
 
 @mypyc_attr(acyclic=True)
-class _View:
-    """What one decision rests on. Made for every request; people get `candidates`."""
+class _Evaluation:
+    """All instances scored for one request. Made for every decision; `candidates` is for people."""
 
-    __slots__ = ("_passed_over", "_question", "_seen", "instances")
+    __slots__ = ("_passed_over", "_question", "_scores", "instances")
 
     def __init__(self, question: Question, instances: Sequence[Instance]) -> None:
         self._question = question
         self.instances = instances
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
-        self._seen: list[_Seen] = []
-        self._weigh()
-        if len(instances) > 1:
+        self._scores: list[_InstanceScore] = []
+        self._score_all()
+        if len(instances) > 1 and not question.overdue:
             self._pass_over()
 
     def lowest(self) -> int | None:
         """The index of the instance with room and the lowest score, the first of several."""
         index = -1
         least = math.inf
-        for i, seen in enumerate(self._seen):
-            if seen.state == _ROOM and seen.score < least:
-                index, least = i, seen.score
+        for i, each in enumerate(self._scores):
+            if each.state == _ROOM and each.score < least:
+                index, least = i, each.score
         return None if index < 0 else index
 
-    def _weigh(self) -> None:
-        """Who has room, and what the request would cost there: one flat loop over all instances."""
+    def _score_all(self) -> None:
+        """Room and cost of every instance."""
         question = self._question
         request, mix = question.request, question.demand.mix
-        sequences = request.sequences
-        prompt, output = request.prompt_tokens, question.predicted_output
+        sequences, prompt, output = request.sequences, request.prompt_tokens, question.predicted_output
         own_context = prompt + output / 2.0
-        # Of those who run there: they are on average half-grown.
+        # Those that run are on average half-grown, and run for what is left of an answer.
         half_grown = mix.output / 2.0
-        mean_prompt, mean_tokens = mix.prompt, 2.0 * (mix.prompt + half_grown)
-        new_tokens = prompt * sequences
+        together = min(output, mix.residual)
+        held = question.held
         usual_s = math.inf
-        kv_mark = 2.0 * _KV_MARK
-        all_seen = self._seen
+        scores = self._scores
         for instance in self.instances:
-            k1, k2, k4, k5, k6, k7, k8, budget, places, cache = instance.figures
-            batch, tokens, pending = instance.sequences, instance.kv_tokens, instance.pending_prompt_tokens
+            latency = instance.latency
+            slots, budget = instance.max_num_seqs, instance.token_budget
+            batch: float = instance.sequences
             state = _ROOM
-            cached = 0.0
-            if batch or tokens:
-                prompts = instance.prompt_tokens
-                if batch + sequences >= places * _OVERBOOK + 1.0:
-                    state = _NO_PLACE
-                elif tokens + prompts + mean_tokens > kv_mark * cache:
-                    # Every answer is on average half-grown: half of what is promised beyond the prompts.
+            context = 0.0
+            if batch or instance.kv_tokens:
+                if batch >= slots * _OVERBOOK:
+                    state = _NO_SLOT
+                elif (
+                    instance.expected_kv_tokens(question.now) + mix.booked + half_grown
+                    > _KV_MARK * instance.kv_cache_tokens
+                ):
                     state = _NO_MEMORY
-                cached = prompts + batch * half_grown
-                if batch > places:
-                    cached *= places / batch
-                    batch = places
-            # What one more request makes a step longer, and reading its prompt.
-            more_s = (k5 * own_context + k6) * sequences
-            read_s = (k1 * prompt + k2) * sequences
-            step_s = k5 * cached + k6 * batch + k7 * own_context + k8 + more_s
-            # The prompts before it are read first, in iterations in which everybody decodes too.
-            first_s = k1 * pending + read_s + k4 + (1.0 + (pending + new_tokens) / budget) * step_s
+                context = instance.prompt_tokens + batch * half_grown
+                if batch > slots:
+                    context *= slots / batch
+                    batch = slots
+            cached = 0 if held is None else held.get(instance.tree.cache_id, 0)
+            step_s = latency.step_s(batch + sequences, context + sequences * own_context)
+            first_s = latency.first_token_s(
+                prompt, cached, instance.pending_prompt_tokens, batch, context, budget, sequences
+            )
+            others_s = 0.0
+            if batch:
+                first_s += 0.5 * latency.step_s(batch, context)  # what is left of the running iteration
+                others_s = batch * (
+                    latency.read_delay_s(prompt, cached, batch, context, budget, sequences)
+                    + together * latency.step_delay_s(batch, context, own_context, sequences)
+                )
             own_s = first_s + output * step_s
-            others_s = batch * (read_s + output * more_s)
-            all_seen.append(_Seen(first_s, own_s, others_s, tokens, state))
-            mean_s = k1 * mean_prompt + k2 + k4 + k8
+            if batch + sequences > slots:
+                # What has no slot waits for one: they come free at the rate at which answers end.
+                own_s += (batch + sequences - slots) / slots * output * step_s
+            scores.append(_InstanceScore(first_s, own_s, others_s, state))
+            mean_s = mix.costs(instance).first_token_s
             if mean_s < usual_s:
                 usual_s = mean_s
-        if question.held:
-            self._spare_reading()
+        if mix.has_twins(self.instances):
+            self._share_externality()
         if usual_s > 0.0:
             late_s = _LATE * usual_s
-            for seen in all_seen:
-                first_s = seen.first_s
+            for each in scores:
+                first_s = each.first_s
                 if first_s > late_s:
-                    seen.score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+                    each.score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
         if question.standings is not None:
             for i, (standing, _) in enumerate(question.standings):
-                if standing == HELD and all_seen[i].state == _ROOM:
-                    all_seen[i].state = _HELD_BACK
+                if standing == HELD and scores[i].state == _ROOM:
+                    scores[i].state = _HELD_BACK
                 elif standing == LAST:
-                    all_seen[i].score += _LAST_S
+                    scores[i].score += _LAST_S
 
-    def _spare_reading(self) -> None:
-        """Take off the seconds of reading what an instance may hold already."""
-        held, sequences = self._question.held, self._question.request.sequences
-        for i, instance in enumerate(self.instances):
-            tokens = held.get(instance.cache_id)
-            if tokens is not None:
-                seen = self._seen[i]
-                spared_s = instance.latency.k1 * tokens * sequences
-                running = min(instance.sequences, instance.max_num_seqs)
-                self._seen[i] = _Seen(
-                    seen.first_s - spared_s,
-                    seen.own_s - spared_s,
-                    seen.others_s - running * spared_s,
-                    seen.kv_tokens,
-                    seen.state,
-                )
+    def _share_externality(self) -> None:
+        """Give instances of one kind the mean of their externalities.
+
+        Then the own time alone decides among them: with the externality, short prompts and long ones would
+        gather on different ones, and long answers beside long prompts be late.
+        """
+        kinds = self._question.demand.mix.kinds(self.instances)
+        sums = [0.0] * len(kinds)
+        counts = [0] * len(kinds)
+        for kind, each in zip(kinds, self._scores, strict=True):
+            sums[kind] += each.others_s
+            counts[kind] += 1
+        for kind, each in zip(kinds, self._scores, strict=True):
+            others_s = sums[kind] / counts[kind]
+            each.score += others_s - each.others_s
+            each.others_s = others_s
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
-        full; once they have stopped coming, whether what is left should go to a slower one at all. Who is
-        restrained counts as doing nothing: nobody waits for it.
+        full; once they have stopped coming, whether what is left should go to a slower one at all. An
+        instance that is restrained counts as doing nothing: nothing waits for it.
         """
-        question, all_seen = self._question, self._seen
+        question, scores = self._question, self._scores
         room = 0
-        for seen in all_seen:
-            if seen.state == _ROOM:
+        for each in scores:
+            if each.state == _ROOM:
                 room += 1
         if not room:
             return
@@ -201,16 +210,18 @@ class _View:
         instances = self.instances
         total, order = mix.fleet(instances)
         ending = demand.below(_LULL_SHARE * total, _LULL_S, now)
-        if not ending and room == len(all_seen):
+        if not ending and room == len(scores):
             return
         standings = question.standings
         todo = question.waiting + size_of(question.request, question.predicted_output)
+        fresh = question.waiting == 0
         shortest_s = -1.0
         speed = 0.0
+        soonest_s = math.inf
         for i in order:
-            seen = all_seen[i]
-            if seen.state == _ROOM:
-                if speed > 0.0:
+            each = scores[i]
+            if each.state == _ROOM:
+                if speed > 0.0 and not (fresh and soonest_s > _FAR_SOONER * each.first_s):
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(question, instances[order[0]], last=True)
                     long_s = _long_answer_s(question, instances[i])
@@ -225,9 +236,12 @@ class _View:
                         if self._passed_over is None:
                             self._passed_over = {}
                         self._passed_over[i] = (long_s, done_s)
-                        seen.state = _PASSED_OVER
-                if seen.state == _ROOM and not ending:
-                    return  # the fastest with room: the slower ones are as good as their scores
+                        each.state = _PASSED_OVER
+                if each.state == _ROOM:
+                    if not ending:
+                        return  # the fastest with room: the slower ones are as good as their scores
+                    if each.first_s < soonest_s:
+                        soonest_s = each.first_s
             if standings is None or standings[i][0] == OPEN:
                 speed += mix.speed(instances[i])
 
@@ -236,16 +250,16 @@ class _View:
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
-        instance, seen = self.instances[i], self._seen[i]
+        instance, each = self.instances[i], self._scores[i]
         batch, t_s, workload = _paper_work(self._question, instance)
-        terms = {"first_token_s": seen.first_s, "own_s": seen.own_s, "others_s": seen.others_s}
+        terms = {"first_token_s": each.first_s, "own_s": each.own_s, "others_s": each.others_s}
         standings = self._question.standings
         reason = "" if standings is None else standings[i][1]
-        if seen.state == _NO_PLACE:
-            reason = "full: every place is taken"
-        elif seen.state == _NO_MEMORY:
+        if each.state == _NO_SLOT:
+            reason = "full: every slot is taken"
+        elif each.state == _NO_MEMORY:
             reason = f"full: over {_KV_MARK:.2f} of the KV cache expected in use"
-        elif seen.state == _PASSED_OVER and self._passed_over is not None:
+        elif each.state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (
                 f"passed over: a long answer takes {long_s:.3g} s here, "
@@ -253,12 +267,12 @@ class _View:
             )
         return Candidate(
             instance=instance.name,
-            score=seen.score,
-            eligible=seen.state == _ROOM,
+            score=each.score,
+            eligible=each.state == _ROOM,
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=seen.kv_tokens / instance.kv_cache_tokens,
+            kv_utilization=instance.kv_utilization,
             workload=workload,
             terms=terms,
         )
@@ -273,10 +287,10 @@ class Hetlb(Policy):
     lookahead = _LOOKAHEAD
 
     def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
-        view = _View(question, instances)
-        index = view.lowest()
+        evaluation = _Evaluation(question, instances)
+        index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(question, instances[index])[2]
-        return index, work_s, view.candidates
+        return index, work_s, evaluation.candidates
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
@@ -301,7 +315,7 @@ class Hetlb(Policy):
         return found
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
-        return _View(question, instances).candidates()
+        return _Evaluation(question, instances).candidates()
 
 
 def _done_s(todo: float, speed: float, shortest_s: float) -> float:
@@ -313,35 +327,38 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
 
     The prompts that wait there are read first. Where lengths are known (`long` differs from request to
     request) shorter ones keep coming behind a longer one, so for what it has more than the mean one the
-    batch stays full and prompts are read between its steps; then the batch thins out. `last`: nobody comes
+    batch stays full and prompts are read between its steps; then the batch thins out. `last`: none comes
     behind it.
     """
-    k, mix, request = instance.latency, question.demand.mix, question.request
+    latency, mix, request = instance.latency, question.demand.mix, question.request
     long = question.long_output
-    sequences = instance.sequences
-    running = instance.max_num_seqs if sequences > instance.max_num_seqs else sequences
+    sequences, budget = instance.sequences, instance.token_budget
+    running: float = instance.max_num_seqs if sequences > instance.max_num_seqs else sequences
     thinning = long if last or long < mix.long else mix.long
     share = 1.0
     if running and thinning > 0.0:
         left = mix.residual if mix.residual > 1.0 else 1.0
         share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
     own_context = request.prompt_tokens + long / 2.0
-    k5, k6, output = k.k5, k.k6, mix.output
+    output = mix.output if mix.output > 1.0 else 1.0
     context = instance.prompt_tokens / (sequences or 1) + output / 2.0
-    others_s = k5 * context + k6
-    alone_s = (k5 + k.k7) * own_context + k6 + k.k8
-    reading_s = running / (output if output > 1.0 else 1.0) * (k.k1 * mix.prompt + k.k2)
-    full_s = alone_s + others_s * running + reading_s
-    thin_s = alone_s + others_s * running * share
-    read_s = k.paper_prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
+    thin_s = latency.step_s(running * share + 1.0, running * share * context + own_context)
+    full_s = 0.0
+    if long > thinning:
+        full_s = latency.step_s(running + 1.0, running * context + own_context)
+        reading_s = latency.read_delay_s(mix.prompt, 0.0, running, running * context, budget)
+        full_s += running / output * reading_s
+    read_s = latency.first_token_s(
+        request.prompt_tokens, 0.0, instance.pending_prompt_tokens, running, running * context, budget
+    )
     return read_s + (long - thinning) * full_s + thinning * thin_s
 
 
 def _paper_work(question: Question, instance: Instance) -> tuple[int, float, float]:
-    """Ideal batch, processing time and workload (what the ledger books), as the paper defines them."""
+    """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
     request, predicted = question.request, question.predicted_output
     prompt = request.prompt_tokens
-    batch = ideal_batch(instance.figures[9], prompt, predicted, instance.max_num_seqs)
+    batch = ideal_batch(instance.kv_cache_tokens, prompt, predicted, instance.max_num_seqs)
     t_s = processing_s(instance.latency, batch, prompt, predicted)
     workload_s = t_s * request.sequences
     return batch, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

@@ -104,13 +104,15 @@ class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held`
-    are tokens of its prompt that a prefix cache, by `Instance.cache_id`, may have. `standings` say how each
-    instance stands and why (`core.instance.OPEN`, `LAST`, `HELD`), for policies that hold back; None where
-    all are open.
+    are tokens of its prompt that a prefix cache, by `Tree.cache_id`, may have, None where none has any.
+    `standings` say how each instance stands and why (`core.instance.OPEN`, `LAST`, `HELD`), for policies that
+    hold back; None where all are open. `overdue`: it has been overtaken as often as may be, and takes any
+    instance with room.
     """
 
     __slots__ = (
-        "demand", "held", "long_output", "now", "predicted_output", "request", "standings", "waiting",
+        "demand", "held", "long_output", "now", "overdue", "predicted_output", "request", "standings",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -121,8 +123,9 @@ class Question:
         waiting: int,
         demand: Demand,
         now: float,
-        held: Mapping[int, int],
+        held: Mapping[int, int] | None,
         standings: Sequence[tuple[int, str]] | None = None,
+        overdue: bool = False,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -132,6 +135,7 @@ class Question:
         self.now = now
         self.held = held
         self.standings = standings
+        self.overdue = overdue
 
 
 #: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what

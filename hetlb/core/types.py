@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.latency import LatencyModel
+from hetlb.core.prefix_index import PrefixKey, Shared
 from hetlb.core.speed import Mark
 from hetlb.core.values import Value
 
@@ -63,7 +64,8 @@ class Capacity(Value):
     """What one instance can hold. `None` means not known yet.
 
     `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
-    the most that a single request can use of it (one engine's share).
+    the most that a single request can use of it (one engine's share). `prefix_caching`: whether the engine
+    keeps what it has computed for requests that begin alike.
     """
 
     kv_cache_tokens: int | None = None
@@ -72,6 +74,7 @@ class Capacity(Value):
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_tokens_per_request: int | None = None
+    prefix_caching: bool | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""
@@ -110,8 +113,8 @@ class Request(Value):
     the client's cap on the output of each sequence, None if it gave none. `generates` is False for
     embeddings, scores, tokenize and the like, which have no output. `prompt_exact` says that the length
     was counted, not estimated from bytes. `pinned` names the one instance that can answer.
-    `beginnings` name what its prompt begins with, each with its tokens: None for all that a conversation has
-    had so far. `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to
+    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
+    begins with, shortest first, each with its tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to
     have a fair share of what is served while several wait; None is a tenant like any other.
     """
 
@@ -125,9 +128,10 @@ class Request(Value):
     body_bytes: int
     prompt_exact: bool
     pinned: str | None
-    beginnings: tuple[tuple[str, int | None], ...]
+    prefix_keys: tuple[PrefixKey, ...]
     priority: int
     tenant: str | None
+    samples: int
 
     def __init__(
         self,
@@ -141,9 +145,10 @@ class Request(Value):
         body_bytes: int = 0,
         prompt_exact: bool = False,
         pinned: str | None = None,
-        beginnings: tuple[tuple[str, int | None], ...] = (),
+        prefix_keys: tuple[PrefixKey, ...] = (),
         priority: int = 0,
         tenant: str | None = None,
+        samples: int = 1,
     ) -> None:
         self.id = id
         self.model = model
@@ -155,18 +160,22 @@ class Request(Value):
         self.body_bytes = body_bytes
         self.prompt_exact = prompt_exact
         self.pinned = pinned
-        self.beginnings = beginnings
+        self.prefix_keys = prefix_keys
         self.priority = priority
         self.tenant = tenant
+        self.samples = samples
 
 
 @mypyc_attr(acyclic=True)
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
-    `work_ns`, `kv_tokens` (prompt and predicted output) and `prompt_tokens` (of all sequences) are fixed at
-    dispatch and given back exactly once. The driver sets `output_tokens` (all sequences together) before it
-    reports the end; nothing is called per token.
+    Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of all
+    sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
+    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with others).
+    All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all sequences
+    together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports
+    the end; nothing is called per token.
     """
 
     __slots__ = (
@@ -177,12 +186,17 @@ class Lease:
         "id",
         "incarnation",
         "instance",
+        "kv_prompt_tokens",
         "kv_tokens",
         "mark",
         "output_tokens",
         "predicted_output",
+        "promised_tokens",
         "prompt_tokens",
+        "reported_cached_tokens",
         "request",
+        "shared",
+        "unread_tokens",
         "work_ns",
     )
 
@@ -195,9 +209,13 @@ class Lease:
         *,
         work_ns: int,
         kv_tokens: int,
+        kv_prompt_tokens: int,
+        promised_tokens: int,
         prompt_tokens: int,
+        unread_tokens: int,
         predicted_output: float,
         dispatched_at: float,
+        shared: Shared | None = None,
     ) -> None:
         self.id = lease_id
         self.request = request
@@ -205,43 +223,23 @@ class Lease:
         self.incarnation = incarnation
         self.work_ns = work_ns
         self.kv_tokens = kv_tokens
+        self.kv_prompt_tokens = kv_prompt_tokens
+        self.promised_tokens = promised_tokens
         self.prompt_tokens = prompt_tokens
+        self.unread_tokens = unread_tokens
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
+        self.shared = shared
         self.first_token_at: float | None = None
         #: What the instance had done when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         self.output_tokens = 0
+        self.reported_cached_tokens: int | None = None
         self.ended = False
 
     def __repr__(self) -> str:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        begun = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.predicted_output, self.dispatched_at)
-        since = (self.first_token_at, self.mark, self.first_mark, self.output_tokens, self.ended)
-        return _lease, (self.id, self.request, self.instance, self.incarnation, begun, since)
-
-
-def _lease(
-    lease_id: LeaseId, request: Request, instance: str, incarnation: int, begun: Any, since: Any
-) -> Lease:
-    """A lease as it was pickled."""
-    work_ns, kv_tokens, prompt_tokens, predicted_output, dispatched_at = begun
-    lease = Lease(
-        lease_id,
-        request,
-        instance,
-        incarnation,
-        work_ns=work_ns,
-        kv_tokens=kv_tokens,
-        prompt_tokens=prompt_tokens,
-        predicted_output=predicted_output,
-        dispatched_at=dispatched_at,
-    )
-    lease.first_token_at, lease.mark, lease.first_mark, lease.output_tokens, lease.ended = since
-    return lease
 
 
 # --- facts about instances ---------------------------------------------------------------------------

@@ -1,0 +1,228 @@
+"""Belief about prefix caches: which beginnings of prompts each engine holds, and how many use them now.
+
+A request names what its prompt begins with by a chain of keys, shortest first; a key stands for everything up
+to its end, so equal keys mean equal beginnings. For each engine the index keeps a tree of such keys. A node
+counts the live leases that use it: its tokens are in use once, however many share them. Unused nodes stay,
+as cached blocks do in vLLM, and are evicted least recently used first and the end of a prompt before its
+beginning, when the KV cache is full or the index holds too many nodes.
+
+It is a belief. `Tree.correct` shrinks it where an engine reports fewer cached tokens than were expected.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+#: Unused nodes over all trees of an index; the least recently used go first.
+MOST_UNUSED: Final = 262_144
+#: Share of the KV cache that is believed to hold unused blocks: its bounds, and how it follows evidence.
+LEAST_SHARE: Final = 1.0 / 64.0
+_SHRINK: Final = 0.8
+_GROW: Final = 1.02
+#: Reports of cached tokens are compared where at least so many tokens were expected.
+_LEAST_EXPECTED: Final = 64
+#: An expectation counts as met from this share of it on: engines round down to whole blocks.
+_MET: Final = 0.75
+
+#: A key and its end in tokens. None: the whole conversation, prompt and answer.
+PrefixKey: TypeAlias = tuple[str, int | None]
+
+
+class Node:
+    """The end of one prefix in one tree: `tokens` up to here, `own` of them beyond the parent."""
+
+    __slots__ = ("key", "own", "parent", "tokens", "tree", "users")
+
+    def __init__(self, tree: Tree, key: str, tokens: int, own: int, parent: Node | None) -> None:
+        self.tree = tree
+        self.key = key
+        self.tokens = tokens
+        self.own = own
+        self.parent = parent
+        self.users = 0
+
+
+@mypyc_attr(acyclic=True)
+class Shared:
+    """The part of one lease that is in a tree: its deepest node and what that changed.
+
+    `tokens` of its prompt are in the tree, `new_tokens` of them came into use with it; `held_tokens` of the
+    prompt were in the cache before.
+    """
+
+    __slots__ = ("held_tokens", "new_tokens", "node", "tokens")
+
+    def __init__(self, node: Node | None, tokens: int, new_tokens: int, held_tokens: int) -> None:
+        self.node = node
+        self.tokens = tokens
+        self.new_tokens = new_tokens
+        self.held_tokens = held_tokens
+
+
+class Tree:
+    """Prefixes that one engine holds. `cache_id` names this content of its cache."""
+
+    __slots__ = ("_index", "cache_id", "nodes", "share", "unused", "unused_tokens", "used_tokens")
+
+    def __init__(self, index: PrefixIndex, cache_id: int) -> None:
+        self._index = index
+        self.cache_id = cache_id
+        #: What of the KV cache holds unused blocks; 1 until evidence says otherwise.
+        self.share = 1.0
+        self.nodes: dict[str, Node] = {}
+        #: In the order of eviction.
+        self.unused: OrderedDict[str, Node] = OrderedDict()
+        self.unused_tokens = 0
+        self.used_tokens = 0
+
+    def attach(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Shared:
+        """Use every prefix of a prompt, made where it is not there."""
+        nodes = self.nodes
+        parent: Node | None = None
+        held = end = new = 0
+        known = True
+        for key, tokens in keys:
+            node = nodes.get(key)
+            if tokens is None:
+                if node is not None:  # what it holds is booked by the lease from now on
+                    held = max(held, node.tokens)
+                    self._drop(node)
+                continue
+            if tokens > prompt_tokens or tokens <= end:
+                continue
+            if node is None:
+                known = False
+                node = nodes[key] = Node(self, key, tokens, tokens - end, parent)
+                self._index.added(node)
+            elif known and node.tokens > held:
+                held = node.tokens
+            if not node.users:
+                if key in self.unused:
+                    self._revive(node)
+                self.used_tokens += node.own
+                new += node.own
+            node.users += 1
+            parent, end = node, tokens
+        return Shared(parent, end, new, min(held, prompt_tokens - 1))
+
+    def detach(self, node: Node | None) -> int:
+        """End the use of a prefix. Returns the tokens that no lease uses any more; they stay until evicted."""
+        freed = 0
+        while node is not None:
+            node.users -= 1
+            if not node.users:
+                freed += node.own
+                self._keep(node)
+            node = node.parent
+        self.used_tokens -= freed
+        return freed
+
+    def remember(self, key: str, tokens: int, parent: Node | None) -> None:
+        """A conversation of so many tokens, prompt and answer, has ended; `parent` is still in use."""
+        node = self.nodes.get(key)
+        if node is not None:
+            self._drop(node)
+        own = tokens if parent is None else tokens - parent.tokens
+        if own > 0:
+            node = self.nodes[key] = Node(self, key, tokens, own, None)
+            self._index.added(node)
+            self._keep(node)
+
+    def _revive(self, node: Node) -> None:
+        del self.unused[node.key]
+        self.unused_tokens -= node.own
+        self._index.unused -= 1
+
+    def _keep(self, node: Node) -> None:
+        self.unused[node.key] = node
+        self.unused_tokens += node.own
+        self._index.unused += 1
+
+    def evict(self, room: int) -> None:
+        """Forget unused prefixes beyond `room`, the tokens of the KV cache that no lease uses."""
+        most = self.share * room
+        while self.unused and (self.unused_tokens > most or self._index.unused > MOST_UNUSED):
+            self._drop(next(iter(self.unused.values())))
+
+    def _drop(self, node: Node) -> None:
+        self._revive(node)
+        del self.nodes[node.key]
+        self._index.removed(node)
+
+    def correct(self, expected: int, reported: int) -> None:
+        """Take over what an engine reports of a prompt: tokens that it found in its cache."""
+        if expected < _LEAST_EXPECTED:
+            return
+        if reported < _MET * expected:
+            self.share = max(LEAST_SHARE, self.share * _SHRINK)
+        elif self.share < 1.0:
+            self.share = min(1.0, self.share * _GROW)
+
+    def retire(self) -> None:
+        """The engine's cache is gone: what live leases use here goes with them."""
+        self.share = 0.0
+        self.evict(0)
+
+    def check_integrity(self) -> None:
+        """Assert that all counts are those of the nodes."""
+        nodes = self.nodes.values()
+        assert self.used_tokens == sum(node.own for node in nodes if node.users), "tokens in use"
+        assert self.unused_tokens == sum(node.own for node in self.unused.values()), "unused tokens"
+        assert all(node.users >= 0 for node in nodes), "negative users"
+        assert {node.key for node in nodes if not node.users} == self.unused.keys(), "unused nodes"
+
+
+class PrefixIndex:
+    """Who holds which prefix, over all engines."""
+
+    __slots__ = ("_holders", "unused")
+
+    def __init__(self) -> None:
+        self._holders: dict[str, list[Node]] = {}
+        self.unused = 0
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> dict[int, int] | None:
+        """Tokens of a prompt that each engine holds, by `Tree.cache_id`; None if none holds any.
+
+        At least one token of a prompt is always computed.
+        """
+        found: dict[int, int] | None = None
+        holders, most = self._holders, prompt_tokens - 1
+        for key, tokens in keys:
+            nodes = holders.get(key)
+            if nodes is None:
+                if tokens is None:
+                    continue
+                break  # what begins with a longer one begins with this
+            if found is None:
+                found = {}
+            for node in nodes:
+                held = node.tokens
+                if held > most:
+                    held = most
+                tree = node.tree.cache_id
+                if held > found.get(tree, 0):
+                    found[tree] = held
+        return found
+
+    def added(self, node: Node) -> None:
+        """A tree has a new node."""
+        holders = self._holders.get(node.key)
+        if holders is None:
+            self._holders[node.key] = [node]
+        else:
+            holders.append(node)
+
+    def removed(self, node: Node) -> None:
+        """A tree has lost a node."""
+        holders = self._holders[node.key]
+        holders.remove(node)
+        if not holders:
+            del self._holders[node.key]
