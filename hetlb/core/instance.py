@@ -223,7 +223,7 @@ class Instance:
     @property
     def caches_prefixes(self) -> bool:
         """Whether its engine keeps prompts for others: vLLM's default while it has not told."""
-        return self.capacity.prefix_caching is not False
+        return self.capacity.enable_prefix_caching is not False
 
     def expected_kv_tokens(self, now: float) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""

@@ -329,9 +329,9 @@ class FleetSimulation:
     def _on_submit(self, payload: tuple[_Engine, EngineSequence]) -> None:
         engine, sequence = payload
         interrupts = engine.model.in_flight is not None and not engine.model.admission_blocked
-        engine.model.submit(sequence)
+        engine.model.submit(sequence, self._now - engine.started_s)
         if interrupts:
-            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
+            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
         self._wake(engine)
 
     def _wake(self, engine: _Engine) -> None:

@@ -1,13 +1,11 @@
 """The prefix cache finds what vLLM's would: blocks from the beginning on, least recently used evicted first.
 
-`NaiveCache` is vLLM's block pool written down block by block: a queue of free blocks in the order in which
-they will be taken, whatever they hold, and a map from contents to blocks. It is the oracle for one request
-at a time; together, the fast engine must agree with itself step by step and its books must add up.
+`PlainEngine` is the oracle for one request at a time; together, the fast engine must agree with itself step
+by step and its books must add up.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from hetlb.core.latency import LatencyModel
 from hetlb.sim.contents import TraceContents
 from hetlb.sim.engine import EngineLimits, EngineModel, Sequence, SequenceState
+from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 from hetlb.traces import TraceRow
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
@@ -26,38 +25,13 @@ LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=
 # --- the oracle --------------------------------------------------------------------------------------
 
 
-class NaiveCache:
-    def __init__(self, blocks: int, size: int) -> None:
-        self.size = size
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        self.holds: dict[int, tuple[Hashable, ...]] = {}
-        self.where: dict[tuple[Hashable, ...], int] = {}
-
-    def run(self, tokens: list[Hashable], prompt: int) -> int:
-        """One request alone, from its prompt to its last token in the cache; the tokens that were found."""
-        size = self.size
-        mine: list[int] = []
-        for end in range(size, prompt, size):  # never the last token of the prompt
-            block = self.where.get(tuple(tokens[:end]))
-            if block is None:
-                break
-            mine.append(block)
-        for block in mine:
-            del self.free[block]
-        found = len(mine) * size
-        while len(mine) * size < len(tokens):
-            block, _ = self.free.popitem(last=False)
-            if block in self.holds:
-                del self.where[self.holds.pop(block)]
-            mine.append(block)
-        for index in range(found // size, len(tokens) // size):
-            content = tuple(tokens[: (index + 1) * size])
-            if content not in self.where:
-                self.where[content] = mine[index]
-                self.holds[mine[index]] = content
-        for block in reversed(mine):
-            self.free[block] = None
-        return found
+def found_by_the_plain_engine(engine: PlainEngine, ask: Ask, number: int) -> int:
+    """One request alone, from its prompt to its last token; the tokens that were found."""
+    before = engine.found_tokens
+    engine.submit(PlainSequence(number, ask.prompt, ask.output, ask.tokens()))
+    while engine.begin() is not None:
+        engine.end()
+    return engine.found_tokens - before
 
 
 @dataclass(frozen=True)
@@ -110,8 +84,9 @@ def cached_engine(blocks: int, size: int, *, seqs: int = 6, batched: int = 24) -
 def test_one_after_the_other_finds_what_the_block_pool_finds(
     requests: list[Ask], size: int, blocks: int
 ) -> None:
-    engine, oracle = cached_engine(blocks, size), NaiveCache(blocks, size)
-    for ask in requests:
+    engine = cached_engine(blocks, size)
+    oracle = PlainEngine(LATENCY, engine.limits)
+    for number, ask in enumerate(requests):
         if not engine.fits(ask.prompt, ask.output) or (not ask.own and ask.prompt % size == 0):
             continue  # a last block that is computed again is kept twice by vLLM, and once here
         before, computed = engine.prefix_hit_tokens, engine.prefilled_tokens
@@ -121,7 +96,7 @@ def test_one_after_the_other_finds_what_the_block_pool_finds(
             engine.end_iteration()
             engine.check_integrity()
         found = engine.prefix_hit_tokens - before
-        assert found == oracle.run(ask.tokens(), ask.prompt)
+        assert found == found_by_the_plain_engine(oracle, ask, number)
         assert engine.prefilled_tokens - computed == ask.prompt - found
         assert engine.pool.used_blocks == 0
 
