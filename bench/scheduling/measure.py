@@ -22,12 +22,12 @@ from rich.progress import track
 
 import hetlb.core.late_binding as late_binding
 import hetlb.core.speed as speed
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import InstanceSpec, Outcome
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.sim.reference import References
+from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
 RATES = (0.5, 0.8, 0.95)

@@ -27,7 +27,6 @@ from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, Outcome
-from hetlb.loadtest.datasets import Row, custom_rows, random_rows, sharegpt_rows, trace_rows
 from hetlb.loadtest.figures import details
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.report import (
@@ -46,8 +45,10 @@ from hetlb.loadtest.results import (
     write_text,
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
-from hetlb.loadtest.schedules import Ramp, Rate
 from hetlb.loadtest.screen import Screen
+from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
+from hetlb.workload.schedules import Ramp, Rate
+from hetlb.workload.traces import Row, read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Of the datasets that do not say how much of them to ask; `vllm bench serve` has the same.
@@ -192,7 +193,7 @@ class _Bench:
         if (args.trace is None) == (args.dataset_name is None):
             raise InputError("expected either --trace or --dataset-name")
         if args.trace is not None:
-            rows = trace_rows(args.trace)
+            rows = read_trace(args.trace)
             if "trace" in self._rates:
                 for number, row in enumerate(rows, start=1):
                     if row.arrival_s is None:

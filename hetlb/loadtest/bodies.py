@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from hetlb.core.arrivals import PlannedRequest
-from hetlb.loadtest.datasets import BYTES_PER_TOKEN, Row
 from hetlb.loadtest.prompts import TOKEN_IDS
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.datasets import BYTES_PER_TOKEN
+from hetlb.workload.traces import Row
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -23,11 +23,11 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord, summarize
 from hetlb.loadtest.answers import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.prompts import Bodies
 from hetlb.loadtest.verdict import judge
+from hetlb.workload.arrivals import PlannedRequest
 
 #: uvicorn closes idle connections after 5 s; the pool lets go of them before.
 KEEP_ALIVE_S = 2.0

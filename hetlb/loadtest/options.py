@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
 from hetlb.loadtest.figures import GOODPUT_METRICS, METRICS
-from hetlb.loadtest.schedules import Ramp, Rate
+from hetlb.workload.schedules import Ramp, Rate
 
 
 def read_rates(text: str) -> list[Rate]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from hetlb.core.arrivals import PlannedRequest
+from hetlb.workload.arrivals import PlannedRequest
 
 #: Ids of prompts: four digits each, inside the vocabulary of even the tiny models of `tests/vllm`, and
 #: past the low ids where special tokens live.

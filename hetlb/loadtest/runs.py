@@ -20,10 +20,10 @@ import aiohttp
 from hetlb.errors import HetlbError
 from hetlb.loadtest.admin import FleetAdmin, Reported, why
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, conversations, given_texts
-from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
-from hetlb.loadtest.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.traces import Row
 
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord, percentile
+from hetlb.workload.arrivals import PlannedRequest
 
 #: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005

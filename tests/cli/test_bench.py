@@ -21,11 +21,11 @@ import yaml
 
 import hetlb.demo
 from hetlb.cli.main import main
-from hetlb.core.arrivals import make_plan
 from hetlb.loadtest.admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
 from hetlb.loadtest.search import MAX_PROBES
-from hetlb.traces import read_trace
+from hetlb.workload.arrivals import make_plan
+from hetlb.workload.traces import read_trace
 
 DEMO = Path(hetlb.demo.__file__).parent
 COUNT = 12

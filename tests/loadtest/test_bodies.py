@@ -10,10 +10,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.emulator.requests import VOCABULARY
 from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, conversations, given_texts
-from hetlb.loadtest.datasets import Row, estimate_tokens
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.datasets import estimate_tokens
+from hetlb.workload.traces import Row
 
 BLOCK = 8
 

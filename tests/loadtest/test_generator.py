@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.records import RequestRecord
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
 from hetlb.loadtest.prompts import CompletionBodies
+from hetlb.workload.arrivals import PlannedRequest, make_plan
 
 
 def plan_of(count: int, *, gap_s: float = 0.0, output: int = 3) -> list[PlannedRequest]:

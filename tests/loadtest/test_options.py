@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetlb.errors import InputError
 from hetlb.loadtest import options
-from hetlb.loadtest.schedules import Ramp
+from hetlb.workload.schedules import Ramp
 
 
 def test_rates() -> None:

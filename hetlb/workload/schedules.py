@@ -1,7 +1,7 @@
 """When the requests of a load test are due: one rate, a ramp of rates, all at once, or as recorded.
 
 Promise: a schedule is made before the run from a seed alone, and keeps the row of every planned request, so
-that the same load can be sent again. Fixed rates and recordings are those of `hetlb.core.arrivals`, which
+that the same load can be sent again. Fixed rates and recordings are those of `hetlb.workload.arrivals`, which
 the simulator uses too; the ramp is that of `vllm bench serve`.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hetlb.core.arrivals import PlannedRequest, gaps_s, make_plan
-from hetlb.loadtest.datasets import Row
+from hetlb.workload.arrivals import PlannedRequest, gaps_s, make_plan
+from hetlb.workload.traces import Row
 
 #: Requests/s (`inf`: all at once), or "trace": the recorded arrivals.
 Rate: TypeAlias = float | Literal["trace"]
