@@ -8,11 +8,13 @@ ties are broken by kind, then by order of creation.
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.predictor import Predictor
 from hetlb.core.records import Gaps, RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -170,7 +172,7 @@ class FleetSimulation:
     simulated second. The clock begins at `start_s`; nothing of the plan is due before.
 
     At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
-    on, the old one serves what it has to the end.
+    on, the old one serves what it has to the end. The first one has seen the answers of `history`.
     """
 
     def __init__(
@@ -185,14 +187,17 @@ class FleetSimulation:
         on_progress: Callable[[int], None] | None = None,
         start_s: float = 0.0,
         restarts_s: Sequence[float] = (),
+        history: Sequence[PlannedRequest] = (),
     ) -> None:
         self._setup = setup
+        self._model = model
         self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
         #: The scheduler that takes what arrives now, and those it replaced that still have requests.
-        self.scheduler: Scheduler = Scheduler(setup, oracle=self._oracle)
+        self.scheduler: Scheduler = Scheduler(
+            setup, oracle=self._oracle, predictor=self._taught(history) if history else None
+        )
         self._replaced: list[Scheduler] = []
         self._engines = {spec.name: _Engine(spec.name, engines[spec.name], rule) for spec in setup.specs}
-        self._model = model
         self._series = series
         self._on_progress = on_progress
         self._flights = [_Flight(planned) for planned in plan]
@@ -266,6 +271,14 @@ class FleetSimulation:
             beginnings=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
             tenant=planned.tenant,
         )
+
+    def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
+        """A predictor that has seen the answers to these requests."""
+        predictor = self._setup.make_predictor(random.Random(self._setup.seed), self._oracle)
+        for planned in history:
+            if planned.generates:
+                predictor.observe(self.make_request(planned), planned.answer_tokens)
+        return predictor
 
     # --- events ---
 
