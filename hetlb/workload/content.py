@@ -52,6 +52,8 @@ class PromptContent:
                 cut.update(f"{name!r}:{end - start}".encode())
                 found.append((f"text:{cut.hexdigest()}", end))
                 end = next(ends, None)
+            if end is None:
+                break
             digest.update(f"{name!r};".encode())
             start += length
         return tuple(found)

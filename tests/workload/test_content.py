@@ -29,7 +29,7 @@ def test_keys_agree_exactly_where_the_text_does(
 ) -> None:
     lengths = [sum(length for _, length in path) + extra for path, extra in ((one, more), (other, again))]
     first, second = (
-        dict((tokens, name) for name, tokens in prompt(path).keys(own, length))
+        {tokens: name for name, tokens in prompt(path).keys(own, length)}
         for own, (path, length) in enumerate(zip((one, other), lengths, strict=True))
     )
     assert list(first) == [end for end in KEY_TOKENS if end <= lengths[0]]

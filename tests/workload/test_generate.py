@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections import defaultdict
@@ -60,7 +61,7 @@ def test_agents_share_a_tree_and_each_turn_begins_with_the_last() -> None:
     for conversation in turns.values():
         assert [row.turn for row in conversation] == [str(i) for i in range(len(conversation))]
         contents = contents_of(conversation)
-        for before, after in zip(contents, contents[1:], strict=False):
+        for before, after in itertools.pairwise(contents):
             assert after.spans[: len(before.spans)] == before.spans
             assert after.spans[len(before.spans)][0] == before.answer
     assert statistics.mean(len(each) for each in turns.values()) == pytest.approx(6.0, rel=0.2)

@@ -1,4 +1,4 @@
-"""The columns of a trace, read and refused; reading grows with the file and no faster."""
+"""The columns of a trace, read and refused."""
 
 from __future__ import annotations
 
