@@ -54,6 +54,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 BURSTY = 1.0 / 13.0**2
 #: What `online` has seen before, where it is warm.
 _HISTORY = 3000
+#: Requests that each engine has alone, for the bound: so many that the tail of the last ones matters little.
+_SAMPLE = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class Case:
 # --- traffic --------------------------------------------------------------------------------------------
 
 Maker = Callable[["Bench", int, random.Random], list[Row]]
+
+
+def _independent(prompt: Lengths, answer: Lengths) -> Maker:
+    return lambda _, count, rng: generate.independent(count, rng, prompt=prompt, answer=answer)
 
 
 def _shared(prompts: int, tokens: int) -> Maker:
@@ -132,9 +138,17 @@ def _groups(sequences: int, groups: int, answer: Lengths = generate.ANSWER) -> M
     def rows(_: Bench, count: int, rng: random.Random) -> list[Row]:
         singles = generate.independent(count - groups, rng)
         many = generate.several_prompts(groups, rng, sequences=sequences, answer=answer)
-        return generate.among(singles, many, rng)
+        return _evenly(singles, many)
 
     return rows
+
+
+def _evenly(rows: list[Row], others: list[Row]) -> list[Row]:
+    """The others among the rows, from a tenth to two thirds of the way: traffic goes on after the last."""
+    mixed = list(rows)
+    for i, other in enumerate(others):
+        mixed.insert(round(len(rows) * (0.1 + 0.55 * i / len(others))) + i, other)
+    return mixed
 
 
 def _samples(n: int) -> Maker:
@@ -143,9 +157,8 @@ def _samples(n: int) -> Maker:
 
 def _embeddings(inputs: int, groups: int) -> Maker:
     def rows(_: Bench, count: int, rng: random.Random) -> list[Row]:
-        return generate.among(
-            generate.independent(count - groups, rng), generate.embeddings(groups, rng, inputs=inputs), rng
-        )
+        singles = generate.independent(count - groups, rng)
+        return _evenly(singles, generate.embeddings(groups, rng, inputs=inputs))
 
     return rows
 
@@ -169,6 +182,7 @@ TRAFFIC: dict[str, Maker] = {
     "sharegpt sessions": _in_order("sharegpt-sessions-a.csv"),
     "azure": _public("azure"),
     "sharegpt": _public("sharegpt"),
+    "code": _independent(Lengths(1500, 0.8, 30, 7500), Lengths(18, 0.9, 1, 500)),
     "tenants": _tenants,
     "16 prompts": _groups(16, 1),
     "300 prompts": _groups(300, 1),
@@ -187,6 +201,7 @@ FLEETS_HERE: dict[str, tuple[Kind, ...]] = {
     **{f"{n} equal": (Kind("a100_sxm", L8, 1, n),) for n in (2, 4, 16)},
 }
 #: The three the issue of waves was seen on, and the pair.
+_LARGE = ("8 kinds", "4 kinds tp2")
 _WAVE_FLEETS = {"8 kinds": "eight", "4 kinds tp2": "four", "70B": "70B", _PAIR: "pair"}
 
 
@@ -209,19 +224,19 @@ def _cases() -> list[Case]:
 
     online = {"predictor": "online"}
     for fleet, label in _WAVE_FLEETS.items():
-        for traffic in ("azure", "sharegpt"):
-            wave = {"load": 0.7, "waves": Waves(5.0, 15.0), "seconds": 30.0, **online}
-            add(f"waves/{label}/{traffic}", fleet, traffic, 4000, **wave)
-            start = {"load": 0.5, "seconds": 60.0, **online}
-            add(f"start/{label}/{traffic}", fleet, traffic, 4000, **start)
+        for traffic, load in (("azure", 0.7), ("azure", 1.1), ("sharegpt", 0.7), ("code", 0.7)):
+            wave = {"load": load, "waves": Waves(5.0, 15.0), "seconds": 20.0, **online}
+            add(f"waves/{label}/{traffic} {load:.0%}", fleet, traffic, 4000, **wave)
+        for traffic, load in (("azure", 0.7), ("azure", 0.95), ("sharegpt", 0.7)):
+            start = {"load": load, "seconds": 8.0 if fleet in _LARGE else 40.0, **online}
+            add(f"start/{label}/{traffic} {load:.0%}", fleet, traffic, 4000, **start)
         add(
             f"restart/{label}", fleet, "azure", 4000,
-            load=0.8, seconds=90.0, restart=0.5, warm=True, **online,
+            load=0.8, seconds=40.0 if fleet in _LARGE else 90.0, restart=0.5, warm=True, **online,
         )  # fmt: skip
-        add(
-            f"assistant/{label}", fleet, "tree", 2000,
-            load=0.5, seconds=300.0, burstiness=BURSTY, prefix_cache=True, warm=True, **online,
-        )  # fmt: skip
+        burst = {"load": 0.5, "seconds": 300.0, "burstiness": BURSTY, "warm": True, **online}
+        add(f"assistant/{label}/code", fleet, "code", 2000, **burst)
+        add(f"assistant/{label}/tree", fleet, "tree", 2000, prefix_cache=True, **burst)
         add(f"steady/{label}", fleet, "azure", 3000, load=0.5)
         add(f"once/{label}", fleet, "sharegpt", 1500 if fleet == _PAIR else 3000)
 
@@ -235,10 +250,10 @@ def _cases() -> list[Case]:
         add(f"tenants/four/95%/{kind}", "4 kinds tp2", "tenants", 1000, load=0.95, **more)
         add(f"tenants/tight pair/80%/{kind}", _PAIR, "sharegpt", 1200, load=0.8, kv=0.25, **more)
 
-    add("groups/16 prompts", "2 equal", "16 prompts", 200, rate=6.0, places=16, queue_timeout_s=60.0)
-    add("groups/300 prompts", "1 a100", "300 prompts", 800, load=0.5, queue_timeout_s=300.0)
-    add("groups/32 prompts", "1 a100", "32 prompts", 1500, load=0.88, queue_timeout_s=300.0)
-    add("groups/80 embeddings", "1 a100", "80 embeddings", 600, load=0.5, places=64, queue_timeout_s=300.0)
+    add("groups/16 prompts", "2 equal", "16 prompts", 1500, load=0.5, places=16, queue_timeout_s=60.0)
+    add("groups/300 prompts", "1 a100", "300 prompts", 5000, load=0.5, queue_timeout_s=300.0)
+    add("groups/32 prompts", "1 a100", "32 prompts", 2500, load=0.88, queue_timeout_s=300.0)
+    add("groups/80 embeddings", "1 a100", "80 embeddings", 4000, load=0.5, places=64, queue_timeout_s=300.0)
     add("groups/4 samples/once", _PAIR, "4 samples", 400, prefix_cache=True)
     add("groups/4 samples/80%", _PAIR, "4 samples", 600, load=0.8, prefix_cache=True)
     add("context/once", "a100 tp4+tp1", "mixed context", 440, context=(131_072, 8192))
@@ -321,8 +336,7 @@ class Bench:
     def _bound_rps(self, case: Case) -> float:
         """The requests/s of all engines together; `case` without what does not matter for it."""
         specs, engines = self.fleet(case)
-        each = max(200, min(800, case.count // len(specs)))
-        rows = TRAFFIC[case.traffic](self, each, random.Random(f"bound/{case.traffic}"))
+        rows = TRAFFIC[case.traffic](self, _SAMPLE, random.Random(f"bound/{case.traffic}"))
         plan = make_plan(rows, None, math.inf, random.Random(0), contents=contents_of(rows))
         setup = self._setup(case, specs, "single", 0)
         alone: dict[EngineSpec, float] = {}
@@ -338,7 +352,7 @@ class Bench:
         if case.load is None:
             return case.rate
         alike = Case(
-            "", case.fleet, case.traffic, case.count, prefix_cache=case.prefix_cache,
+            "", case.fleet, case.traffic, _SAMPLE, prefix_cache=case.prefix_cache,
             kv=case.kv, places=case.places, context=case.context,
         )  # fmt: skip
         return case.load * self.bound_rps(alike)
