@@ -250,7 +250,7 @@ def _cases() -> list[Case]:
         add(f"tenants/four/95%/{kind}", "4 kinds tp2", "tenants", 1000, load=0.95, **more)
         add(f"tenants/tight pair/80%/{kind}", _PAIR, "sharegpt", 1200, load=0.8, kv=0.25, **more)
 
-    add("groups/16 prompts", "2 equal", "16 prompts", 1500, load=0.5, places=16, queue_timeout_s=60.0)
+    add("groups/16 prompts", "2 equal", "16 prompts", 1500, load=0.6, places=16, queue_timeout_s=60.0)
     add("groups/300 prompts", "1 a100", "300 prompts", 5000, load=0.5, queue_timeout_s=300.0)
     add("groups/32 prompts", "1 a100", "32 prompts", 2500, load=0.88, queue_timeout_s=300.0)
     add("groups/80 embeddings", "1 a100", "80 embeddings", 4000, load=0.5, places=64, queue_timeout_s=300.0)

@@ -29,12 +29,11 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, ProfileError, TraceError
-from hetlb.loadtest.options import read_rates
+from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
-from hetlb.workload.arrivals import Waves
 from hetlb.workload.content import HASH_BLOCK_TOKENS, PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
@@ -182,32 +181,12 @@ def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptC
     return contents_of(rows, args.hash_block_size)
 
 
-def read_waves(text: str | None) -> Waves | None:
-    """`--waves`. Raises `InputError`."""
-    if text is None:
-        return None
-    on, colon, off = text.partition(":")
-    times = _seconds(f"{on},{off}") if colon else None
-    if times is None or len(times) != 2 or times[0] == 0:
-        raise InputError(f"--waves: expected seconds on and seconds off, as 5:15, got {text!r}")
-    return Waves(*times)
-
-
 def read_restarts(text: str | None) -> tuple[float, ...]:
     """`--restart-at`. Raises `InputError`."""
-    times = () if text is None else _seconds(text)
+    times = () if text is None else read_seconds(text, ",")
     if times is None:
         raise InputError(f"--restart-at: expected seconds, or several separated by commas, got {text!r}")
     return times
-
-
-def _seconds(text: str) -> tuple[float, ...] | None:
-    """Times separated by commas, None where one is not a finite number from 0."""
-    try:
-        times = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        return None
-    return times if all(math.isfinite(time) and time >= 0 for time in times) else None
 
 
 def watch(cells: Sequence[Cell]) -> list[Cell]:

@@ -81,9 +81,7 @@ class _Flight:
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
-        self.record = RequestRecord(
-            planned.scheduled_s, planned.prompts * planned.prompt_tokens, sequences=planned.sequences
-        )
+        self.record = RequestRecord(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
         self.scheduler: Scheduler | None = None
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None

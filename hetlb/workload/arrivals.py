@@ -41,6 +41,11 @@ class PlannedRequest:
         return self.prompts * self.n
 
     @property
+    def input_tokens(self) -> int:
+        """Tokens of all its prompts."""
+        return self.prompts * self.prompt_tokens
+
+    @property
     def answer_tokens(self) -> int:
         """Output tokens of each sequence: at least one, unless nothing is generated."""
         return max(1, self.output_tokens) if self.generates else 0
@@ -105,14 +110,17 @@ def make_plan(
     if waves is not None:
         due = [waves.due_s(at) for at in due]
     return [
-        _planned(index, at, rows[row], UNSHARED if contents is None else in_cycle(contents[row], cycle))
+        planned_request(
+            index, at, rows[row], UNSHARED if contents is None else in_cycle(contents[row], cycle)
+        )
         for index, at in enumerate(due)
         for cycle, place in [divmod(index, len(order))]
         for row in [order[place]]
     ]
 
 
-def _planned(index: int, at_s: float, row: Row, content: PromptContent) -> PlannedRequest:
+def planned_request(index: int, at_s: float, row: Row, content: PromptContent = UNSHARED) -> PlannedRequest:
+    """A row that is due at some time."""
     return PlannedRequest(
         index,
         at_s,
