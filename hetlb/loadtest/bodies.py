@@ -137,7 +137,7 @@ class RequestBodies:
         self._path = path
         self._prompt = prompt
         self._model = msgspec.json.encode(model)
-        head = {"model": model, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        head = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if ignore_eos:
             head["ignore_eos"] = True
         self._head = msgspec.json.encode(head)[:-1]
@@ -156,8 +156,8 @@ class RequestBodies:
         more = b"" if planned.tenant is None else b',"user":%b' % msgspec.json.encode(planned.tenant)
         if not planned.generates:
             return b'{"model":%b,"input":%b%b}' % (self._model, prompt, more)
-        if planned.n > 1:
-            more += b',"n":%d' % planned.n
+        # Greedy sampling has one answer: vLLM refuses more.
+        more += b',"temperature":0' if planned.n == 1 else b',"temperature":1,"n":%d' % planned.n
         output = planned.answer_tokens
         if self._path == CHAT:
             message = b'"messages":[{"role":"user","content":%b}]' % prompt

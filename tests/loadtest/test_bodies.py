@@ -132,7 +132,7 @@ def test_a_chat_with_the_text_of_a_row() -> None:
 def test_several_prompts_begin_alike_where_the_row_says_so_and_nowhere_else() -> None:
     row = Row(None, 30, 4, hash_ids=("head=20",), sequences=3, n=2, tenant="acme")
     made = body("/v1/completions", row)
-    assert made["n"] == 2
+    assert (made["n"], made["temperature"]) == (2, 1)
     assert made["user"] == "acme"
     assert [len(prompt) for prompt in made["prompt"]] == [30, 30, 30]
     first, second, third = made["prompt"]
