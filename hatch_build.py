@@ -24,7 +24,7 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
+            "prefix_keys", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
             "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse",
             "totals", "upload", "upstream",
         )

@@ -91,7 +91,7 @@ def without(name: str) -> Callable[[], None]:
     owner, attribute, value = {
         "": (late_binding, "_LATE", late_binding._LATE),
         "lookahead": (late_binding.Hetlb, "lookahead", 1),
-        "passing over": (late_binding._View, "_pass_over", lambda self: None),
+        "passing over": (late_binding._Evaluation, "_pass_over", lambda self: None),
         "first token weight": (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
         "lateness": (late_binding, "_LATE", math.inf),
         "overbooking": (late_binding, "_OVERBOOK", 1.0),

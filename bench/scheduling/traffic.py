@@ -311,7 +311,7 @@ class Bench:
             context = case.context[index] if case.context else None
             capacity = replace(
                 spec.capacity, kv_cache_tokens=kv, kv_tokens_per_request=kv, max_num_seqs=places,
-                max_model_len=context,
+                max_model_len=context, enable_prefix_caching=case.prefix_cache,
             )  # fmt: skip
             limits = replace(engine.limits, kv_cache_tokens=kv, max_num_seqs=places)
             specs.append(replace(spec, capacity=capacity))

@@ -163,7 +163,9 @@ class _Fleet:
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.kinds: list[int] = []
         for i, instance in enumerate(instances):
-            same = (j for j in range(i) if self.kinds[j] == j and instances[j].parameters == instance.parameters)
+            same = (
+                j for j in range(i) if self.kinds[j] == j and instances[j].parameters == instance.parameters
+            )
             self.kinds.append(next(same, i))
         self.twins = any(kind != i for i, kind in enumerate(self.kinds))
 

@@ -46,7 +46,7 @@ from hetlb.core.types import (
 )
 from hetlb.core.values import Value
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 
 class RecordingScheduler(Scheduler):
@@ -79,6 +79,7 @@ class RecordingScheduler(Scheduler):
             lease=lease.id,
             outcome=outcome.value,
             output_tokens=lease.output_tokens,
+            cached_tokens=lease.reported_cached_tokens,
             retry=retry,
             server_error=server_error,
         )
@@ -108,8 +109,8 @@ class RecordingScheduler(Scheduler):
 
 
 def _read_request(raw: dict[str, Any]) -> Request:
-    beginnings = tuple((str(name), tokens) for name, tokens in raw.pop("beginnings", ()))
-    return Request(**raw, beginnings=beginnings)
+    prefix_keys = tuple((str(name), tokens) for name, tokens in raw.pop("prefix_keys", ()))
+    return Request(**raw, prefix_keys=prefix_keys)
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -254,6 +255,7 @@ class Replay:
         if kind == "lease_ended":
             lease = self._leases.pop(raw["lease"])
             lease.output_tokens = raw["output_tokens"]
+            lease.reported_cached_tokens = raw["cached_tokens"]
             outcome = Outcome(raw["outcome"])
             return scheduler.on_lease_ended(
                 lease, outcome, now, retry=raw["retry"], server_error=raw["server_error"]

@@ -187,7 +187,7 @@ class PrefixMatch(Policy):
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
-        #: By model and prefix key: the caches that were sent it, by `Instance.cache_id`.
+        #: By model and prefix key: the caches that were sent it, by `Tree.cache_id`.
         self._sent: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
@@ -195,12 +195,12 @@ class PrefixMatch(Policy):
         least, most = min(loads), max(loads)
         balanced = most - least <= _BALANCE_ABS_THRESHOLD or most <= _BALANCE_REL_THRESHOLD * least
         matched = self._matched(question.request) if balanced else {}
-        longest = max((matched.get(instance.cache_id, 0) for instance in instances), default=0)
+        longest = max((matched.get(instance.tree.cache_id, 0) for instance in instances), default=0)
         if longest <= _MATCH_THRESHOLD * question.request.prompt_tokens:
             longest = 0
         return [
             Candidate(instance.name, float(instance.in_flight))
-            if matched.get(instance.cache_id, 0) >= longest
+            if matched.get(instance.tree.cache_id, 0) >= longest
             else Candidate(instance.name, math.inf, reason="shorter prefix")
             for instance in instances
         ]
@@ -208,7 +208,7 @@ class PrefixMatch(Policy):
     def _matched(self, request: Request) -> dict[int, int]:
         """Tokens of the longest prefix that each cache was sent."""
         found: dict[int, int] = {}
-        for name, tokens in request.beginnings:
+        for name, tokens in request.prefix_keys:
             if tokens is not None:
                 for cache_id in self._sent.get((request.model, name), ()):
                     found[cache_id] = max(tokens, found.get(cache_id, 0))
@@ -216,10 +216,10 @@ class PrefixMatch(Policy):
 
     def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
         request, sent = question.request, self._sent
-        for name, tokens in request.beginnings:
+        for name, tokens in request.prefix_keys:
             if tokens is not None:
                 key = (request.model, name)
-                sent.setdefault(key, set()).add(chosen.cache_id)
+                sent.setdefault(key, set()).add(chosen.tree.cache_id)
                 sent.move_to_end(key)
         while len(sent) > _PREFIXES_KEPT:
             sent.popitem(last=False)
@@ -235,7 +235,7 @@ class SessionAffinity(Policy):
     name = "session"
 
     def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
-        for name, _ in question.request.beginnings:
+        for name, _ in question.request.prefix_keys:
             if name.startswith(_SESSION):
                 return [Candidate(each.name, _distance(name, each)) for each in instances]
         return [Candidate(each.name, float(each.in_flight)) for each in instances]

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.admission import Lane, Queue, Queued
-from hetlb.core.affinity import Affinity
+from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker
 from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
 from hetlb.core.policy import Policy, Question, best, paper_terms
 from hetlb.core.predictor import Predictor
+from hetlb.core.prefix_index import PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
@@ -66,7 +68,8 @@ MOST_EJECTED: Final = 0.5
 _USUAL_REQUEST = (512.0, 256.0)
 
 _INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
-_NOTHING: Mapping[int, int] = {}
+#: So many of those that wait are given a new predicted length whenever an answer has taught one.
+_REPREDICTED: Final = 8
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
 
 
@@ -112,7 +115,9 @@ class _Ready:
     Computed when something changes and not for every request.
     """
 
-    __slots__ = ("able", "excluded", "instances", "longest_prompt", "longest_tokens", "restrained")
+    __slots__ = (
+        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "restrained",
+    )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], now: float) -> None:
         self.instances = instances
@@ -134,8 +139,25 @@ class _Ready:
         self.longest_tokens = (
             -1.0 if self.restrained else min((_longest(instance) for instance in self.able), default=math.inf)
         )
+        #: Lengths that instances can take, ascending: the index of one is the class of an instance.
+        self.limits = sorted({_longest(instance) for instance in instances})
         #: A prompt longer than this, with one token of output if there is any, fits nobody.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
+
+    def fit_of(self, request: Request) -> int:
+        """The smallest class of instances that can take a request; the largest where none can."""
+        limits = self.limits
+        return 0 if len(limits) < 2 else min(bisect_left(limits, _needs(request)), len(limits) - 1)
+
+    def class_of(self, instance: Instance) -> int:
+        """The class of an instance."""
+        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
+
+
+def _needs(request: Request) -> int:
+    """Tokens of its longest sequence, with the output that the client may ask for."""
+    output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
+    return (request.longest_prompt_tokens or request.prompt_tokens) + output
 
 
 def _longest(instance: Instance) -> float:
@@ -203,7 +225,9 @@ class Scheduler:
         self._usual = Mix()
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
-        self._affinity = Affinity()
+        self._prefixes = PrefixIndex()
+        #: Waiting requests whose predicted length is older than what was learnt since.
+        self._stale: list[RequestId] = []
         self._next_lease = 1
         self._next_incarnation = 1
         self._next_cache = -1
@@ -247,10 +271,6 @@ class Scheduler:
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """A request came in. No command for it means it is queued."""
-        return self._arrived(request, now, False)
-
-    def _arrived(self, request: Request, now: float, behind: bool) -> list[Command]:
-        """`behind`: somebody who waits elsewhere goes first, so that it waits whoever has room."""
         ready = self._ready.get(request.model)
         if ready is None:
             return [self._unknown_model(request)]
@@ -270,29 +290,22 @@ class Scheduler:
             demand.mix.add(request.prompt_tokens, predicted, long, residual)
         else:
             predicted = self._predictor.predict(request) if request.generates else 0.0
-        if behind:
-            return self._enqueue(request, now, predicted)
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
         found = self._choose(request, ready, now, predicted, long=long)
-        if found is not None:
-            if self._queue.elsewhere:
-                self._queue.passed(request, size_of(request, predicted))
-            return [self._book(found, ready, now)]
-        return self._enqueue(request, now, predicted)
+        return self._enqueue(request, now, predicted) if found is None else [self._book(found, ready, now)]
 
     def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
         """A request came in while others wait: it may be what suits an instance that they do not suit."""
         queue = self._queue
-        # With restraints places come with time, and those who wait have been waiting for them.
-        if ready.restrained or queue.goes_before(request):
-            commands = self._enqueue(request, now, predicted)
-            return commands + self._flush(now) if ready.restrained else commands
-        placed = self._place(request, ready, now, predicted)
-        if placed is None:
+        # With restraints slots come with time, and those that wait have been waiting for them.
+        if ready.restrained or not queue.may_pass(request):
+            return self._enqueue(request, now, predicted) + self._flush(now)
+        found = self._choose(request, ready, now, predicted)
+        if found is None:
             return self._enqueue(request, now, predicted)
-        queue.passed(request, size_of(request, predicted))
-        return [placed]
+        queue.passed(request, size_of(request, predicted), ready.class_of(found.instance))
+        return [self._book(found, ready, now)]
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
@@ -327,6 +340,8 @@ class Scheduler:
             if request.generates:
                 self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
+                if self._queue.held and self._policy.reads_demand:
+                    self._predict_again()
             if health.on_success(now):
                 commands = self._health_changed(instance, now)
         else:
@@ -531,14 +546,15 @@ class Scheduler:
 
     def _add(self, spec: InstanceSpec, now: float) -> Instance:
         health = HealthTracker(self._rng, self._initial_health)
-        instance = Instance(spec, self._next_incarnation, health, now, self._changes)
+        instance = Instance(spec, self._next_incarnation, health, now, self._changes, self._prefixes)
         self._instances[spec.name] = instance
         self._next_incarnation += 1
         return instance
 
     def _join(self, instance: Instance, now: float) -> None:
         """An instance came (back): its prefix cache is taken for empty; it starts slowly once it is up."""
-        instance.cache_id = self._next_cache
+        instance.tree.retire()
+        instance.tree = Tree(self._prefixes, self._next_cache)
         self._next_cache -= 1
         if instance.health.state is Health.UP:
             instance.was_up = True
@@ -556,12 +572,18 @@ class Scheduler:
             for name in names:
                 by_model.setdefault(name, []).append(instance)
         self._ready = {model: _Ready(instances, now) for model, instances in by_model.items()}
+        if self._queue.held:
+            self._queue.refit(self._fit_of)
         waiting = {entry.request.model for entry in self._queue} if len(self._queue) else set()
         self._down_since = {
             model: self._down_since.get(model, now)
             for model in by_model.keys() | waiting
             if not any(instance.routable for instance in by_model.get(model, ()))
         }
+
+    def _fit_of(self, request: Request) -> int:
+        ready = self._ready.get(request.model)
+        return 0 if ready is None else ready.fit_of(request)
 
     def _health_changed(self, instance: Instance, now: float) -> list[Command]:
         state = instance.health.state
@@ -624,7 +646,7 @@ class Scheduler:
         if not ready.restrained or not any(instance.restrained(now) for instance in chosen):
             return chosen, excluded, None
         doubt = not all(instance.health.held(now) for instance in chosen)
-        standings = [instance.standing(request.sequences, now, doubt=doubt) for instance in chosen]
+        standings = [instance.standing(now, doubt=doubt) for instance in chosen]
         if not self._policy.holds_back:
             best_standing = min(standing for standing, _ in standings)
             excluded = dict(excluded)
@@ -678,6 +700,7 @@ class Scheduler:
         now: float,
         standings: list[tuple[int, str]] | None,
         long: float | None = None,
+        overdue: bool = False,
     ) -> Question:
         if not request.generates:
             long = 0.0
@@ -689,8 +712,10 @@ class Scheduler:
         if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
-        held = self._affinity.held(request) if request.beginnings else _NOTHING
-        return Question(request, predicted, long, waiting, demand, now, held, standings)
+        held = (
+            self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
+        )
+        return Question(request, predicted, long, waiting, demand, now, held, standings, overdue)
 
     def _score(
         self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
@@ -719,10 +744,13 @@ class Scheduler:
         predicted: float,
         own_size: int = 0,
         long: float | None = None,
+        ceiling: int | None = None,
+        overdue: bool = False,
     ) -> _Found | None:
-        """Who would get a request now, None if nobody. Books nothing.
+        """Choose the instance that would get a request now, None if none would. Books nothing.
 
-        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer.
+        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
+        instances of class `ceiling` and above are kept for another; `overdue`: it takes any with room.
         """
         standings: list[tuple[int, str]] | None = None
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
@@ -735,11 +763,15 @@ class Scheduler:
             excluded = ready.excluded
         else:
             able, excluded, standings = self._able(request, ready, now)
+        if ceiling is not None:
+            below = [ready.class_of(instance) < ceiling for instance in able]
+            able = [instance for instance, keep in zip(able, below, strict=True) if keep]
+            if standings is not None:
+                standings = [each for each, keep in zip(standings, below, strict=True) if keep]
         if not able:
             return None
-        queue = self._queue
-        waiting = queue.waiting(request.model) - own_size if queue.held or queue.elsewhere else 0
-        question = self._question(request, predicted, waiting, now, standings, long)
+        waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+        question = self._question(request, predicted, waiting, now, standings, long, overdue)
         index, work_s, candidates = self._policy.choose(question, able)
         if index is None:
             return None
@@ -747,22 +779,7 @@ class Scheduler:
 
     def _book(self, found: _Found, ready: _Ready, now: float) -> Dispatch:
         question, instance = found.question, found.instance
-        request, predicted = question.request, question.predicted_output
-        # One request never books more than its instance has: it would wait inside the engine.
-        cache, sequences = instance.figures[9], request.sequences
-        prompt_tokens = sequences * request.prompt_tokens
-        tokens = sequences * (request.prompt_tokens + round(predicted))
-        lease = Lease(
-            self._next_lease,
-            request,
-            instance.name,
-            instance.incarnation,
-            work_ns=round(found.work_s * 1e9),
-            kv_tokens=tokens if tokens < cache else cache,
-            prompt_tokens=prompt_tokens if prompt_tokens < cache else cache,
-            predicted_output=predicted,
-            dispatched_at=now,
-        )
+        lease = self._lease(question, instance, round(found.work_s * 1e9), now)
         self._next_lease += 1
         instance.acquire(lease)
         if question.standings is not None:
@@ -770,8 +787,10 @@ class Scheduler:
             for other in ready.able:
                 if other is not instance and other.health.held(now):
                     other.health.on_passed_over()
-        if request.beginnings:
-            self._affinity.sent(request, instance, predicted)
+        if self._policy.reads_demand:
+            shared = lease.shared
+            used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
+            question.demand.mix.add_booking(used)
         self._leased[lease.id] = instance
         policy = self._policy
         policy.committed(question, instance, found.able)
@@ -780,7 +799,42 @@ class Scheduler:
         if excluded:
             scored, instances = considered, ready.instances
             considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
-        return Dispatch(request.id, lease, policy.name, considered)
+        return Dispatch(question.request.id, lease, policy.name, considered)
+
+    def _lease(self, question: Question, instance: Instance, work_ns: int, now: float) -> Lease:
+        """What a request takes on an instance: its prefixes are used from now on."""
+        request, predicted = question.request, question.predicted_output
+        cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
+        # One request never books more than its instance has: it would wait inside the engine.
+        prompt_tokens = min(sequences * prompt, cache)
+        answers = sequences * round(predicted)
+        promised = min(sequences * prompt + answers, cache)
+        shared: Shared | None = None
+        if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys):
+            own, unread = prompt_tokens, prompt_tokens
+        else:
+            prompts = -(-sequences // request.samples)
+            common = held = 0
+            if request.prefix_keys:
+                shared = instance.tree.attach(request.prefix_keys, prompt)
+                common, held = shared.tokens, shared.held_tokens
+            own = min(prompts * (prompt - common), cache)
+            unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
+        return Lease(
+            self._next_lease,
+            request,
+            instance.name,
+            instance.incarnation,
+            work_ns=work_ns,
+            kv_tokens=max(own, min(own + answers, cache)),
+            kv_prompt_tokens=own,
+            promised_tokens=promised,
+            prompt_tokens=prompt_tokens,
+            unread_tokens=unread,
+            predicted_output=predicted,
+            dispatched_at=now,
+            shared=shared,
+        )
 
     def _enqueue(
         self, request: Request, now: float, predicted: float, *, again: bool = False
@@ -797,58 +851,103 @@ class Scheduler:
                 commands.append(self._queue_full(request_id))
         if not len(self._queue):
             self._last_tick = now
-        self._queue.push(request, now, predicted, round(size_of(request, predicted)), again)
+        size = round(size_of(request, predicted))
+        self._queue.push(request, now, predicted, size, again, self._fit_of(request))
         return commands
+
+    def _predict_again(self) -> None:
+        """Give the next few that wait the length that is predicted now, in turns."""
+        queue, stale = self._queue, self._stale
+        if not stale:
+            stale = self._stale = list(queue.held)
+        for _ in range(min(_REPREDICTED, len(stale))):
+            place = queue.held.get(stale.pop())
+            if place is not None and place[3].request.generates:
+                entry = place[3]
+                predicted = self._predictor.predict(entry.request)
+                queue.resize(entry, predicted, round(size_of(entry.request, predicted)))
 
     def _flush(self, now: float) -> list[Command]:
         """Place what waits."""
         if not self._queue.held:
             return []
         commands: list[Command] = []
-        for lane in self._queue.lanes:
-            while (command := self._place_next(lane, now)) is not None:
+        for key in self._queue.keys:
+            while (command := self._place_next(key, now)) is not None:
                 commands.append(command)
         return commands
 
-    def _place_next(self, lane: Lane, now: float) -> Command | None:
-        """Place one request of a lane: the head, or one close behind that suits the free instance better.
+    def _place_next(self, key: QueueKey, now: float) -> Command | None:
+        """Place one request of a line: the first that some instance can take now, by fit.
 
-        The head is overtaken a bounded number of times.
+        Where one has been overtaken as often as may be, what it could use is kept for it.
         """
-        ready = self._ready.get(lane[0])
+        ready = self._ready.get(key.model)
         if ready is None:
             return None
-        entries = self._queue.first(lane, self._policy.lookahead)
-        if not entries:
-            return None
-        instances = ready.instances
+        ceiling: int | None = None
+        for fair, flow, fit in self._queue.heads(key):
+            command = self._place_head(ready, key, fair, flow, fit, ceiling, now)
+            if command is not None:
+                return command
+            if fair.stopping(fit) is not None:
+                ceiling = fit if ceiling is None else min(ceiling, fit)
+        return None
+
+    def _place_head(
+        self,
+        ready: _Ready,
+        key: QueueKey,
+        fair: FairQueue,
+        flow: Flow,
+        fit: int,
+        ceiling: int | None,
+        now: float,
+    ) -> Command | None:
+        """Place the head of a flow, or one close behind that suits the free instance better."""
+        queue = self._queue
+        stopping = fair.stopping(fit)
+        waiting = flow.by_fit[fit].values()
+        entries = [stopping] if stopping is not None else list(islice(waiting, self._policy.lookahead))
         head = entries[0]
         request = head.request
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             self._forget(request.id)
-            return self._too_long(request, instances)
+            return self._too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
-        found = self._choose(request, ready, now, predicted, head.size)
+        overdue = stopping is not None
+        found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling, overdue=overdue)
         if found is None:
-            if lane[2] and not self._able(request, ready, now)[0]:
+            if key.retry and not self._able(request, ready, now)[0]:
                 return self._give_up(request, unsent=False)
             return None
-        if lane[2]:
+        if key.retry:
             if not self._may_retry():
                 return None
-            self._queue.take(request.id)
+            queue.take(request.id, ready.class_of(found.instance))
             placed = self._book(found, ready, now)
             self._retrying.add(placed.lease.id)
             return placed
-        if head.overtaken < self._policy.lookahead and len(entries) > 1:
-            entry = self._policy.suited(found.instance, entries, self._demand(request.model), instances)
-            if entry is not head:
-                other = self._choose(entry.request, ready, now, entry.predicted_output, entry.size)
-                if other is not None and other.instance is found.instance:
-                    found = other
-                    head.overtaken += 1
-        self._queue.take(found.question.request.id)
+        if len(entries) > 1:
+            found = self._suited(found, entries, ready, ceiling, now)
+        queue.take(found.question.request.id, ready.class_of(found.instance))
         return self._book(found, ready, now)
+
+    def _suited(
+        self, found: _Found, entries: list[Queued], ready: _Ready, ceiling: int | None, now: float
+    ) -> _Found:
+        """The choice for the head, or for one behind it that suits the same instance better."""
+        head, queue = entries[0], self._queue
+        for index, entry in enumerate(entries):  # none may be overtaken too often
+            if queue.overtaken(entry) >= MOST_OVERTAKEN:
+                del entries[index + 1 :]
+                break
+        demand = self._demand(head.request.model)
+        entry = self._policy.suited(found.instance, entries, demand, ready.instances)
+        if entry is head:
+            return found
+        other = self._choose(entry.request, ready, now, entry.predicted_output, entry.size, ceiling=ceiling)
+        return other if other is not None and other.instance is found.instance else found
 
     def _may_retry(self) -> bool:
         """Whether the budget of retries that may run twice allows one more."""

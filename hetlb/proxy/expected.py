@@ -18,14 +18,16 @@ def expected_s(instance: Instance, lease: Lease) -> float:
     request, model = lease.request, instance.latency
     sequences = request.sequences
     others = instance.sequences - sequences
-    kv_tokens = (instance.kv_tokens - lease.kv_tokens + instance.prompt_tokens - lease.prompt_tokens) / 2.0
+    promised = instance.promised_tokens - lease.promised_tokens
+    kv_tokens = (promised + instance.prompt_tokens - lease.prompt_tokens) / 2.0
     places = instance.max_num_seqs - sequences
     if others > places:
         kv_tokens *= max(0, places) / others
         others = max(0, places)
-    pending = instance.pending_prompt_tokens - lease.prompt_tokens
+    pending = instance.pending_prompt_tokens - lease.unread_tokens
     prompt = request.prompt_tokens
-    first_s = model.first_token_s(prompt, 0.0, pending, others, kv_tokens, instance.token_budget, sequences)
+    cached = 0 if lease.shared is None else lease.shared.held_tokens
+    first_s = model.first_token_s(prompt, cached, pending, others, kv_tokens, instance.token_budget, sequences)
     beside = others + sequences - 1
     kv_tokens += (sequences - 1) * prompt
     # The first token comes with the prefill.

@@ -19,7 +19,7 @@ from hetlb.config import ProxyTable
 from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.beginnings import beginnings_of
+from hetlb.proxy.prefix_keys import prefix_keys_of
 from hetlb.proxy.body import Call, inject_usage, read_json
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
@@ -188,9 +188,9 @@ class Intake:
         else:
             text = label.decode("ascii")
         generates: bool = kind.generates
-        beginnings: tuple[tuple[str, int | None], ...] = ()
+        prefix_keys: tuple[tuple[str, int | None], ...] = ()
         if generates and prompts == 1:
-            beginnings = beginnings_of(head.fields.get(self._session_header), call.text, each)
+            prefix_keys = prefix_keys_of(head.fields.get(self._session_header), call.text, each)
         call.text = b""  # the size of the prompt is known: nobody needs it twice in memory
         owner = None if tenant is None else tenant.name
         request = Request(
@@ -199,12 +199,13 @@ class Intake:
             prompt_tokens=each,
             max_tokens=call.max_tokens,
             sequences=prompts * call.n,
+            samples=call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
             body_bytes=len(body) if upload is None else upload.length,
             prompt_exact=exact,
             pinned=pinned,
-            beginnings=beginnings,
+            prefix_keys=prefix_keys,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )

@@ -255,7 +255,7 @@ class FleetSimulation:
     def make_request(self, planned: PlannedRequest) -> Request:
         """What the scheduler is told of a planned request: never how long its answers will be.
 
-        What it begins with is named as the proxy does: nothing where there are several prompts.
+        What its prompts begin with is named as the proxy does: nothing where there are several.
         """
         keyed = planned.generates and planned.prompts == 1 and planned.content is not UNSHARED
         return Request(
@@ -263,10 +263,11 @@ class FleetSimulation:
             model=self._model,
             prompt_tokens=planned.prompt_tokens,
             sequences=planned.sequences,
+            samples=planned.n,
             longest_prompt_tokens=planned.prompt_tokens,
             generates=planned.generates,
             prompt_exact=True,
-            beginnings=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
+            prefix_keys=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
             tenant=planned.tenant,
         )
 

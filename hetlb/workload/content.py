@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import TypeAlias
 
+from hetlb.core.prefix_cuts import FIRST_TOKENS, cuts
 from hetlb.workload.traces import Row, spans_of
 
 #: A span of a prompt: its name, and its length in tokens.
@@ -20,9 +22,6 @@ Span: TypeAlias = tuple[Hashable, int]
 
 #: Tokens that one of the `hash_ids` stands for in Mooncake's traces.
 HASH_BLOCK_TOKENS = 512
-#: Prompts are compared at these lengths in tokens: the proxy's 1, 2, 4, ... 64 KiB at four bytes a token.
-KEY_TOKENS = tuple(256 << step for step in range(7))
-
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
@@ -37,25 +36,25 @@ class PromptContent:
     session: str = ""
 
     def keys(self, own: Hashable, tokens: int) -> tuple[tuple[str, int | None], ...]:
-        """Names of what a prompt of `tokens` tokens begins with, as the proxy makes them of its text.
+        """Names of what a prompt of `tokens` tokens begins with, cut as the proxy cuts its text.
 
         Each comes with its length in tokens, None for all that the session has had so far. `own` names what
         the spans leave.
         """
         found: list[tuple[str, int | None]] = [(f"session:{self.session}", None)] if self.session else []
         digest, start = blake2b(digest_size=12), 0
-        ends = iter([end for end in KEY_TOKENS if end <= tokens])
-        end = next(ends, None)
-        for name, length in (*self.spans, (own, tokens)):
-            while end is not None and end <= start + length:
-                cut = digest.copy()
-                cut.update(f"{name!r}:{end - start}".encode())
-                found.append((f"text:{cut.hexdigest()}", end))
-                end = next(ends, None)
-            if end is None:
-                break
-            digest.update(f"{name!r};".encode())
-            start += length
+        spans = (*self.spans, (own, tokens - sum(length for _, length in self.spans)))
+        ends = accumulate(length for _, length in spans)
+        rest = iter(spans)
+        name, length = next(rest)
+        for cut in cuts(ends, tokens, FIRST_TOKENS):
+            while start + length < cut:
+                digest.update(f"{name!r};".encode())
+                start += length
+                name, length = next(rest)
+            at = digest.copy()
+            at.update(f"{name!r}:{cut - start}".encode())
+            found.append((f"text:{at.hexdigest()}", cut))
         return tuple(found)
 
 

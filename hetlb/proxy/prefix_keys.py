@@ -16,7 +16,7 @@ _LAST_BYTES: Final = 64 << 10
 _SESSION = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
-def beginnings_of(session: bytes | None, text: bytes, tokens: int) -> tuple[tuple[str, int | None], ...]:
+def prefix_keys_of(session: bytes | None, text: bytes, tokens: int) -> tuple[tuple[str, int | None], ...]:
     """Names with their tokens (None: the whole conversation) for a prompt of `tokens` tokens.
 
     `session` is the value of the session header; one that is no plain word is taken for missing.
