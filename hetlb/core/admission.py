@@ -34,7 +34,7 @@ _STEP: Final = 1024
 #: However small a weight is, a step has its end.
 _MOST_STEP: Final = 1 << 40
 #: A waiting request is overtaken so many times at most.
-MOST_OVERTAKEN: Final = 16
+MOST_OVERTAKEN: Final = 128
 
 
 @dataclass(frozen=True, slots=True)

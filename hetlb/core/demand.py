@@ -174,20 +174,21 @@ class Mix:
     """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
 
     `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
-    left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is the mean of what prompts
-    took of a KV cache: less than `prompt` where they begin alike, more where a request has several.
+    left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is what prompts of one
+    sequence took of a KV cache and `read` what of them had to be computed, in the mean: less than `prompt`
+    where they begin alike.
     """
 
     __slots__ = ("_bookings", "_costs", "_count", "_fleet", "_measured", "_residual_weight", "booked", "long",
-                 "output", "prompt", "residual")  # fmt: skip
+                 "output", "prompt", "read", "residual")  # fmt: skip
 
     def __init__(self) -> None:
-        self.booked = 0.0
+        self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
         self._count = 0
         self._residual_weight = 0.0
-        self._measured = (0.0, 0.0)
+        self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
         self._fleet: _Fleet | None = None
 
@@ -208,20 +209,22 @@ class Mix:
             output * residual - self._residual_weight
         )
         self.residual = weight / mean_output if mean_output > 0.0 else 0.0
-        old_prompt, old_output = self._measured
-        if (
-            abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
-            or abs(mean_output - old_output) > _MIX_CHANGE * old_output
-        ):
-            self._measured = (mean_prompt, mean_output)
-            self._costs.clear()
-            self._fleet = None
+        if not self._bookings:
+            self.booked = self.read = mean_prompt
+        now = (mean_prompt, mean_output, self.booked, self.read)
+        for new, old in zip(now, self._measured, strict=True):
+            if abs(new - old) > _MIX_CHANGE * old:
+                self._measured = now
+                self._costs.clear()
+                self._fleet = None
+                break
 
-    def add_booking(self, kv_prompt_tokens: float) -> None:
-        """Prompts of one request took so many tokens of a KV cache."""
+    def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
+        """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
         self._bookings = count = self._bookings + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.booked += gain * (kv_prompt_tokens - self.booked)
+        self.read += gain * (unread_tokens - self.read)
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
@@ -256,32 +259,37 @@ class Mix:
         return known
 
     def _measure(self, instance: Instance) -> Costs:
-        prompt, output = self._measured
+        prompt, output, booked, read = self._measured
 
         def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
-            i, o = of_prompt * prompt, of_output * output
-            batch = ideal_batch(instance.kv_cache_tokens, i, o, instance.max_num_seqs)
-            return _share_s(instance, batch, i, o), batch
+            o = of_output * output
+            batch = ideal_batch(instance.kv_cache_tokens, of_prompt * booked, o, instance.max_num_seqs)
+            return _share_s(instance, batch, of_prompt * prompt, of_prompt * read, o), batch
 
         share_s, batch = stay_s(1.0, 1.0)
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
+        latency = instance.latency
         return Costs(
             instance.revision,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),
             batch_s=share_s * batch,
-            first_token_s=instance.latency.prefill_s(max(1.0, prompt)) + instance.latency.step_s(1.0, prompt),
+            first_token_s=latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - max(1.0, read)))
+            + latency.step_s(1.0, prompt),
         )
 
 
-def _share_s(instance: Instance, batch: int, prompt: float, output: float) -> float:
-    """One request's share of the seconds that a batch of such requests takes, prompts read in full passes."""
+def _share_s(instance: Instance, batch: int, prompt: float, read: float, output: float) -> float:
+    """One request's share of the seconds that a batch of such requests takes.
+
+    `read` tokens of each prompt are computed, in passes as full as they may be.
+    """
     latency = instance.latency
-    budget = max(prompt, instance.token_budget, 1.0)
-    together = min(float(batch), max(1.0, budget / max(prompt, 1.0)))
-    read_s = latency.prefill_s(max(prompt, 1.0), together) / together
+    read = max(1.0, min(read, prompt))
+    together = max(1.0, min(batch, instance.token_budget / read))
+    read_s = latency.prefill_s(max(1.0, prompt), together, max(0.0, prompt - read)) / together
     return read_s + output * latency.step_s(batch, batch * (prompt + output / 2.0)) / batch
 
 

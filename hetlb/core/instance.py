@@ -156,7 +156,7 @@ class Instance:
         self.health = health
         self.changes = changes or Changes()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
-        self.tree = Tree(prefixes or PrefixIndex(), incarnation)
+        self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: Whether it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False

@@ -52,6 +52,8 @@ _LULL_S: Final = 16.0
 _LULL_SHARE: Final = 0.05
 #: An instance is not passed over where its first token comes so many times sooner than elsewhere.
 _FAR_SOONER: Final = 1.5
+#: ...unless the whole answer comes so many times later than there.
+_MUCH_LATER: Final = 2.0
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -72,17 +74,24 @@ class _InstanceScore:
     """One instance in one evaluation.
 
     Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
-    those that run there, `score` what it costs in all. `state` is whether there is room.
+    those that run there, `charged_s` what of the first counts for it, `score` what it costs in all. `state` is
+    whether there is room.
     """
 
-    __slots__ = ("first_s", "others_s", "own_s", "score", "state")
+    __slots__ = ("charged_s", "first_s", "others_s", "own_s", "score", "state")
 
     def __init__(self, first_s: float, own_s: float, others_s: float, state: int) -> None:
         self.first_s = first_s
         self.own_s = own_s
         self.others_s = others_s
         self.score = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
+        self.charged_s = first_s
         self.state = state
+
+    def charge(self, first_s: float) -> None:
+        """Let the request pay for less of its first token than it will take."""
+        self.score -= (_FIRST_TOKEN_WEIGHT + 1.0) * (self.charged_s - first_s)
+        self.charged_s = first_s
 
 
 @mypyc_attr(acyclic=True)
@@ -98,7 +107,7 @@ class _Evaluation:
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
         self._score_all()
-        if len(instances) > 1 and not question.overdue:
+        if len(instances) > 1:
             self._pass_over()
 
     def lowest(self) -> int | None:
@@ -140,7 +149,12 @@ class _Evaluation:
                 if batch > slots:
                     context *= slots / batch
                     batch = slots
-            cached = 0 if held is None else held.get(instance.tree.cache_id, 0)
+            cached = 0
+            paid: float = 0.0  # tokens that this request need not pay for
+            if held is not None:
+                cache_id = instance.tree.cache_id
+                cached = held.tokens.get(cache_id, 0)
+                paid = cached + held.credit - held.credits.get(cache_id, 0.0)
             step_s = latency.step_s(batch + sequences, context + sequences * own_context)
             first_s = latency.first_token_s(
                 prompt, cached, instance.pending_prompt_tokens, batch, context, budget, sequences
@@ -149,14 +163,19 @@ class _Evaluation:
             if batch:
                 first_s += 0.5 * latency.step_s(batch, context)  # what is left of the running iteration
                 others_s = batch * (
-                    latency.read_delay_s(prompt, cached, batch, context, budget, sequences)
+                    latency.read_delay_s(prompt, paid, batch, context, budget, sequences)
                     + together * latency.step_delay_s(batch, context, own_context, sequences)
                 )
             own_s = first_s + output * step_s
             if batch + sequences > slots:
                 # What has no slot waits for one: they come free at the rate at which answers end.
                 own_s += (batch + sequences - slots) / slots * output * step_s
-            scores.append(_InstanceScore(first_s, own_s, others_s, state))
+            each = _InstanceScore(first_s, own_s, others_s, state)
+            scores.append(each)
+            if paid > cached:
+                each.charge(
+                    first_s - latency.prefill_s(prompt, 1.0, cached) + latency.prefill_s(prompt, 1.0, paid)
+                )
             mean_s = mix.costs(instance).first_token_s
             if mean_s < usual_s:
                 usual_s = mean_s
@@ -165,7 +184,7 @@ class _Evaluation:
         if usual_s > 0.0:
             late_s = _LATE * usual_s
             for each in scores:
-                first_s = each.first_s
+                first_s = each.charged_s
                 if first_s > late_s:
                     each.score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
         if question.standings is not None:
@@ -217,11 +236,12 @@ class _Evaluation:
         fresh = question.waiting == 0
         shortest_s = -1.0
         speed = 0.0
-        soonest_s = math.inf
+        soonest_s = least_own_s = math.inf
         for i in order:
             each = scores[i]
             if each.state == _ROOM:
-                if speed > 0.0 and not (fresh and soonest_s > _FAR_SOONER * each.first_s):
+                sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
+                if speed > 0.0 and not (sooner and each.own_s <= _MUCH_LATER * least_own_s):
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(question, instances[order[0]], last=True)
                     long_s = _long_answer_s(question, instances[i])
@@ -242,6 +262,8 @@ class _Evaluation:
                         return  # the fastest with room: the slower ones are as good as their scores
                     if each.first_s < soonest_s:
                         soonest_s = each.first_s
+                    if each.own_s < least_own_s:
+                        least_own_s = each.own_s
             if standings is None or standings[i][0] == OPEN:
                 speed += mix.speed(instances[i])
 
@@ -346,7 +368,9 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     full_s = 0.0
     if long > thinning:
         full_s = latency.step_s(running + 1.0, running * context + own_context)
-        reading_s = latency.read_delay_s(mix.prompt, 0.0, running, running * context, budget)
+        reading_s = latency.read_delay_s(
+            mix.prompt, mix.prompt - mix.read, running, running * context, budget
+        )
         full_s += running / output * reading_s
     read_s = latency.first_token_s(
         request.prompt_tokens, 0.0, instance.pending_prompt_tokens, running, running * context, budget

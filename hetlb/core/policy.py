@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
@@ -19,6 +19,7 @@ from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
+from hetlb.core.prefix_index import Held
 from hetlb.core.types import Candidate, Request
 from hetlb.core.values import Value
 
@@ -103,16 +104,14 @@ def paper_terms(
 class Question:
     """What a policy is asked: where one request should go, now, given what else is asked for.
 
-    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held`
-    are tokens of its prompt that a prefix cache, by `Tree.cache_id`, may have, None where none has any.
+    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
+    what prefix caches have of its prompt, None where none has any.
     `standings` say how each instance stands and why (`core.instance.OPEN`, `LAST`, `HELD`), for policies that
-    hold back; None where all are open. `overdue`: it has been overtaken as often as may be, and takes any
-    instance with room.
+    hold back; None where all are open.
     """
 
     __slots__ = (
-        "demand", "held", "long_output", "now", "overdue", "predicted_output", "request", "standings",
-        "waiting",
+        "demand", "held", "long_output", "now", "predicted_output", "request", "standings", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -123,9 +122,8 @@ class Question:
         waiting: int,
         demand: Demand,
         now: float,
-        held: Mapping[int, int] | None,
+        held: Held | None,
         standings: Sequence[tuple[int, str]] | None = None,
-        overdue: bool = False,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -135,7 +133,6 @@ class Question:
         self.now = now
         self.held = held
         self.standings = standings
-        self.overdue = overdue
 
 
 #: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Final, Protocol
@@ -271,6 +272,24 @@ class _Histogram:
         count = self._counts[index]
         return self._totals[index] / count if count else 0.0
 
+    def state(self) -> list[Any]:
+        """Buckets in use: [answers seen, [bucket, weight, tokens], ...], the newest answer weighing 1."""
+        unit = self._unit
+        return [self.seen, *([i, self._counts[i] / unit, self._totals[i] / unit] for i in self._used)]
+
+    @classmethod
+    def restored(cls, state: list[Any]) -> _Histogram:
+        """The histogram that `state` was made of. Raises `ValueError` or `TypeError` where it is none."""
+        made = cls()
+        made.seen = int(state[0])
+        for index, count, total in state[1:]:
+            if not (0 <= index < len(made._counts) and count >= 0.0 and total >= 0.0):
+                raise ValueError(f"expected a bucket, its weight and its tokens, got {[index, count, total]}")
+            made._counts[index], made._totals[index] = float(count), float(total)
+            made._used.append(int(index))
+        made._used.sort()
+        return made
+
     def _refresh(self) -> None:
         counts, totals, used = self._counts, self._totals, self._used
         end = used[-1] + 1 if used else 1
@@ -283,27 +302,42 @@ class _Histogram:
         self._fresh = True
 
 
-class OnlinePredictor(Predictor):
-    """E[min(O, max_tokens)] per model, learnt from finished requests.
+#: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
+TENANT_WEIGHT: Final = 8.0
+#: Fewer answers than this tell nothing of their spread.
+_SPREAD_SEEN: Final = 50
+#: Tenants remembered over all models, the ones seen last.
+MOST_TENANTS: Final = 4096
+#: Version of the document that `OnlinePredictor.state` gives.
+STATE_VERSION: Final = 1
 
-    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers.
+
+class OnlinePredictor(Predictor):
+    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests.
+
+    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is shrunk
+    towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the effective
+    number of its answers (empirical Bayes with a fixed prior weight).
     """
 
     def __init__(self) -> None:
         self._by_model: dict[str, _Histogram] = {}
+        self._by_tenant: OrderedDict[tuple[str, str], _Histogram] = OrderedDict()
+
+    def _tenant(self, request: Request) -> _Histogram | None:
+        tenant = request.tenant
+        return None if tenant is None else self._by_tenant.get((request.model, tenant))
 
     def outlook(self, request: Request) -> tuple[float, float, float]:
+        own = self._tenant(request)
         histogram = self._by_model.get(request.model)
-        if histogram is None or histogram.seen < 50:
+        if histogram is None or histogram.seen < _SPREAD_SEEN:
             return self.predict(request), self.long(request), self.residual(request)
         cap = request.max_tokens
-        mean, weight = histogram.mean_capped(cap)
-        long = histogram.quantile(LONG_SHARE)
-        if cap is None:
-            predicted = (PRIOR_WEIGHT * PRIOR_OUTPUT_TOKENS + weight * mean) / (PRIOR_WEIGHT + weight)
-        else:
-            prior = PRIOR_OUTPUT_TOKENS if cap > PRIOR_OUTPUT_TOKENS else float(cap)
-            predicted = (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight)
+        predicted = self._mean(histogram, own, cap)
+        spread = histogram if own is None or own.seen < _SPREAD_SEEN else own
+        long = spread.quantile(LONG_SHARE)
+        if cap is not None:
             if predicted > cap:
                 predicted = float(cap)
             if long > cap:
@@ -311,41 +345,84 @@ class OnlinePredictor(Predictor):
         return (
             predicted if predicted > 1.0 else 1.0,
             long if long > 1.0 else 1.0,
-            histogram.residual_tokens,
+            spread.residual_tokens,
         )
 
-    def predict(self, request: Request) -> float:
-        cap = request.max_tokens
+    def _mean(self, histogram: _Histogram | None, own: _Histogram | None, cap: int | None) -> float:
         prior = PRIOR_OUTPUT_TOKENS if cap is None or cap > PRIOR_OUTPUT_TOKENS else float(cap)
-        histogram = self._by_model.get(request.model)
         if histogram is None:
-            return max(1.0, prior)
+            return prior
         mean, weight = histogram.mean_capped(cap)
-        return _cap(request, (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight))
+        predicted = (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight)
+        if own is not None:
+            mean, weight = own.mean_capped(cap)
+            predicted = (TENANT_WEIGHT * predicted + weight * mean) / (TENANT_WEIGHT + weight)
+        return predicted
+
+    def predict(self, request: Request) -> float:
+        histogram = self._by_model.get(request.model)
+        return _cap(request, self._mean(histogram, self._tenant(request), request.max_tokens))
 
     def long(self, request: Request) -> float:
         """The quantile of what was seen, four times the prior while little was."""
-        histogram = self._by_model.get(request.model)
+        histogram, own = self._by_model.get(request.model), self._tenant(request)
+        if own is not None and own.seen >= _SPREAD_SEEN:
+            histogram = own
         if histogram is None:
             return _cap(request, 4.0 * PRIOR_OUTPUT_TOKENS)
         seen = histogram.quantile(LONG_SHARE)
-        if histogram.seen < 50 and seen < 4.0 * PRIOR_OUTPUT_TOKENS:
+        if histogram.seen < _SPREAD_SEEN and seen < 4.0 * PRIOR_OUTPUT_TOKENS:
             seen = 4.0 * PRIOR_OUTPUT_TOKENS
         return _cap(request, seen)
 
     def residual(self, request: Request) -> float:
         """Of what was seen, an even spread (two thirds of the prediction) while little was."""
-        histogram = self._by_model.get(request.model)
-        if histogram is None or histogram.seen < 50:
+        histogram, own = self._by_model.get(request.model), self._tenant(request)
+        if own is not None and own.seen >= _SPREAD_SEEN:
+            histogram = own
+        if histogram is None or histogram.seen < _SPREAD_SEEN:
             return self.predict(request) * 2.0 / 3.0
         histogram.mean_capped(None)
         return histogram.residual_tokens
 
     def observe(self, request: Request, output_tokens: float) -> None:
+        tokens = max(1, round(output_tokens))
         histogram = self._by_model.get(request.model)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()
-        histogram.add(max(1, round(output_tokens)))
+        histogram.add(tokens)
+        if request.tenant is not None:
+            key = (request.model, request.tenant)
+            own = self._by_tenant.get(key)
+            if own is None:
+                own = self._by_tenant[key] = _Histogram()
+                if len(self._by_tenant) > MOST_TENANTS:
+                    self._by_tenant.popitem(last=False)
+            else:
+                self._by_tenant.move_to_end(key)
+            own.add(tokens)
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, as a JSON document: restored by `restore`."""
+        return {
+            "version": STATE_VERSION,
+            "models": {model: histogram.state() for model, histogram in self._by_model.items()},
+            "tenants": [
+                [model, tenant, histogram.state()] for (model, tenant), histogram in self._by_tenant.items()
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a document that `state` gave. Raises `ValueError` where it is none."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"version: expected {STATE_VERSION}, got {state.get('version')!r}")
+        try:
+            by_model = {str(model): _Histogram.restored(raw) for model, raw in state["models"].items()}
+            by_tenant = {(str(m), str(t)): _Histogram.restored(raw) for m, t, raw in state["tenants"]}
+        except (AttributeError, KeyError, TypeError, IndexError) as caught:
+            raise ValueError(f"expected what a predictor has written: {caught!r}") from caught
+        self._by_model = by_model
+        self._by_tenant = OrderedDict(by_tenant)
 
 
 def make_predictor(

@@ -176,6 +176,23 @@ class Tree:
         assert {node.key for node in nodes if not node.users} == self.unused.keys(), "unused nodes"
 
 
+@mypyc_attr(acyclic=True)
+class Held:
+    """What engines hold of one prompt, by `Tree.cache_id`.
+
+    `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading it
+    is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt that
+    are the others' to pay for on an engine that holds none, `credits` those of them that one holds already.
+    """
+
+    __slots__ = ("credit", "credits", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.credits: dict[int, float] = {}
+        self.credit = 0.0
+
+
 class PrefixIndex:
     """Who holds which prefix, over all engines."""
 
@@ -188,28 +205,40 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> dict[int, int] | None:
-        """Tokens of a prompt that each engine holds, by `Tree.cache_id`; None if none holds any.
+    def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
+        """What each engine holds of a prompt; None if none holds any.
 
         At least one token of a prompt is always computed.
         """
-        found: dict[int, int] | None = None
+        found: Held | None = None
         holders, most = self._holders, prompt_tokens - 1
-        for key, tokens in keys:
+        begin = 0
+        credit = 0.0
+        for key, end in keys:
             nodes = holders.get(key)
             if nodes is None:
-                if tokens is None:
+                if end is None:
                     continue
                 break  # what begins with a longer one begins with this
             if found is None:
-                found = {}
+                found = Held()
+            users = 0
             for node in nodes:
-                held = node.tokens
-                if held > most:
-                    held = most
+                users += node.users
+            if end is not None:
+                if end > most:
+                    end = most
+                credit += (end - begin) * users / (1.0 + users)
+                begin = end
+            tokens = found.tokens
+            for node in nodes:
+                held = node.tokens if node.tokens < most else most
                 tree = node.tree.cache_id
-                if held > found.get(tree, 0):
-                    found[tree] = held
+                if held > tokens.get(tree, 0):
+                    tokens[tree] = held
+                    found.credits[tree] = credit
+        if found is not None:
+            found.credit = credit
         return found
 
     def added(self, node: Node) -> None:

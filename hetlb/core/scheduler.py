@@ -700,7 +700,6 @@ class Scheduler:
         now: float,
         standings: list[tuple[int, str]] | None,
         long: float | None = None,
-        overdue: bool = False,
     ) -> Question:
         if not request.generates:
             long = 0.0
@@ -715,7 +714,7 @@ class Scheduler:
         held = (
             self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
         )
-        return Question(request, predicted, long, waiting, demand, now, held, standings, overdue)
+        return Question(request, predicted, long, waiting, demand, now, held, standings)
 
     def _score(
         self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
@@ -745,12 +744,11 @@ class Scheduler:
         own_size: int = 0,
         long: float | None = None,
         ceiling: int | None = None,
-        overdue: bool = False,
     ) -> _Found | None:
         """Choose the instance that would get a request now, None if none would. Books nothing.
 
         `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
-        instances of class `ceiling` and above are kept for another; `overdue`: it takes any with room.
+        instances of class `ceiling` and above are kept for another.
         """
         standings: list[tuple[int, str]] | None = None
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
@@ -771,7 +769,7 @@ class Scheduler:
         if not able:
             return None
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
-        question = self._question(request, predicted, waiting, now, standings, long, overdue)
+        question = self._question(request, predicted, waiting, now, standings, long)
         index, work_s, candidates = self._policy.choose(question, able)
         if index is None:
             return None
@@ -790,7 +788,8 @@ class Scheduler:
         if self._policy.reads_demand:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
-            question.demand.mix.add_booking(used)
+            sequences = question.request.sequences
+            question.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
         self._leased[lease.id] = instance
         policy = self._policy
         policy.committed(question, instance, found.able)
@@ -915,8 +914,7 @@ class Scheduler:
             self._forget(request.id)
             return self._too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
-        overdue = stopping is not None
-        found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling, overdue=overdue)
+        found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling)
         if found is None:
             if key.retry and not self._able(request, ready, now)[0]:
                 return self._give_up(request, unsent=False)

@@ -27,7 +27,9 @@ def expected_s(instance: Instance, lease: Lease) -> float:
     pending = instance.pending_prompt_tokens - lease.unread_tokens
     prompt = request.prompt_tokens
     cached = 0 if lease.shared is None else lease.shared.held_tokens
-    first_s = model.first_token_s(prompt, cached, pending, others, kv_tokens, instance.token_budget, sequences)
+    first_s = model.first_token_s(
+        prompt, cached, pending, others, kv_tokens, instance.token_budget, sequences
+    )
     beside = others + sequences - 1
     kv_tokens += (sequences - 1) * prompt
     # The first token comes with the prefill.

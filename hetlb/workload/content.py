@@ -23,6 +23,7 @@ Span: TypeAlias = tuple[Hashable, int]
 #: Tokens that one of the `hash_ids` stands for in Mooncake's traces.
 HASH_BLOCK_TOKENS = 512
 
+
 @dataclass(frozen=True, slots=True)
 class PromptContent:
     """The content of one request: the spans that its prompts begin with, and the name of its answer.
