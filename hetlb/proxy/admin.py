@@ -24,7 +24,7 @@ from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
 from hetlb.proxy.dashboard.decisions import decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
-from hetlb.proxy.metrics import CONTENT_TYPE, MetricsPage
+from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage
 
 _MAX_BODY_BYTES = 64 << 10
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -37,13 +37,13 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.ended import Phase
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
-from hetlb.proxy.histograms import Gaps
 from hetlb.proxy.retryafter import DrainRate
-from hetlb.proxy.sizes import PromptSizes
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.histograms import Gaps
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
 logger = logging.getLogger("hetlb.proxy")
@@ -69,7 +69,7 @@ class Driver:
         self,
         scheduler: Scheduler,
         table: ProxyTable,
-        sizes: PromptSizes,
+        sizes: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,

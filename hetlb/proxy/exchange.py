@@ -18,13 +18,13 @@ from typing import Final, Protocol
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
 from hetlb.proxy.body import Call
-from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
+from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 from hetlb.proxy.upload import Upload
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
@@ -76,7 +76,7 @@ _HEARTBEAT: Final = b": waiting\n\n"
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 
 
-class Exchange(Ended):
+class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (

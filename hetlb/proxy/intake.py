@@ -26,7 +26,7 @@ from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
-from hetlb.proxy.tracing import Tracing
+from hetlb.proxy.telemetry.tracing import Tracing
 from hetlb.proxy.upload import Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")

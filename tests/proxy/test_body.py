@@ -12,7 +12,7 @@ from hetlb.errors import ConfigError
 from hetlb.proxy.body import Call, inject_usage, read_json
 from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.http1 import GateError
-from hetlb.proxy.sizes import BytesPerToken, PromptSizes, load_tokenizers
+from hetlb.proxy.token_estimator import BytesPerToken, TokenEstimator, load_tokenizers
 
 
 def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:
@@ -102,7 +102,7 @@ def test_usage_is_asked_for_only_where_the_client_did_not_choose() -> None:
 
 
 def test_bytes_per_token_are_learnt_and_bounded() -> None:
-    sizes = PromptSizes()
+    sizes = TokenEstimator()
     assert sizes.estimate("m", 400) == 100
     for _ in range(200):
         sizes.learn("m", 3000, 1000)

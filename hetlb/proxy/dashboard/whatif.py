@@ -26,7 +26,7 @@ from hetlb.core.records import RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError
-from hetlb.proxy.dashboard.history import History, Row
+from hetlb.proxy.telemetry.history import History, Row
 
 #: Requests that came in within this many seconds are replayed.
 WINDOW_S = 3600.0

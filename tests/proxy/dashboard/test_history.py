@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.history import History
+from hetlb.proxy.telemetry.history import History
 
 
 def test_a_row_holds_what_came_of_a_request() -> None:

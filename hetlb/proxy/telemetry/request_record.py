@@ -12,7 +12,7 @@ from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.endpoints import Kind
 
 if TYPE_CHECKING:
-    from hetlb.proxy.tracing import Trace
+    from hetlb.proxy.telemetry.tracing import Trace
 
 
 class Phase(StrEnum):
@@ -25,7 +25,7 @@ class Phase(StrEnum):
     DONE = "done"
 
 
-class Ended:
+class RequestRecord:
     """The facts of one request. Times in seconds on the proxy's clock.
 
     A class and no protocol: compiled, whoever reads it does so without looking anything up.

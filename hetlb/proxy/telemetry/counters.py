@@ -6,7 +6,7 @@ from typing import Final
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
 #: finer first one.

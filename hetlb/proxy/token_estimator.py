@@ -44,7 +44,7 @@ class BytesPerToken:
         self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
 
 
-class PromptSizes:
+class TokenEstimator:
     """Estimates of prompt lengths, by model."""
 
     def __init__(self, counters: Mapping[str, Callable[[str], int]] | None = None) -> None:

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from hetlb.proxy.ended import Ended
 from hetlb.proxy.fields import LogLine
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
 _SAFE = re.compile(r"[!#-<>-\[\]-~]+")
@@ -49,7 +49,7 @@ def _seconds(value: float) -> str:
     return f"{ticks // 10_000}.{_TWO[ticks // 100 % 100]}{_TWO[ticks % 100]}"
 
 
-def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
+def keyvalue_line(ended: RequestRecord, _: float = 0.0) -> str:
     """`key=value` words, with a newline. What stands for text of a client has no blank in it."""
     lease, outcome, request = ended.lease, ended.outcome, ended.request
     arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
@@ -74,7 +74,7 @@ def keyvalue_line(ended: Ended, _: float = 0.0) -> str:
     )
 
 
-def json_line(ended: Ended, epoch_s: float) -> str:
+def json_line(ended: RequestRecord, epoch_s: float) -> str:
     """A JSON object, with a newline; `epoch_s` is the Unix time of second 0 of the request's clock."""
     lease, outcome, request = ended.lease, ended.outcome, ended.request
     arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
@@ -102,7 +102,7 @@ def json_line(ended: Ended, epoch_s: float) -> str:
 
 
 #: How a line of the request log is written, by the value of `proxy.request_log_format`.
-FORMATS: dict[str, Callable[[Ended, float], str]] = {"keyvalue": keyvalue_line, "json": json_line}
+FORMATS: dict[str, Callable[[RequestRecord, float], str]] = {"keyvalue": keyvalue_line, "json": json_line}
 
 
 def _whole(text: str) -> str:

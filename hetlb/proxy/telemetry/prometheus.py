@@ -22,8 +22,8 @@ from hetlb.build import compiled
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
-from hetlb.proxy.histograms import Gaps, Histogram
-from hetlb.proxy.totals import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.counters import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

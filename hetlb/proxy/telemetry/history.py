@@ -13,7 +13,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from hetlb.proxy.ended import Ended
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _ended_at = itemgetter(0)
 #: Rows kept: an hour at 28 requests/s.
@@ -73,7 +73,7 @@ class History:
         rows = self._rows
         return len(rows) == rows.maxlen
 
-    def add(self, exchange: Ended) -> None:
+    def add(self, exchange: RequestRecord) -> None:
         """Take down an exchange that has its outcome."""
         lease, request, outcome = exchange.lease, exchange.request, exchange.outcome
         assert outcome is not None

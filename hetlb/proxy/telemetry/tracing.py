@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from hetlb.proxy.ended import Ended
+    from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: Where a collector takes spans over HTTP, if its address says no path.
 OTLP_PATH = "/v1/traces"
@@ -146,7 +146,7 @@ class Tracing:
         kept = self._kept >= 1.0 or self._draw.random() < self._kept
         return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (_SAMPLED if kept else 0))
 
-    def finished(self, ended: Ended, now_s: float) -> None:
+    def finished(self, ended: RequestRecord, now_s: float) -> None:
         """A request is over: its spans. `now_s` is the time on its clock."""
         ids = ended.trace
         if ids is None or not ids.sampled or ended.ended_at is None or ended.outcome is None:
