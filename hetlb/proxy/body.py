@@ -44,14 +44,15 @@ _WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
 class Call:
     """The facts of one request body.
 
-    `prompt_tokens` is the total where it was counted (token ids), else None and `text_bytes` is what to
-    estimate from; `prompts` is how many sequences are prefilled, `n` how often each is decoded;
-    `continues` names the kept answer that this one goes on from; `priority` is vLLM's, lower goes first.
+    `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the intake
+    has estimated it from `text_bytes`; `prompts` is how many prompts are prefilled, `n` how often each is
+    decoded; `continues` names the kept answer that this one goes on from; `priority` is vLLM's, lower goes
+    first.
     """
 
     __slots__ = (
         "asks_options", "continues", "hold_usage", "longest_tokens", "max_tokens", "model", "n", "priority",
-        "prompt_tokens", "prompts", "stream", "text", "text_bytes",
+        "prompt_tokens_total", "prompts", "stream", "text", "text_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Call:
         self.max_tokens: int | None = None
         self.n = self.prompts = 1
         self.priority = 0
-        self.prompt_tokens: int | None = None
+        self.prompt_tokens_total: int | None = None
         self.longest_tokens: int | None = None
         self.text_bytes = 0
         self.text: bytes = b""
@@ -169,12 +170,12 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
         return
     first = data[1:].lstrip()[:1]
     if first.isdigit() or first == b"-":
-        call.prompt_tokens = call.longest_tokens = data.count(b",") + 1
+        call.prompt_tokens_total = call.longest_tokens = data.count(b",") + 1
     elif first == b"[":
         lists = data.split(b"]")[:-2]
         counts = [part.count(b",") + 1 - (index > 0) for index, part in enumerate(lists)]
         call.prompts = max(1, len(lists))
-        call.prompt_tokens = max(1, sum(counts))
+        call.prompt_tokens_total = max(1, sum(counts))
         call.longest_tokens = max(counts, default=1)
     else:
         call.text = data

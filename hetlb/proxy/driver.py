@@ -69,14 +69,14 @@ class Driver:
         self,
         scheduler: Scheduler,
         table: ProxyTable,
-        sizes: TokenEstimator,
+        token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.table = table
-        self.sizes = sizes
+        self.token_estimator = token_estimator
         self.loop = loop
         self.now = loop.time
         self._totals = Totals()
@@ -211,7 +211,7 @@ class Driver:
 
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
         """An engine said how long a prompt was."""
-        self.sizes.learn(model, text_bytes, tokens)
+        self.token_estimator.learn(model, text_bytes, tokens)
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
         """An answer that can be asked for again was made at `instance`, for `tenant`."""

@@ -101,7 +101,9 @@ class Exchange(RequestRecord):
         upload: Upload | None = None,
     ) -> None:
         """`upload` takes the place of `body` where that goes on while it arrives."""
-        super().__init__(request, kind, head.method, head.path, label, tenant, now)
+        super().__init__(
+            request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
+        )
         self._driver = driver
         self._now = driver.now
         self._client = client
@@ -337,11 +339,6 @@ class Exchange(RequestRecord):
         return self.status >= 500 and not busy
 
     @property
-    def streamed(self) -> bool:
-        """Whether the answer is, or was, a stream."""
-        return self._watcher is not None
-
-    @property
     def events(self) -> int:
         """How many events with text a stream has had so far."""
         return 0 if self._watcher is None else self._watcher.events
@@ -535,13 +532,16 @@ class Exchange(RequestRecord):
         assert lease is not None
         if watcher is not None:
             completion, prompt = watcher.completion_tokens, watcher.prompt_tokens
+            cached = watcher.cached_tokens
         else:
-            completion, prompt = usage_in_tail(self._tail)
+            completion, prompt, cached = usage_in_tail(self._tail)
         if completion is not None and 0 <= completion <= 1 << 31:
             lease.output_tokens = completion
         if prompt is not None and 0 < prompt <= 1 << 31:
-            self.prompt_tokens_used = prompt
-            if self._call.prompt_tokens is None:
+            self.usage_prompt_tokens = prompt
+            if cached is not None and 0 <= cached <= prompt:
+                self.cached_tokens = cached
+            if not self.request.prompt_exact:
                 self._driver.learn_size(self.request.model, self._call.text_bytes, prompt)
 
     def _drop_engine(self) -> None:
@@ -615,6 +615,7 @@ class Exchange(RequestRecord):
         self.outcome = outcome
         self.ended_at = self._now()
         watcher, lease = self._watcher, self.lease
+        self.streamed = watcher is not None
         if watcher is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = watcher.events
         self._body = self._tail = b""

@@ -92,20 +92,20 @@ def served() -> RequestRecord:
     lease.output_tokens = 5
     return over(
         tenant="ann", lease=lease, outcome=Outcome.OK, ended_in=Phase.STREAM, status=200, retries=1,
-        prompt_tokens_used=9, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
+        usage_prompt_tokens=9, cached_tokens=4, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
     )  # fmt: skip
 
 
 def test_a_line_of_words() -> None:
     assert keyvalue_line(served()) == (
         "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=stream status=200 "
-        "prompt_tokens=9 output_tokens=5 predicted_output=12 queue_s=0.5000 ttft_s=1.0000 total_s=2.0000 "
-        "retries=1\n"
+        "prompt_tokens=9 cached_tokens=4 output_tokens=5 predicted_output=12 queue_s=0.5000 "
+        "ttft_s=1.0000 total_s=2.0000 retries=1\n"
     )
     assert keyvalue_line(over()) == (
         "request=r-1 tenant=- model=m path=/v1/completions instance=- outcome=rejected_full phase=queue "
-        "status=429 prompt_tokens=7 output_tokens=0 predicted_output=0 queue_s=0.2500 ttft_s=- "
-        "total_s=0.2500 retries=0\n"
+        "status=429 prompt_tokens=7 cached_tokens=- output_tokens=0 predicted_output=0 "
+        "queue_s=0.2500 ttft_s=- total_s=0.2500 retries=0\n"
     )
 
 
@@ -138,7 +138,7 @@ def test_any_text_is_part_of_one_line(label: str, model: str, tenant: str | None
     ended = over(label=label, model=model, tenant=tenant)
     line = keyvalue_line(ended)
     assert line.isascii()
-    assert [word.count("=") for word in line.split()] == [1] * 15
+    assert [word.count("=") for word in line.split()] == [1] * 16
     line = json_line(ended, 0.0)
     assert line.splitlines() == [line[:-1]]
     document = json.loads(line)

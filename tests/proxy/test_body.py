@@ -53,9 +53,9 @@ def test_the_last_of_two_keys_counts_as_vllm_reads_it() -> None:
 )  # fmt: skip
 def test_prompts(prompt: object, prompts: int, tokens: int | None, longest: int | None) -> None:
     call = read(prompt=prompt)
-    assert (call.prompts, call.prompt_tokens, call.longest_tokens) == (prompts, tokens, longest)
+    assert (call.prompts, call.prompt_tokens_total, call.longest_tokens) == (prompts, tokens, longest)
     spaced = read_json(Kind.COMPLETION, json.dumps({"prompt": prompt}, indent=1).encode())
-    assert (spaced.prompts, spaced.prompt_tokens, spaced.longest_tokens) == (prompts, tokens, longest)
+    assert (spaced.prompts, spaced.prompt_tokens_total, spaced.longest_tokens) == (prompts, tokens, longest)
 
 
 def test_caps_and_sequences() -> None:
@@ -75,7 +75,7 @@ def test_media_do_not_count_as_text() -> None:
 def test_a_million_ids_are_counted_in_time() -> None:
     body = b'{"model":"m","prompt":[' + b"1," * 999_999 + b"1]}"
     start = time.process_time()
-    assert read_json(Kind.COMPLETION, body).prompt_tokens == 1_000_000
+    assert read_json(Kind.COMPLETION, body).prompt_tokens_total == 1_000_000
     assert time.process_time() - start < 0.5
 
 

@@ -71,7 +71,7 @@ def over(trace: Trace | None, **facts: Any) -> RequestRecord:
     ended = RequestRecord(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
     told = {
         "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAM, "status": 200,
-        "prompt_tokens_used": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
+        "usage_prompt_tokens": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
     }  # fmt: skip
     for name, value in told.items():
         setattr(ended, name, value)

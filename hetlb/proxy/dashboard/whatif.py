@@ -174,7 +174,8 @@ class _Replay:
             writer = csv.writer(file)
             writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
             for row in done:
-                line = (row.arrived_at - start, row.prompt_tokens, max(1, row.output_tokens // row.sequences))
+                output_tokens = max(1, row.output_tokens // row.sequences)
+                line = (row.arrived_at - start, row.prompt_tokens_per_sequence, output_tokens)
                 writer.writerows([line] * row.sequences)
         return {
             "requests": len(done),
@@ -278,7 +279,7 @@ def _profile_document(profile: Profile, instance: Instance) -> Any:
 def _record(row: Row, start: float) -> RequestRecord:
     return RequestRecord(
         scheduled_s=row.arrived_at - start,
-        prompt_tokens=row.prompt_tokens * row.sequences,
+        prompt_tokens=row.prompt_tokens_total,
         output_tokens=row.output_tokens,
         first_token_s=None if row.first_byte_at is None else row.first_byte_at - start,
         last_token_s=row.ended_at - start,

@@ -1,4 +1,4 @@
-"""The request log: one line, in every format, for a request that is over, whatever its client called it."""
+"""Access log: one line per ended request, as `key=value` words or as JSON. Text from clients is escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
 _SAFE = re.compile(r"[!#-<>-\[\]-~]+")
-#: JSON may hold these as they are, but some readers of lines take them for the end of one.
+#: Legal in JSON text, but some readers of lines take them for the end of a line.
 _LINE_ENDS = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -25,13 +25,13 @@ def escape(text: str) -> str:
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
 
 
-#: Words that come again and again: models, paths, tenants. All are forgotten when there are too many.
+#: Escaped models, paths and tenants; cleared when full.
 _words: dict[str, str] = {}
 _MOST_WORDS: Final = 1024
 
 
 def _word(text: str) -> str:
-    """As `escape`, for what comes again and again."""
+    """`escape` with a cache, for text that recurs."""
     word = _words.get(text)
     if word is None:
         if len(_words) >= _MOST_WORDS:
@@ -49,54 +49,52 @@ def _seconds(value: float) -> str:
     return f"{ticks // 10_000}.{_TWO[ticks // 100 % 100]}{_TWO[ticks % 100]}"
 
 
-def keyvalue_line(ended: RequestRecord, _: float = 0.0) -> str:
-    """`key=value` words, with a newline. What stands for text of a client has no blank in it."""
-    lease, outcome, request = ended.lease, ended.outcome, ended.request
-    arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
-    assert end is not None, "expected a request that is over"
-    assert outcome is not None, "expected a request that is over"
-    tenant = "-" if not ended.tenant else _word(ended.tenant)
+def keyvalue_line(record: RequestRecord, _: float = 0.0) -> str:
+    """`key=value` words, with a newline. Text of a client never holds a blank."""
+    lease, outcome, cached, ttft_s = record.lease, record.outcome, record.cached_tokens, record.ttft_s
+    assert outcome is not None, "expected a request that has ended"
+    tenant = "-" if not record.tenant else _word(record.tenant)
     name: str = outcome._value_  # `value` is a function in Python
-    phase: str = ended.ended_in._value_
-    instance, output_tokens, predicted = "-", 0, 0
+    phase: str = record.ended_in._value_
+    instance, predicted = "-", 0
     if lease is not None:
-        instance, output_tokens = lease.instance, lease.output_tokens
-        predicted = int(lease.predicted_output + 0.5)
-    queue = _seconds((end if ended.dispatched_at is None else ended.dispatched_at) - arrived)
-    ttft = "-" if first is None else _seconds(first - arrived)
+        instance, predicted = lease.instance, int(lease.predicted_output + 0.5)
+    cached_tokens = "-" if cached is None else str(cached)
+    ttft = "-" if ttft_s is None else _seconds(ttft_s)
     # Compiled, pieces that are text or whole numbers already are put together at once.
     return (
-        f"request={escape(ended.label)} tenant={tenant} model={_word(request.model)} "
-        f"path={_word(ended.path)} instance={instance} outcome={name} phase={phase} status={ended.status} "
-        f"prompt_tokens={ended.prompt_tokens_used or request.prompt_tokens} output_tokens={output_tokens} "
-        f"predicted_output={predicted} queue_s={queue} ttft_s={ttft} total_s={_seconds(end - arrived)} "
-        f"retries={ended.retries}\n"
+        f"request={escape(record.label)} tenant={tenant} model={_word(record.request.model)} "
+        f"path={_word(record.path)} instance={instance} outcome={name} phase={phase} status={record.status} "
+        f"prompt_tokens={record.prompt_tokens_total} cached_tokens={cached_tokens} "
+        f"output_tokens={record.output_tokens} predicted_output={predicted} "
+        f"queue_s={_seconds(record.queue_s)} ttft_s={ttft} total_s={_seconds(record.e2e_s)} "
+        f"retries={record.retries}\n"
     )
 
 
-def json_line(ended: RequestRecord, epoch_s: float) -> str:
+def json_line(record: RequestRecord, epoch_s: float) -> str:
     """A JSON object, with a newline; `epoch_s` is the Unix time of second 0 of the request's clock."""
-    lease, outcome, request = ended.lease, ended.outcome, ended.request
-    arrived, first, end = ended.arrived_at, ended.first_byte_at, ended.ended_at
-    assert end is not None, "expected a request that is over"
-    assert outcome is not None, "expected a request that is over"
+    lease, outcome, end, ttft_s = record.lease, record.outcome, record.ended_at, record.ttft_s
+    assert end is not None, "expected a request that has ended"
+    assert outcome is not None, "expected a request that has ended"
     line = LogLine(
         time=datetime.fromtimestamp(epoch_s + end, UTC).isoformat(timespec="milliseconds"),
-        request=_whole(ended.label),
-        tenant=None if ended.tenant is None else _whole(ended.tenant),
-        model=_whole(request.model),
-        path=_whole(ended.path),
+        request=_whole(record.label),
+        tenant=None if record.tenant is None else _whole(record.tenant),
+        model=_whole(record.request.model),
+        path=_whole(record.path),
         instance=lease.instance if lease else None,
         outcome=outcome.value,
-        phase=str(ended.ended_in),
-        status=ended.status,
-        prompt_tokens=ended.prompt_tokens_used or request.prompt_tokens,
-        output_tokens=lease.output_tokens if lease else 0,
+        phase=str(record.ended_in),
+        status=record.status,
+        prompt_tokens=record.prompt_tokens_total,
+        cached_tokens=record.cached_tokens,
+        output_tokens=record.output_tokens,
         predicted_output=round(lease.predicted_output, 1) if lease else 0.0,
-        queue_s=round((end if ended.dispatched_at is None else ended.dispatched_at) - arrived, 6),
-        ttft_s=None if first is None else round(first - arrived, 6),
-        total_s=round(end - arrived, 6),
-        retries=ended.retries,
+        queue_s=round(record.queue_s, 6),
+        ttft_s=None if ttft_s is None else round(ttft_s, 6),
+        total_s=round(record.e2e_s, 6),
+        retries=record.retries,
     )
     return msgspec.json.encode(line).decode() + "\n"
 
@@ -106,5 +104,5 @@ FORMATS: dict[str, Callable[[RequestRecord, float], str]] = {"keyvalue": keyvalu
 
 
 def _whole(text: str) -> str:
-    """Text without what is no character and no line end in anybody's eyes, so that it can be encoded."""
+    """Text with lone surrogates and line ends replaced, so that it can be encoded on one line."""
     return _LINE_ENDS.sub("\ufffd", text)

@@ -197,7 +197,16 @@ class MetricsPage:
         )  # fmt: skip
         families: tuple[tuple[str, str, Callable[[InstanceTotals], Number]], ...] = (
             ("hetlb_instance_output_tokens_total", "Tokens generated.", lambda each: each.output_tokens),
-            ("hetlb_instance_prompt_tokens_total", "Prompt tokens sent.", lambda each: each.prompt_tokens),
+            (
+                "hetlb_instance_prompt_tokens_total",
+                "Prompt tokens of requests, each prompt once.",
+                lambda each: each.prompt_tokens,
+            ),
+            (
+                "hetlb_instance_cached_prompt_tokens_total",
+                "Prompt tokens that the engine read from its prefix cache, where its usage says so.",
+                lambda each: each.cached_prompt_tokens,
+            ),
             (
                 "hetlb_instance_ejections_total",
                 "Times it was taken out as dead.",

@@ -29,7 +29,7 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
     over.ended_at = at
     over.first_byte_at = at - took_s + ttft_s
     over.expected_s = more.get("expected_s", 0.5)
-    over.prompt_tokens_used = more.get("used")
+    over.usage_prompt_tokens = more.get("used")
     over.lease = lease if placed else None
     over.outcome = outcome
     return over
