@@ -111,6 +111,7 @@ class Instance:
         "cache_id",
         "capacity",
         "changes",
+        "engines",
         "figures",
         "health",
         "in_flight",
@@ -178,9 +179,11 @@ class Instance:
         self.revision = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
+        #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
+        self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: How many sequences it runs at once: as it says, or as was seen, or vLLM's default.
+        #: How many sequences all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
@@ -203,7 +206,7 @@ class Instance:
     @property
     def kv_cache_tokens(self) -> int:
         """Tokens its KV cache holds, a stated default while unknown."""
-        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
+        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * self.engines
 
     @property
     def kv_utilization(self) -> float:
@@ -228,8 +231,12 @@ class Instance:
         limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
         known = [limit for limit in limits if limit is not None]
         self.longest_request_tokens = min(known) if known else None
+        engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
-            self.max_num_seqs = capacity.max_num_seqs
+            self.max_num_seqs = capacity.max_num_seqs * engines
+        else:
+            self.max_num_seqs = self.max_num_seqs * engines // self.engines
+        self.engines = engines
         self._refigure()
 
     def _refigure(self) -> None:
