@@ -238,13 +238,7 @@ async def overhead_s(endpoint: Endpoint, profile: Profile) -> float:
         raise SystemExit(f"{endpoint.name} does not serve: {result.examples}")
     beyond = []
     for record in result.records:
-        prefill_s = profile.latency.iteration_s(
-            prefill_tokens=record.prompt_tokens,
-            prefill_requests=1,
-            longest_prefill=record.prompt_tokens,
-            decodes=0,
-            cached_tokens=0,
-        )
+        prefill_s = profile.latency.prefill_s(record.prompt_tokens)
         beyond.append(_at(record.last_token_s) - _at(record.sent_s) - prefill_s)
     return max(0.0, statistics.median(beyond))
 

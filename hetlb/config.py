@@ -363,8 +363,8 @@ def load_profile(path: Path) -> Profile:
         raise ProfileError(f"{path}: better_prefill: {caught}") from caught
     for batch, length in _CORNERS:
         for section, seconds in (
-            ("prefill", latency.prefill_s(batch, length)),
-            ("decode", latency.decode_step_s(batch, length)),
+            ("prefill", latency.paper_prefill_s(batch, length)),
+            ("decode", latency.paper_step_s(batch, length)),
         ):
             if seconds <= 0:
                 raise ProfileError(

@@ -15,8 +15,7 @@ prefilled again. The iteration that completes a prefill yields a token. The last
 is never written to the cache, so P prompt and O output tokens hold P + O - 1 tokens at most.
 
 A prefix cache (`hetlb.sim.prefix`) is an option: what is found there is not prefilled. Left out: speculative
-decoding, asynchronous scheduling (one iteration of lag), and that a later part of a prompt attends to the
-parts before it (a few percent of a long prefill).
+decoding and asynchronous scheduling (one iteration of lag).
 
 Cost: an iteration of decodes does not touch the sequences. Every decoding sequence gains one token per
 iteration, so one step counter stands for all of them: a sequence keeps the difference between the
@@ -495,22 +494,18 @@ class EngineModel:
         self._step += 1
         decodes = len(decoding)
         self._decode_tokens += decodes
-        tokens = prompts = longest = 0
+        tokens = prompts = longest = attended = 0
         if self._partial is not None or self._waiting:
-            tokens, prompts, longest = self._schedule_prefills(self.limits.max_num_batched_tokens - decodes)
+            tokens, prompts, longest, attended = self._schedule_prefills(
+                self.limits.max_num_batched_tokens - decodes
+            )
             self.prefilled_tokens += tokens
         if self.pool.used_blocks > self.kv_peak_blocks:
             self.kv_peak_blocks = self.pool.used_blocks
         first_s = self.latency.iteration_s(
-            prefill_tokens=tokens,
-            prefill_requests=prompts,
-            longest_prefill=longest,
-            decodes=decodes,
-            cached_tokens=self._decode_tokens,
-            rule=self.rule,
+            tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
         )
-        # One step later every decode has one more token in the cache: k5 per token, k7 per mean token.
-        increment_s = self.latency.k5 * decodes + self.latency.k7
+        increment_s = self.latency.step_growth_s(decodes)
         self._stretch = Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
         return self._stretch
 
@@ -541,9 +536,12 @@ class EngineModel:
         self._waiting[victim] = None
         self._waiting.move_to_end(victim, last=False)
 
-    def _schedule_prefills(self, budget: int) -> tuple[int, int, int]:
-        """Continue the unfinished prompt, then admit. Returns (tokens, prompts, longest part)."""
-        tokens = prompts = longest = 0
+    def _schedule_prefills(self, budget: int) -> tuple[int, int, int, int]:
+        """Continue the unfinished prompt, then admit. Returns (tokens, prompts, longest part, attended).
+
+        `attended` is as `LatencyModel.mixed_step_s` has it: a later part of a prompt attends to those before.
+        """
+        tokens = prompts = longest = attended = 0
         pool, size = self.pool, self.limits.block_size
         partial = self._partial
         if partial is not None:
@@ -551,6 +549,7 @@ class EngineModel:
             part = min(need, budget)
             if pool.extend(partial._computed, partial._computed + part):
                 self._evict()
+                attended = part * (part + 2 * partial._computed)
                 partial._computed += part
                 budget -= part
                 tokens, prompts, longest = part, 1, part
@@ -564,7 +563,7 @@ class EngineModel:
                 self._preempt(partial)
                 self._preempted = (*self._preempted, partial)
         if self._preempted:
-            return tokens, prompts, longest
+            return tokens, prompts, longest, attended
         waiting = self._waiting
         places = self.limits.max_num_seqs - self.running
         while waiting and budget > 0 and places > 0:
@@ -592,11 +591,12 @@ class EngineModel:
             tokens += part
             prompts += 1
             longest = max(longest, part)
+            attended += part * (part + 2 * found)
             if part == need:
                 self._scheduled_whole(head)
             else:
                 self._partial = head
-        return tokens, prompts, longest
+        return tokens, prompts, longest, attended
 
     def _use_prefix(self, prefixes: PrefixCache, sequence: Sequence, need: int) -> int | None:
         """Take what is kept of the beginning of a prompt: its tokens, or None if the rest finds no room."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.types import Capacity
 from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Sequence, SequenceState, Stretch
 
 MAX_EXAMPLES = 200
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
+BETTER = PnormPrefill(0.01, 1e-4, 1e-9, 2.0, PrefillGrid((1, 16), (128, 4096), ((0.1, 0.0), (0.0, -0.1))))
 
 
 # --- the oracle --------------------------------------------------------------------------------------
@@ -115,12 +116,13 @@ class NaiveEngine:
         prefills = [(s, n) for s, n in scheduled if not s.decodes]
         result = NaiveIteration(
             LATENCY.iteration_s(
-                prefill_tokens=sum(n for _, n in prefills),
-                prefill_requests=len(prefills),
-                longest_prefill=max((n for _, n in prefills), default=0),
-                decodes=len(decodes),
-                cached_tokens=sum(s.computed + 1 for s, _ in decodes),
-                rule=self.rule,
+                sum(n for _, n in prefills),
+                len(prefills),
+                max((n for _, n in prefills), default=0),
+                len(decodes),
+                sum(s.computed + 1 for s, _ in decodes),
+                sum(n * (n + 2 * s.computed) for s, n in prefills),
+                self.rule,
             ),
             preempted=[s.number for s in preempted],
             used_blocks=self.used,
@@ -401,11 +403,35 @@ def test_one_request_by_hand() -> None:
     assert len(ended.first) == 1
     assert ended.finished == ()
     for cached in (17, 18, 19):
-        assert engine.begin_iteration() == pytest.approx(k.decode_step_s(1, cached))
+        assert engine.begin_iteration() == pytest.approx(k.step_s(1, cached))
         assert engine.kv_used_blocks == 2
         ended = engine.end_iteration()
     assert len(ended.finished) == 1
     assert engine.begin_iteration() is None
+
+
+@given(
+    prompt=st.integers(1, 30_000),
+    output=st.integers(1, 500),
+    budget=st.sampled_from([64, 300, 2048]),
+    better=st.booleans(),
+)
+def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
+    prompt: int, output: int, budget: int, better: bool
+) -> None:
+    """One latency truth: `first_token_s` and `answer_s` on an idle engine, chunks of prompts included."""
+    model = replace(LATENCY, better_prefill=BETTER) if better else LATENCY
+    engine = EngineModel(
+        model, EngineLimits(kv_cache_tokens=40_000, max_num_seqs=64, max_num_batched_tokens=budget)
+    )
+    engine.submit(Sequence(prompt, output))
+    first_s = total_s = 0.0
+    while (stretch := engine.begin_stretch()) is not None:
+        total_s += stretch.duration_s
+        if engine.end_iteration().first:
+            first_s = total_s
+    assert first_s == pytest.approx(model.first_token_s(prompt, 0, 0, 0, 0, budget), rel=1e-9)
+    assert total_s - first_s == pytest.approx(model.answer_s(prompt, output - 1, 0, 0), rel=1e-9, abs=1e-12)
 
 
 def test_a_lone_request_is_two_calls() -> None:
@@ -417,7 +443,7 @@ def test_a_lone_request_is_two_calls() -> None:
     stretch = engine.begin_stretch()
     assert stretch is not None
     assert stretch.steps == 5000
-    assert stretch.duration_s == pytest.approx(LATENCY.decode_s(1, 1000, 5000), rel=1e-12)
+    assert stretch.duration_s == pytest.approx(LATENCY.paper_decode_s(1, 1000, 5000), rel=1e-12)
     assert len(engine.end_iteration().finished) == 1
     assert engine.begin_stretch() is None
 
