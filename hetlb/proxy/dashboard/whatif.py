@@ -247,15 +247,23 @@ def _fleet_document(fleet: Fleet, model: str, instances: Sequence[Instance]) -> 
                 "name": model,
                 "instances": [
                     {
-                        "name": instance.name,
+                        "name": name,
                         "profile": _profile_name(instance.name),
-                        "weight": instance.spec.weight,
+                        "weight": instance.spec.weight / instance.engines,
                     }
                     for instance in instances
+                    for name in _engine_names(instance)
                 ],
             }
         ],
     }
+
+
+def _engine_names(instance: Instance) -> list[str]:
+    """A data-parallel server is simulated as so many instances of one engine."""
+    if instance.engines == 1:
+        return [instance.name]
+    return [f"{instance.name[:120]}:{number}" for number in range(instance.engines)]
 
 
 def _profile_name(instance: str) -> str:
@@ -263,11 +271,11 @@ def _profile_name(instance: str) -> str:
 
 
 def _profile_document(profile: Profile, instance: Instance) -> Any:
-    """The profile with what the engine itself said it can hold, without what only documents it."""
+    """The profile with what one engine said it can hold, without what only documents it."""
     replace, capacity = msgspec.structs.replace, instance.capacity
     engine = replace(
         profile.engine,
-        kv_cache_tokens=capacity.kv_cache_tokens,
+        kv_cache_tokens=instance.kv_cache_tokens // instance.engines,
         block_size=capacity.block_size,
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,

@@ -257,6 +257,12 @@ class MetricsPage:
                 reported("kv_usage"),
             ),
             (
+                "hetlb_instance_kv_reported_max_ratio",
+                "KV cache use of the fullest data-parallel engine, 0 to 1.",
+                reported("kv_usage_max"),
+            ),
+            ("hetlb_instance_engines", "Data-parallel engines behind its URL.", lambda each: each.engines),
+            (
                 "hetlb_instance_reported_running",
                 "Requests running, as the engine reports.",
                 reported("running"),
