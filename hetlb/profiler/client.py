@@ -167,8 +167,8 @@ class EngineClient:
         found = parse(text).capacity
         if found.engines is not None and found.engines > 1:
             raise InputError(
-                f"--url: expected a server of one engine, got {found.engines} data-parallel engines: a profile "
-                f"is of one of them (--data-parallel-size 1), and hetlb serve counts with all"
+                f"--url: expected a server of one engine, got {found.engines} data-parallel engines: a "
+                f"profile is of one of them (--data-parallel-size 1), and hetlb serve counts with all"
             )
         return ServerFacts(
             self.model,
