@@ -37,6 +37,7 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
 from hetlb.proxy.retryafter import DrainRate
@@ -209,9 +210,9 @@ class Driver:
         """Where the times between the tokens of a model's streams are counted."""
         return self._totals.model(model).gaps
 
-    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
-        """An engine said how long a prompt was."""
-        self.token_estimator.learn(model, text_bytes, tokens)
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        """The engine counted `tokens` in the prompts of a body that were estimated."""
+        self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
         """An answer that can be asked for again was made at `instance`, for `tenant`."""

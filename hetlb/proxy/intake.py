@@ -177,7 +177,9 @@ class Intake:
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
         elif call.prompt_tokens_total is None:
-            call.prompt_tokens_total = driver.token_estimator.tokens(model, call.text, call.text_bytes)
+            call.prompt_tokens_total = driver.token_estimator.tokens(
+                model, call.text, call.text_bytes, call.images
+            )
         prompts = call.prompts
         each = max(1, -(-call.prompt_tokens_total // prompts))
         request_id = driver.next_id()

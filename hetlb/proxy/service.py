@@ -111,7 +111,7 @@ class Service:
         self.driver = self.driver_kind(
             self._build_scheduler(setup),
             fleet.proxy,
-            TokenEstimator(load_tokenizers(fleet.tokenizers)),
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
             loop,
             self._requests_ended,
             self._engines,
@@ -513,6 +513,7 @@ class Service:
             "tracing": (then.tracing, now.tracing),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
+            "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
         }
         return [key for key, (before, after) in pairs.items() if before != after]
 
@@ -604,6 +605,10 @@ def _twins(fleet: Fleet) -> list[str]:
         for spec in fleet.instances
         if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
     ]
+
+
+def _image_tokens(file: FleetFile) -> dict[str, object]:
+    return {model.name: model.image_tokens for model in file.models if model.image_tokens is not None}
 
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:
