@@ -20,10 +20,10 @@ def expected_s(instance: Instance, lease: Lease) -> float:
     sequences = request.sequences
     others = instance.sequences - sequences
     kv_tokens = (instance.kv_tokens - lease.kv_tokens + instance.prompt_tokens - lease.prompt_tokens) / 2.0
-    places = instance.max_num_seqs - sequences
+    places = max(0, instance.max_num_seqs - sequences)
     if others > places:
-        kv_tokens *= max(0, places) / others
-        others = max(0, places)
+        kv_tokens *= places / others
+        others = places
     pending = instance.pending_prompt_tokens - lease.prompt_tokens
     prompt = request.prompt_tokens
     engines, own = instance.engines, instance.own_batch(sequences)

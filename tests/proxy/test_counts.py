@@ -207,3 +207,13 @@ async def test_more_cached_tokens_than_there_are_is_not_believed(start: Start) -
         proxy = await start(engine.url)
         await ask(proxy, post())
     await check(proxy, SHAPES["completion"], 500, None, 40)
+
+
+async def test_a_request_of_more_sequences_than_an_instance_has_places(start: Start) -> None:
+    """On an idle instance of 64 places: the expected time is a number, and the request is answered."""
+    async with Upstream(answered(PLAIN)) as engine:
+        proxy = await start(engine.url)
+        await ask(proxy, post(b'{"model":"m","prompt":"hello","n":200}'))
+    [record] = proxy.exchanges
+    assert (record.sequences, record.status) == (200, 200)
+    assert record.expected_s > 0
