@@ -64,7 +64,8 @@ class Capacity(Value):
 
     `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
     `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
-    limits are of one engine.
+    limits are of one engine. `enable_prefix_caching` and `async_scheduling` are switches of vLLM that decide
+    how much the engine computes, and when.
     """
 
     kv_cache_tokens: int | None = None
@@ -74,6 +75,8 @@ class Capacity(Value):
     max_model_len: int | None = None
     kv_tokens_per_request: int | None = None
     engines: int | None = None
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""
