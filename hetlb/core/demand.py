@@ -260,11 +260,14 @@ class Mix:
 
     def _measure(self, instance: Instance) -> Costs:
         prompt, output, booked, read = self._measured
+        engines = instance.engines
+        cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
 
         def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
             o = of_output * output
-            batch = ideal_batch(instance.kv_cache_tokens, of_prompt * booked, o, instance.max_num_seqs)
-            return _share_s(instance, batch, of_prompt * prompt, of_prompt * read, o), batch
+            batch = ideal_batch(cache, of_prompt * booked, o, slots)
+            share_s = _share_s(instance, batch, of_prompt * prompt, of_prompt * read, o)
+            return share_s / engines, batch * engines
 
         share_s, batch = stay_s(1.0, 1.0)
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
@@ -282,7 +285,7 @@ class Mix:
 
 
 def _share_s(instance: Instance, batch: int, prompt: float, read: float, output: float) -> float:
-    """One request's share of the seconds that a batch of such requests takes.
+    """One request's share of the seconds that a batch of such requests takes on one engine.
 
     `read` tokens of each prompt are computed, in passes as full as they may be.
     """

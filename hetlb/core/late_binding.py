@@ -1,22 +1,24 @@
-"""`hetlb`, the default policy: late binding to the instance where a request costs all requests the least time.
+"""`hetlb`, the default policy: late binding to the instance where a request costs all others least time.
 
 A request is bound only to an instance that has a slot for it; the KV cache decides which instance has room,
 not which is fast. Every figure is a time in seconds from the latency model, or says how full an instance is.
 
 Four questions, in this order:
 
-1. Room: fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below a mark with
-   one more mean request. What this request itself needs is left out: else a full instance would be left with
-   small requests only, and one of many sequences would wait for ever; what does not fit at once waits in the
-   engine for a slot.
+1. Room: fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below a mark
+   with one more mean request. What this request itself needs is left out: else a full instance would be left
+   with small requests only, and one of many sequences would wait for ever; what does not fit at once waits in
+   the engine for a slot.
 2. Cost: the request's own time there (its first token counted many times over, since people wait for it, and
    more so where it comes late by the standard of the fleet), and the time by which it delays those that run
    there already (the externality): their steps get longer while both run, and wait while its prompt is read.
 3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps arriving
    meanwhile, before it had finished one long answer. So at the end of a burst nothing waits for the slowest,
-   and under load that the fast ones cannot carry all instances work. An instance whose first token comes far
-   sooner than that of the best one left is not passed over by a request that has just come.
-4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared with
+   and under load that the fast ones cannot carry all instances work. An instance whose first token comes
+   far sooner than that of the best one left is not passed over by a request that has just come, unless the
+   whole answer comes much later.
+4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
+   with
    what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
 
@@ -74,9 +76,8 @@ class _InstanceScore:
     """One instance in one evaluation.
 
     Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
-    those that run there, `charged_s` what of the first counts for it, `score` what it costs in all. `state` is
-    whether there is room.
-    """
+    those that run there, `charged_s` what of the first counts for it, `score` what it costs in all. `state`
+    is whether there is room."""
 
     __slots__ = ("charged_s", "first_s", "others_s", "own_s", "score", "state")
 
@@ -133,7 +134,7 @@ class _Evaluation:
         scores = self._scores
         for instance in self.instances:
             latency = instance.latency
-            slots, budget = instance.max_num_seqs, instance.token_budget
+            slots, budget, engines = instance.max_num_seqs, instance.token_budget, instance.engines
             batch: float = instance.sequences
             state = _ROOM
             context = 0.0
@@ -149,27 +150,36 @@ class _Evaluation:
                 if batch > slots:
                     context *= slots / batch
                     batch = slots
+            # Data-parallel engines have equal parts of the load; the request's sequences are spread, too.
+            share = 1.0 / engines
+            own = 1.0 if sequences <= engines else sequences * share
+            batch *= share
+            context *= share
+            pending = instance.pending_prompt_tokens * share
             cached = 0
             paid: float = 0.0  # tokens that this request need not pay for
             if held is not None:
                 cache_id = instance.tree.cache_id
                 cached = held.tokens.get(cache_id, 0)
                 paid = cached + held.credit - held.credits.get(cache_id, 0.0)
-            step_s = latency.step_s(batch + sequences, context + sequences * own_context)
-            first_s = latency.first_token_s(
-                prompt, cached, instance.pending_prompt_tokens, batch, context, budget, sequences
-            )
+            step_s = latency.step_s(batch + own, context + own * own_context)
+            first_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, own)
             others_s = 0.0
             if batch:
                 first_s += 0.5 * latency.step_s(batch, context)  # what is left of the running iteration
-                others_s = batch * (
-                    latency.read_delay_s(prompt, paid, batch, context, budget, sequences)
-                    + together * latency.step_delay_s(batch, context, own_context, sequences)
+                others_s = (
+                    (sequences / own)
+                    * batch
+                    * (
+                        latency.read_delay_s(prompt, paid, batch, context, budget, own)
+                        + together * latency.step_delay_s(batch, context, own_context, own)
+                    )
                 )
             own_s = first_s + output * step_s
-            if batch + sequences > slots:
+            over = batch + own - slots * share
+            if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
-                own_s += (batch + sequences - slots) / slots * output * step_s
+                own_s += over / (slots * share) * output * step_s
             each = _InstanceScore(first_s, own_s, others_s, state)
             scores.append(each)
             if paid > cached:
@@ -353,9 +363,9 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     behind it.
     """
     latency, mix, request = instance.latency, question.demand.mix, question.request
-    long = question.long_output
+    long, engines = question.long_output, instance.engines
     sequences, budget = instance.sequences, instance.token_budget
-    running: float = instance.max_num_seqs if sequences > instance.max_num_seqs else sequences
+    running = (instance.max_num_seqs if sequences > instance.max_num_seqs else sequences) / engines
     thinning = long if last or long < mix.long else mix.long
     share = 1.0
     if running and thinning > 0.0:
@@ -372,9 +382,8 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
             mix.prompt, mix.prompt - mix.read, running, running * context, budget
         )
         full_s += running / output * reading_s
-    read_s = latency.first_token_s(
-        request.prompt_tokens, 0.0, instance.pending_prompt_tokens, running, running * context, budget
-    )
+    pending = instance.pending_prompt_tokens / engines
+    read_s = latency.first_token_s(request.prompt_tokens, 0.0, pending, running, running * context, budget)
     return read_s + (long - thinning) * full_s + thinning * thin_s
 
 
@@ -382,7 +391,9 @@ def _paper_work(question: Question, instance: Instance) -> tuple[int, float, flo
     """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
     request, predicted = question.request, question.predicted_output
     prompt = request.prompt_tokens
-    batch = ideal_batch(instance.kv_cache_tokens, prompt, predicted, instance.max_num_seqs)
-    t_s = processing_s(instance.latency, batch, prompt, predicted)
+    engines = instance.engines
+    cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+    batch = ideal_batch(cache, prompt, predicted, slots)
+    t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     workload_s = t_s * request.sequences
-    return batch, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
+    return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

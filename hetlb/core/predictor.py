@@ -315,10 +315,9 @@ STATE_VERSION: Final = 1
 class OnlinePredictor(Predictor):
     """E[min(O, max_tokens)] per model and tenant, learnt from finished requests.
 
-    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is shrunk
-    towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the effective
-    number of its answers (empirical Bayes with a fixed prior weight).
-    """
+    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
+    shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
+    effective number of its answers (empirical Bayes with a fixed prior weight)."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, _Histogram] = {}

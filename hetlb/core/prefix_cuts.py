@@ -1,10 +1,9 @@
 """Positions at which the beginning of a prompt gets a prefix key.
 
-A position depends on nothing that comes after it, so two prompts that begin alike are cut alike up to where they
-part. Cuts lie at the ends of parts (messages, turns), where prompts usually part, but never closer than 1/64 of
-what came before; inside a long part they come at most 1/8 of what came before apart. So a shared beginning is
-found but for its last eighth at the worst, at the cost of some forty keys for 64 KiB.
-"""
+A position depends on nothing that comes after it, so two prompts that begin alike are cut alike up to where
+they part. Cuts lie at the ends of parts (messages, turns), where prompts usually part, but never closer than
+1/64 of what came before; inside a long part they come at most 1/8 of what came before apart. So a shared
+beginning is found but for its last eighth at the worst, at the cost of some forty keys for 64 KiB."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ class Tree:
         return Shared(parent, end, new, min(held, prompt_tokens - 1))
 
     def detach(self, node: Node | None) -> int:
-        """End the use of a prefix. Returns the tokens that no lease uses any more; they stay until evicted."""
+        """End the use of a prefix. Returns the tokens that no lease uses any more; they stay until
+        evicted."""
         freed = 0
         while node is not None:
             node.users -= 1
@@ -180,10 +181,10 @@ class Tree:
 class Held:
     """What engines hold of one prompt, by `Tree.cache_id`.
 
-    `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading it
-    is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt that
-    are the others' to pay for on an engine that holds none, `credits` those of them that one holds already.
-    """
+    `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
+    it is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt
+    that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
+    already."""
 
     __slots__ = ("credit", "credits", "tokens")
 

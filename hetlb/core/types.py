@@ -63,9 +63,10 @@ class Outcome(StrEnum):
 class Capacity(Value):
     """What one instance can hold. `None` means not known yet.
 
-    `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
-    the most that a single request can use of it (one engine's share). `enable_prefix_caching` and
-    `async_scheduling` are switches of vLLM that decide how much the engine computes, and when.
+    `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
+    `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
+    limits are of one engine. `enable_prefix_caching` and `async_scheduling` are switches of vLLM that decide
+    how much the engine computes, and when.
     """
 
     kv_cache_tokens: int | None = None
@@ -74,6 +75,7 @@ class Capacity(Value):
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_tokens_per_request: int | None = None
+    engines: int | None = None
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
 
@@ -109,14 +111,15 @@ class Request(Value):
 
     (Not frozen, and with a constructor that can be compiled: one is made for every request.)
 
-    `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one;
-    `sequences` is how many the engine will run for it (number of prompts times `n`); `max_tokens` is
-    the client's cap on the output of each sequence, None if it gave none. `generates` is False for
-    embeddings, scores, tokenize and the like, which have no output. `prompt_exact` says that the length
-    was counted, not estimated from bytes. `pinned` names the one instance that can answer.
-    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
-    begins with, shortest first, each with its tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to
-    have a fair share of what is served while several wait; None is a tenant like any other.
+    `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one; `sequences`
+    is how many the engine will run for it (number of prompts times `n`); `max_tokens` is the client's cap on
+    the output of each sequence, None if it gave none. `generates` is False for embeddings, scores, tokenize
+    and the like, which have no output. `prompt_exact` says that the length was counted, not estimated from
+    bytes. `pinned` names the one instance that can answer. `samples` is how many of the sequences have the
+    same prompt. `prefix_keys` name what each of its prompts begins with, shortest first, each with its
+    tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
+    lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
+    None is a tenant like any other.
     """
 
     id: RequestId
@@ -171,13 +174,12 @@ class Request(Value):
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
-    Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of all
-    sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
-    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with others).
-    All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all sequences
-    together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports
-    the end; nothing is called per token.
-    """
+    Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of
+    all sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
+    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with
+    others). All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all
+    sequences together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before
+    it reports the end; nothing is called per token."""
 
     __slots__ = (
         "dispatched_at",
@@ -307,9 +309,10 @@ InstanceChange: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class EngineSample(Value):
-    """One scrape of an engine, summed over its data-parallel series. None where absent or absurd.
+    """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
 
-    `kv_usage` is a fraction 0..1; `preemptions` are those since the engine started. `missing` and `invalid`
+    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
+    of the fullest engine. `preemptions` are those since the engine started. `missing` and `invalid`
     name the metrics that were not there or absurd.
     """
 
@@ -320,6 +323,7 @@ class EngineSample(Value):
     missing: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
+    kv_usage_max: float | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------
