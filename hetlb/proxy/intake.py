@@ -19,13 +19,13 @@ from hetlb.config import ProxyTable
 from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.prefix_keys import prefix_keys_of
 from hetlb.proxy.body import Call, inject_usage, read_json
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
+from hetlb.proxy.prefix_keys import prefix_keys_of
 from hetlb.proxy.telemetry.tracing import Tracing
 from hetlb.proxy.upload import Upload
 
