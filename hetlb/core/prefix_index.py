@@ -94,6 +94,8 @@ class Tree:
                 continue
             if tokens > prompt_tokens or tokens <= end:
                 continue
+            if node is not None and node.parent is not parent:
+                break  # estimates of lengths differ, and one has skipped a key
             if node is None:
                 known = False
                 node = nodes[key] = Node(self, key, tokens, tokens - end, parent)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from helpers import dispatched, make_scheduler, request, spec
+from hetlb.core.affinity import Affinity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.affinity import Affinity
 from hetlb.core.types import InstanceAdded, InstanceRemoved, Outcome
 
 SESSION = (("session:a", None),)
 
 
 def turn(i: int, prompt: int = 3000, **more: Any) -> Any:
-    return request(i, prompt=prompt, beginnings=SESSION, **more)
+    return request(i, prompt=prompt, prefix_keys=SESSION, **more)
 
 
 def fleet() -> Any:
@@ -64,7 +64,7 @@ def test_it_is_bounded_and_hopes_for_no_more_than_the_prompt(sent: list[tuple[st
     memory = Affinity(bound)
     instance = make_scheduler([spec("a")]).instances[0]
     for i, (name, prompt) in enumerate(sent):
-        asked = request(i, prompt=prompt, beginnings=((name, None), (name + "!", 100)))
+        asked = request(i, prompt=prompt, prefix_keys=((name, None), (name + "!", 100)))
         assert all(0 < tokens < prompt for tokens in memory.held(asked).values())
         memory.sent(asked, instance, 10.0)
         assert len(memory) <= bound
