@@ -45,7 +45,7 @@ def test_keys_agree_exactly_where_the_text_does(
 def test_a_session_is_named_first() -> None:
     content = contents_of([Row(None, 600, 5, session="s", turn="0")])[0]
     assert content.keys(0, 600)[0] == ("session:s", None)
-    assert [tokens for _, tokens in content.keys(0, 600)[1:]] == [256, 512]
+    assert [tokens for _, tokens in content.keys(0, 600)[1:]] == [256, 512, 600]
 
 
 def test_a_conversation_follows_what_its_blocks_name() -> None:
