@@ -240,3 +240,11 @@ def test_a_damaged_document_is_refused_whole_or_still_gives_sound_predictions(do
 def test_what_no_predictor_has_written_is_refused(document: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="expected"):
         OnlinePredictor().restore(document)
+
+
+@pytest.mark.parametrize("bucket", [[5, 1e400, 50.0], [5, 1.0, 1e400], [5, -1.0, 5.0], [9999, 1.0, 5.0], [5]])
+def test_a_bucket_with_an_absurd_figure_is_refused(bucket: list[float]) -> None:
+    state = taught([("a", 50)]).state()
+    state["models"]["m"] = [1, bucket]
+    with pytest.raises(ValueError, match="expected"):
+        OnlinePredictor().restore(json.loads(json.dumps(state)))
