@@ -12,7 +12,6 @@ from typing import Final, TypeAlias
 
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
-from hetlb.core.ledger import Cell
 from hetlb.core.speed import SpeedTracker
 from hetlb.core.types import (
     AdminState,
@@ -93,9 +92,6 @@ class Changes:
         self.count = 0
 
 
-#: Work (ns), KV tokens, prompt tokens, those of them not read yet, requests, sequences.
-Booked: TypeAlias = tuple[int, int, int, int, int, int]
-
 #: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
 Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int]
 
@@ -122,7 +118,6 @@ class Instance:
         "max_num_seqs",
         "name",
         "nominal",
-        "others",
         "peak_ewma",
         "pending_prompt_tokens",
         "profiled",
@@ -194,8 +189,6 @@ class Instance:
         self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
-        #: Of all these, what was booked in other processes (see `core.fellows`).
-        self.others: Booked = (0, 0, 0, 0, 0, 0)
         self._waiting_seen = 0
 
     # --- limits ---
@@ -365,30 +358,6 @@ class Instance:
         )
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
-    def share(self, old: Cell, new: Cell, now: float) -> None:
-        """What somebody else has booked here was `old` and is `new`.
-
-        The figures above are totals, of what was booked here and elsewhere.
-        """
-        speed, others = self.speed, self.others
-        if now > speed.last:
-            self._elapsed(now)
-        work_ns, kv, prompt = new[0] - old[0], new[1] - old[1], new[2] - old[2]
-        pending, requests, sequences = new[3] - old[3], new[4] - old[4], new[5] - old[5]
-        prompts, tokens = new[6] - old[6], new[7] - old[7]
-        self.work_ns += work_ns
-        self.kv_tokens += kv
-        self.prompt_tokens += prompt
-        self.pending_prompt_tokens += pending
-        self.in_flight += requests
-        self.sequences += sequences
-        self.others = (
-            others[0] + work_ns, others[1] + kv, others[2] + prompt,
-            others[3] + pending, others[4] + requests, others[5] + sequences,
-        )  # fmt: skip
-        if prompts > 0:  # whoever begins anew counts from zero
-            speed.read(prompts, max(0, tokens))
-
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""
         running, places = self.sequences, self.max_num_seqs
@@ -408,13 +377,12 @@ class Instance:
 
     def check_integrity(self) -> None:
         """Assert that the ledger is the sum over the live leases."""
-        leases, others = self.leases.values(), self.others
-        assert min(others) >= 0, f"{self.name}: others have booked {others}"
-        assert self.work_ns - others[0] == sum(lease.work_ns for lease in leases), self.name
-        assert self.kv_tokens - others[1] == sum(lease.kv_tokens for lease in leases), self.name
-        assert self.prompt_tokens - others[2] == sum(lease.prompt_tokens for lease in leases), self.name
-        assert self.in_flight - others[4] == len(self.leases), self.name
-        assert self.sequences - others[5] == sum(lease.request.sequences for lease in leases), self.name
+        leases = self.leases.values()
+        assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
+        assert self.kv_tokens == sum(lease.kv_tokens for lease in leases), self.name
+        assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
+        assert self.in_flight == len(self.leases), self.name
+        assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
         assert all(not lease.ended for lease in leases), self.name
 
     # --- evidence ---

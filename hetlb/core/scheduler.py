@@ -41,6 +41,7 @@ from hetlb.core.types import (
     InstanceSpec,
     Lease,
     LeaseId,
+    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -401,6 +402,37 @@ class Scheduler:
         self._queue.remove(request_id)
         self._attempts.pop(request_id, None)
         return []
+
+    def restore(self, live: LiveLease, now: float) -> Lease | None:
+        """Book a lease again that an earlier scheduler granted; None where its instance is gone.
+
+        It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
+        """
+        request = live.request
+        assert request.id not in self._queue, f"request {request.id} waits and is restored"
+        instance = self._instances.get(live.instance)
+        if instance is None:
+            return None
+        lease = Lease(
+            self._next_lease,
+            request,
+            instance.name,
+            instance.incarnation,
+            work_ns=live.work_ns,
+            kv_tokens=live.kv_tokens,
+            prompt_tokens=live.prompt_tokens,
+            predicted_output=live.predicted_output,
+            dispatched_at=live.dispatched_at,
+        )
+        self._next_lease += 1
+        instance.acquire(lease)
+        if live.begun:
+            instance.first_token(lease, now)
+        lease.mark = lease.first_mark = None
+        if request.beginnings:
+            self._affinity.sent(request, instance, live.predicted_output)
+        self._leased[lease.id] = instance
+        return lease
 
     # --- facts about instances ---
 

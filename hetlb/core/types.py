@@ -244,6 +244,20 @@ def _lease(
     return lease
 
 
+@dataclass(frozen=True, slots=True)
+class LiveLease(Value):
+    """A lease of an earlier scheduler that still runs: what it booked; `begun`: its first token has come."""
+
+    request: Request
+    instance: str
+    work_ns: int
+    kv_tokens: int
+    prompt_tokens: int
+    predicted_output: float
+    dispatched_at: float
+    begun: bool
+
+
 # --- facts about instances ---------------------------------------------------------------------------
 
 

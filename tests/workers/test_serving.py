@@ -104,10 +104,10 @@ class Serving:
         """Stop it; every process of it is gone then."""
         workers: list[int] = []
         if self.process.returncode is None:
-            workers = self.workers
+            workers = self.processes
             self.process.send_signal(number)
         status = await asyncio.wait_for(self.process.wait(), 60)
-        assert not alive(workers), "a worker was left behind"
+        assert not alive(workers), "a process was left behind"
         if self._reader is not None:
             await self._reader
         await self._session.close()
@@ -115,9 +115,27 @@ class Serving:
         return status
 
     @property
-    def workers(self) -> list[int]:
-        """The workers' process ids."""
+    def processes(self) -> list[int]:
+        """The process ids of the relays and the scheduler process."""
         return children(self.process.pid)
+
+    @property
+    def relays(self) -> list[int]:
+        """The relays' process ids."""
+        return [pid for pid in self.processes if name_of(pid).startswith("hetlb-relay-")]
+
+    @property
+    def scheduler(self) -> int:
+        """The process id of the scheduler process, 0 while there is none."""
+        return next((pid for pid in self.processes if name_of(pid) == "hetlb-scheduler"), 0)
+
+    async def kill_scheduler(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the scheduler process; returns when another is there."""
+        old = self.scheduler
+        os.kill(old, number)
+        async with asyncio.timeout(60):
+            while self.scheduler in (0, old):
+                await asyncio.sleep(0)
 
     async def ask(
         self, path: str = "/v1/completions", method: str = "POST", tenant: str = "-", **body: Any
@@ -174,6 +192,14 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def name_of(pid: int) -> str:
+    """What a process calls itself, "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def alive(pids: list[int]) -> list[int]:
     """Those of these processes that there are."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -228,14 +254,13 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
 async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
     async with Engine() as one, Engine() as two:
         proxy = await serve(document(one, two), workers=2)
-        assert len(proxy.workers) == 2
+        assert len(proxy.relays) == 2
         replies = await proxy.both_serve()
         one.hold()
         two.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(12)]
         fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 12)
-        # `rr` counts by itself in each worker; together they miss by at most one each.
-        assert all(abs(each["in_flight"] - 6) <= 2 for each in fleet["models"][0]["instances"])
+        assert [each["in_flight"] for each in fleet["models"][0]["instances"]] == [6, 6]
         one.released.set()
         two.released.set()
         replies += await asyncio.gather(*asked)
@@ -361,7 +386,7 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         asked = [asyncio.create_task(proxy.ask()) for _ in range(20)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20)
         before = await proxy.metric("hetlb_decisions_total")
-        killed = proxy.workers[0]
+        killed = proxy.relays[0]
         os.kill(killed, signal.SIGKILL)
         line = await proxy.said("was ended by signal 9")
         assert "another takes its place at once" in line
@@ -373,8 +398,8 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         assert len(done) <= lost
         fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20 - lost)
         assert not at_rest(fleet)
-        assert killed not in proxy.workers
-        assert len(proxy.workers) == 2
+        assert killed not in proxy.relays
+        assert len(proxy.relays) == 2
         one.released.set()
         two.released.set()
         replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -388,36 +413,29 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         assert sorted(restarts) == [0, 1]
 
 
-async def test_engines_are_watched_on_when_the_one_that_does_is_killed(serve: Serve) -> None:
+async def test_engines_are_watched_on_when_the_scheduler_process_is_killed(serve: Serve) -> None:
     async with Engine() as one:
-        proxy = await serve(document(one), workers=2)
-        for _ in range(2):
-            (watcher,) = holders(proxy.workers)
-            os.kill(watcher, signal.SIGKILL)
-            async with asyncio.timeout(10):
-                while holders(proxy.workers) in ([], [watcher]):
-                    await asyncio.sleep(0)
+        proxy = await serve(document(one, scrape={"interval_s": 0.2}), workers=2)
+        for number in range(2):
+            await proxy.kill_scheduler()
             probes = one.probes
             async with asyncio.timeout(10):
                 while one.probes < probes + 2:
                     await asyncio.sleep(0)
-            await proxy.both_serve()
-
-
-def holders(workers: list[int]) -> list[int]:
-    """Who of these processes holds a lock: the one that watches the engines."""
-    pids = [int(line.split()[4]) for line in Path("/proc/locks").read_text().splitlines() if "POSIX" in line]
-    return [pid for pid in workers if pid in pids]
+            assert {reply.status for reply in await proxy.both_serve()} == {200}
+            await proxy.metric_until('hetlb_worker_restarts_total{worker="scheduler"}', number + 1)
+        restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
+        assert restarts == [0, 0]
 
 
 async def test_a_worker_that_dies_again_and_again_is_started_later_and_later(serve: Serve) -> None:
     async with Engine() as one:
         proxy = await serve(document(one), workers=2)
-        first = proxy.workers[0]
+        first = proxy.relays[0]
         os.kill(first, signal.SIGKILL)
         await proxy.said("at once")
         await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
-        (second,) = [pid for pid in proxy.workers if pid > first][-1:]
+        (second,) = [pid for pid in proxy.relays if pid > first][-1:]
         os.kill(second, signal.SIGKILL)
         assert "another takes its place" in await proxy.said("deaths in a row")
         assert (await proxy.admin("/readyz")).status == 200
@@ -429,7 +447,7 @@ async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_request
         one.hold()
         asked = asyncio.create_task(proxy.ask())
         await one.asked_for()
-        workers = proxy.workers
+        workers = proxy.processes
         proxy.process.kill()
         one.released.set()
         assert (await asked).status == 200
@@ -451,7 +469,7 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         async with asyncio.timeout(60):
-            while len(workers := children(process.pid)) < 2:
+            while len(workers := children(process.pid)) < 3:
                 await asyncio.sleep(0)
             if looking:  # they wait for the engine to be looked at, and it does not answer
                 await silent.visit()
@@ -478,7 +496,7 @@ async def test_a_change_is_in_force_everywhere_when_it_is_answered(serve: Serve)
         last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
         assert {each["policy"] for each in last} == {"least-requests"}
         # Whoever is started later knows of it.
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         for number in range(2):
             await proxy.metric_until(f'hetlb_worker_up{{worker="{number}"}}', 1.0)
@@ -496,7 +514,7 @@ async def test_instances_come_and_go_in_all_workers(serve: Serve) -> None:
         await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"i1"}
@@ -531,7 +549,7 @@ async def test_a_reload_is_whole_in_all_workers_or_nowhere(serve: Serve, by_sign
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
         assert await proxy.metric('hetlb_config_reloads_total{result="done"}') == 1
         assert await proxy.metric('hetlb_config_reloads_total{result="refused"}') == 1
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
@@ -547,7 +565,7 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
         one.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
-        workers = proxy.workers
+        workers = proxy.processes
         proxy.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             while (await proxy.admin("/readyz")).status == 200:
@@ -566,7 +584,7 @@ async def test_ctrl_c_ends_it_at_once_with_streams_open(serve: Serve) -> None:
         one.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
-        workers = proxy.workers
+        workers = proxy.processes
         assert await proxy.end(signal.SIGINT) == 0
         assert not alive(workers)
         for reply in await asyncio.gather(*asked, return_exceptions=True):
