@@ -25,13 +25,13 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
-            "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse",
-            "totals", "upload", "upstream",
+            "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "scheduling",
+            "sizes", "sse", "totals", "upload", "upstream",
         )
     ),
     "proxy/dashboard/history.py",
-    "workers/driver.py",
-    "workers/ledger.py",
+    "workers/relay_driver.py",
+    "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")
 #: `make check` has looked at all types strictly; what is not compiled need not be there.

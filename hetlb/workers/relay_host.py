@@ -218,15 +218,11 @@ class RelayHost:
             if isinstance(message, Arrival):
                 self._arrived(link, message, now)
             elif isinstance(message, FirstToken):
-                found = self._lease_of(message.request, message.lease)
-                if found is not None and found.lease is not None:
-                    self.carry_out(self.scheduler.on_first_token(found.lease, now))
+                self._begun(message, now)
             elif isinstance(message, Ended):
                 self._ended(message, now)
             elif isinstance(message, Cancelled):
-                cancelled = self._open.get(message.request)
-                if cancelled is not None:
-                    self._end(cancelled, Outcome.CLIENT_GONE, now)
+                self._cancelled(message.request, now)
             elif isinstance(message, Busy):
                 self._busy(message, now)
             elif isinstance(message, Made):
@@ -312,6 +308,19 @@ class RelayHost:
         """A request that still has the lease of this number."""
         found = self._open.get(request_id)
         return None if found is None or found.lease_number != lease_number else found
+
+    def _begun(self, message: FirstToken, now: float) -> None:
+        found = self._lease_of(message.request, message.lease)
+        lease = None if found is None else found.lease
+        if lease is not None and (commands := self.scheduler.on_first_token(lease, now)):
+            self.carry_out(commands)
+
+    def _cancelled(self, request_id: RequestId, now: float) -> None:
+        found = self._open.get(request_id)
+        if found is not None:
+            self._end(found, Outcome.CLIENT_GONE, now)
+        else:  # it may wait for the live leases
+            self._early = [each for each in self._early if each[1].id != request_id]
 
     def _ended(self, message: Ended, now: float) -> None:
         found = self._open.get(message.request)

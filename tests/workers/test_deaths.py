@@ -111,7 +111,8 @@ async def more(proxy: Serving, streams: list[Stream], count: int) -> list[Stream
     streams = list(streams)
     while len(streams) < count:
         streams += [Stream(proxy) for _ in range(min(40, count - len(streams)))]
-        await proxy.fleet_until(lambda fleet, wanted=len(streams): sum(load(fleet)) == wanted)
+        wanted = len(streams)
+        await proxy.fleet_until(lambda fleet, wanted=wanted: sum(load(fleet)) == wanted)
     running = load((await proxy.admin("/v1/fleet")).json)[0]
     while sum(stream.tokens > 0 for stream in streams) < running:
         await asyncio.sleep(0)
