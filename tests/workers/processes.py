@@ -95,11 +95,16 @@ class Serving:
                 await asyncio.sleep(0)
 
     async def ask(
-        self, path: str = "/v1/completions", method: str = "POST", tenant: str = "-", **body: Any
+        self,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        tenant: str = "-",
+        key: str = "-",
+        **body: Any,
     ) -> Reply:
         """A request on a connection of its own."""
         data = msgspec.json.encode(body or PROMPT) if method == "POST" else None
-        headers = {"X-Tenant": tenant}
+        headers = {"X-Tenant": tenant, "Authorization": f"Bearer {key}"}
         async with self.session.request(method, self.url + path, data=data, headers=headers) as reply:
             return Reply(reply.status, reply.headers, await reply.read())
 

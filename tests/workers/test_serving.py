@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import sys
@@ -414,3 +415,62 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
             assert "Traceback" not in errors.decode()
     with contextlib.suppress(aiohttp.ClientError):
         await proxy.ask()
+
+
+# --- what a relay and the scheduler process do together ---
+
+
+async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_none(serve: Serve) -> None:
+    busy = plain(b'{"error":"full"}', b"503 Service Unavailable", b"retry-after: 30\r\n")
+    async with Engine(busy) as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        replies = [await proxy.ask() for _ in range(6)]
+        assert {(reply.status, reply.headers["x-hetlb-instance"]) for reply in replies} == {(200, "i1")}
+        assert len(one.asked) >= 1
+        assert await proxy.metric("hetlb_retries_total") == len(one.asked)
+        await proxy.admin("/v1/fleet/instances/i1/state", "PUT", state="drain")
+        heard = await proxy.ask()
+        assert (heard.status, heard.body) == (503, b'{"error":"full"}')
+        assert heard.headers["retry-after"] == "30"
+        await proxy.fleet_until(at_rest)
+
+
+async def test_a_refused_connection_is_tried_elsewhere(serve: Serve) -> None:
+    async with Engine() as one:
+        fleet = document(one, one)
+        fleet["models"][0]["instances"][0]["url"] = "http://127.0.0.1:9"
+        proxy = await serve(fleet, workers=2)
+        assert {reply.status for reply in await proxy.both_serve()} == {200}
+
+
+async def test_clients_keys_are_reloaded_in_every_relay(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+
+    def write(key: bytes) -> None:
+        keys.write_text(yaml.safe_dump([{"name": "t", "sha256": hashlib.sha256(key).hexdigest()}]))
+
+    write(b"old")
+    async with Engine() as one:
+        proxy = await serve(document(one, proxy={"api_keys_file": "keys.yaml"}), workers=2)
+        statuses = [(await proxy.ask(key="old")).status for _ in range(8)]
+        assert set(statuses) == {200}
+        keys.write_text("nonsense")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 400
+        assert (await proxy.ask(key="old")).status == 200
+        write(b"new")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 200
+        assert {(await proxy.ask(key="old")).status for _ in range(8)} == {401}
+        assert {(await proxy.ask(key="new")).status for _ in range(8)} == {200}
+
+
+async def test_a_relay_that_is_asked_to_end_does_so_and_is_replaced(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(10)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 10)
+        os.kill(proxy.relays[0], signal.SIGTERM)
+        one.released.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        await proxy.said("ended with status 0; another takes its place")
+        await proxy.both_serve()
