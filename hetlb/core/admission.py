@@ -9,7 +9,7 @@ Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a tenant that begins
 max(virtual time, its last finish tag), serving a request of size s moves it on by s / weight, the least tag
 goes next, and the virtual time is the tag of who was served last. So two tenants that both wait differ in
 what they were served, per weight, by at most one request of each; and nobody saves up by not asking. Tags are
-integers, so that processes that share them (`core.fellows`) agree on who is equal.
+integers, so that equal is equal.
 """
 
 from __future__ import annotations
@@ -69,18 +69,14 @@ Lane: TypeAlias = tuple[str, str | None, bool]
 
 
 class Flow:
-    """What one tenant has waiting at one priority of a lane, the longest first. `tag` is its start tag.
+    """What one tenant has waiting at one priority of a lane, the longest first. `tag` is its start tag."""
 
-    `key` is what it goes by among processes, 0 where there is one.
-    """
+    __slots__ = ("entries", "tag", "tenant", "weight")
 
-    __slots__ = ("entries", "key", "tag", "tenant", "weight")
-
-    def __init__(self, tenant: str | None, tag: int, weight: float, key: int = 0) -> None:
+    def __init__(self, tenant: str | None, tag: int, weight: float) -> None:
         self.tenant = tenant
         self.tag = tag
         self.weight = weight
-        self.key = key
         # Ordered: the head of a plain dict that is eaten from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
@@ -114,12 +110,10 @@ class Fair:
         """The flow of a tenant, begun if it has none. The caller puts something in."""
         flow = self.flows.get(tenant)
         if flow is None:
-            flow = self.flows[tenant] = self._begun(tenant, weight)
+            tag = max(self.virtual, self._finished.pop(tenant, 0))
+            flow = self.flows[tenant] = Flow(tenant, tag, weight)
             self._line_up(flow)
         return flow
-
-    def _begun(self, tenant: str | None, weight: float) -> Flow:
-        return Flow(tenant, max(self.virtual, self._finished.pop(tenant, 0)), weight)
 
     def turn(self) -> Flow:
         """Whose turn it is."""
@@ -162,21 +156,17 @@ class Fair:
 
 
 class Share:
-    """How much of the queue one tenant holds. `key` is what it goes by among processes."""
+    """How much of the queue one tenant holds."""
 
-    __slots__ = ("bytes", "key", "requests")
+    __slots__ = ("bytes", "requests")
 
-    def __init__(self, key: int = 0) -> None:
+    def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
-        self.key = key
 
 
 class Queue:
     """Waiting requests in lanes, bounded by count and bytes over all of them."""
-
-    #: Requests that wait in queues of other processes over the same instances (see `core.fellows`).
-    elsewhere = 0
 
     __slots__ = ("_lanes", "_shares", "_sizes", "bytes", "held", "limits")
 
@@ -287,7 +277,7 @@ class Queue:
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
         limits = self.limits
-        by_count = limits.max_requests is not None and len(self.held) + self.elsewhere >= limits.max_requests
+        by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
         unit = 0 if by_count else 1
         held = {tenant: self.held_by(tenant)[unit] for tenant in self._shares}
         tenant = max(held, key=held.__getitem__, default=request.tenant)
@@ -333,7 +323,7 @@ class Queue:
         by_priority = self._lanes.setdefault(lane, {})
         fair = by_priority.get(priority)
         if fair is None:
-            fair = by_priority[priority] = self._new_fair(lane, priority)
+            fair = by_priority[priority] = Fair()
             if len(by_priority) > 1:
                 self._lanes[lane] = dict(sorted(by_priority.items()))
         flow = fair.flow(tenant, self._weight(tenant))
@@ -342,10 +332,9 @@ class Queue:
         self._sizes[model] = self._sizes.get(model, 0) + size
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = self._new_share(tenant)
+            share = self._shares[tenant] = Share()
         share.requests += 1
         share.bytes += request.body_bytes
-        self._holds_now(share)
         self.bytes += request.body_bytes
 
     def take(self, request_id: RequestId) -> Queued:
@@ -378,7 +367,6 @@ class Queue:
         share = self._shares[request.tenant]
         share.requests -= 1
         share.bytes -= request.body_bytes
-        self._holds_now(share)
         if not share.requests:
             del self._shares[request.tenant]
         self.bytes -= request.body_bytes
@@ -393,17 +381,6 @@ class Queue:
             del by_priority[priority]
             if not by_priority:
                 del self._lanes[lane]
-
-    # --- what processes that share their queues do otherwise ---
-
-    def _new_fair(self, lane: Lane, priority: int) -> Fair:
-        return Fair()
-
-    def _new_share(self, tenant: str | None) -> Share:
-        return Share()
-
-    def _holds_now(self, share: Share) -> None:
-        """What a tenant holds has changed."""
 
     def _weight(self, tenant: str | None) -> float:
         weights = self.limits.tenant_weights

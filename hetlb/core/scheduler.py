@@ -248,10 +248,6 @@ class Scheduler:
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """A request came in. No command for it means it is queued."""
-        return self._arrived(request, now, False)
-
-    def _arrived(self, request: Request, now: float, behind: bool) -> list[Command]:
-        """`behind`: somebody who waits elsewhere goes first, so that it waits whoever has room."""
         ready = self._ready.get(request.model)
         if ready is None:
             return [self._unknown_model(request)]
@@ -271,14 +267,10 @@ class Scheduler:
             demand.mix.add(request.prompt_tokens, predicted, long, residual)
         else:
             predicted = self._predictor.predict(request) if request.generates else 0.0
-        if behind:
-            return self._enqueue(request, now, predicted)
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
         found = self._choose(request, ready, now, predicted, long=long)
         if found is not None:
-            if self._queue.elsewhere:
-                self._queue.passed(request, size_of(request, predicted))
             return [self._book(found, ready, now)]
         return self._enqueue(request, now, predicted)
 
@@ -770,7 +762,7 @@ class Scheduler:
         if not able:
             return None
         queue = self._queue
-        waiting = queue.waiting(request.model) - own_size if queue.held or queue.elsewhere else 0
+        waiting = queue.waiting(request.model) - own_size if queue.held else 0
         question = self._question(request, predicted, waiting, now, standings, long)
         index, work_s, candidates = self._policy.choose(question, able)
         if index is None:
@@ -884,11 +876,7 @@ class Scheduler:
 
     def _may_retry(self) -> bool:
         """Whether the budget of retries that may run twice allows one more."""
-        return self._within_budget(len(self._retrying), len(self._leased))
-
-    @staticmethod
-    def _within_budget(retrying: int, leased: int) -> bool:
-        return retrying < max(RETRY_FLOOR, int(RETRY_SHARE * leased))
+        return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """What becomes of a request that an engine did not answer."""
