@@ -59,7 +59,7 @@ from hetlb.proxy.upstream import EnginePool
 SWEEP_S: Final = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
-#: After a pause of the process this long, what came meanwhile is read before anybody is told of a timeout.
+#: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
 #: An instance from which something came within so many seconds is not failed by a probe.
 EMITS_S: Final = 2.0
@@ -156,7 +156,7 @@ class ExchangeDriver(ABC):
         """The instance to pin a request to that continues or asks for an earlier answer.
 
         Raises `GateError` (404) where it is not known, or not `tenant`'s. Unless `strict`, None where it is
-        not known and anybody may have made it: the engine decides.
+        not known and may have been made before: the engine decides.
         """
 
     @abstractmethod

@@ -79,7 +79,7 @@ class Responses:
     def find(self, response_id: str, tenant: str | None, scheduler: Scheduler, *, strict: bool) -> str | None:
         """The instance that keeps an answer. Raises `GateError` (404).
 
-        Unless `strict`, None where it is not known and anybody may have made it: the engine decides.
+        Unless `strict`, None where it is not known and may have been made before: the engine decides.
         """
         known = self._made_at.get(response_id)
         if known is None and tenant is None and not strict:

@@ -154,7 +154,7 @@ class FleetService(ABC):
         self._say_what_is_missing()
 
     def _say_what_is_missing(self) -> None:
-        """After the first round of probes: who is not there, or not what was expected."""
+        """Log, after the first round of probes, which instances are not there or not as expected."""
         for instance in self.scheduler.instances:
             if instance.health.state is not Health.UP:
                 logger.warning(
@@ -342,7 +342,7 @@ class FleetService(ABC):
         if not isinstance(model, str):
             raise ConfigError(f"model: expected text, got {model!r}")
         for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
-            # Whoever may register must not learn what is on this machine.
+            # A right to register is none to learn what is on this machine.
             if fields.get(key) is not None:
                 raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
         instance = convert(fields, InstanceTable)

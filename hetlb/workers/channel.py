@@ -21,6 +21,8 @@ from hetlb.workers.protocol import FromRelay, FromScheduler, Message
 logger = logging.getLogger("hetlb.workers")
 
 MOST_UNREAD: Final = 256 << 20
+#: A message that nothing waits for is sent so much later at most.
+POST_S: Final = 0.001
 #: A longer frame is none: a fleet with all its profiles takes a few megabytes.
 _MOST_FRAME: Final = 64 << 20
 _LENGTH = Struct("!I")
@@ -48,6 +50,8 @@ class Channel(asyncio.Protocol, Generic[_In]):
         self._transport: asyncio.Transport | None = None
         self._received = b""
         self._unsent: list[Message] = []
+        #: Whether a flush comes at the end of this turn, and by `POST_S` at the latest.
+        self._flushes = self._flushes_later = False
 
     async def open(self, end: socket.socket) -> None:
         """Use one end of a socket pair, and close it in the end."""
@@ -82,12 +86,25 @@ class Channel(asyncio.Protocol, Generic[_In]):
 
     def send(self, message: Message) -> None:
         """Send a message with the others of this turn; dropped where the other end is gone."""
-        if not self._unsent:
-            self._loop.call_soon(self.flush)
         self._unsent.append(message)
+        if not self._flushes:
+            self._flushes = True
+            self._loop.call_soon(self.flush)
+
+    def post(self, message: Message) -> None:
+        """Send a message with the next one, `POST_S` later at most: each frame wakes the other end."""
+        self._unsent.append(message)
+        if not self._flushes_later:
+            self._flushes_later = True
+            self._loop.call_later(POST_S, self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._flushes_later = False
+        self.flush()
 
     def flush(self) -> None:
         """Send what there is now."""
+        self._flushes = False
         unsent, self._unsent = self._unsent, []
         transport = self._transport
         if not unsent or transport is None or transport.is_closing():

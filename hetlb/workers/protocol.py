@@ -231,6 +231,12 @@ class Learnt(Message, tag=40, frozen=True):
     tokens: int
 
 
+class Waiting(Message, tag=44, frozen=True):
+    """Whether requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
+
+    requests: bool
+
+
 class Ask(Message, tag=41, frozen=True):
     """Send a `Report` with this number now."""
 
@@ -252,7 +258,18 @@ class Commit(Message, tag=43, frozen=True):
 
 FromRelay: TypeAlias = Arrival | Hello | FirstToken | Ended | Busy | Cancelled | Made | Report | Prepared
 FromScheduler: TypeAlias = (
-    Dispatch | Rejected | Refused | PassOn | Abort | Instances | View | Learnt | Ask | Prepare | Commit
+    Dispatch
+    | Rejected
+    | Refused
+    | PassOn
+    | Abort
+    | Instances
+    | View
+    | Learnt
+    | Waiting
+    | Ask
+    | Prepare
+    | Commit
 )
 
 

@@ -48,6 +48,7 @@ from hetlb.workers.protocol import (
     Rejected,
     Report,
     View,
+    Waiting,
 )
 from hetlb.workers.record_batches import pack
 from hetlb.workers.relay_driver import RelayDriver
@@ -203,6 +204,8 @@ class Relay:
                 self._set_view(message)
             elif isinstance(message, Learnt):
                 driver.sizes.learn(message.model, message.text_bytes, message.tokens)
+            elif isinstance(message, Waiting):
+                driver.others_wait = message.requests
             elif isinstance(message, Ask):
                 self._report(message.number)
             elif isinstance(message, Prepare):

@@ -54,6 +54,7 @@ class Sender(Protocol):
     """The channel, as a driver sees it."""
 
     def send(self, message: Message) -> None: ...
+    def post(self, message: Message) -> None: ...
 
 
 class RelayDriver(ExchangeDriver):
@@ -80,6 +81,8 @@ class RelayDriver(ExchangeDriver):
         self._held: dict[RequestId, _HeldAnswer] = {}
         self._recent: deque[Lease] = deque(maxlen=_RECENT)
         self._learnt: dict[str, tuple[int, int]] = {}
+        #: Whether requests wait somewhere: what frees an instance is said at once then.
+        self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()
         self.only_model = ""
@@ -130,6 +133,13 @@ class RelayDriver(ExchangeDriver):
         if self._sender is not None:
             self._sender.send(message)
 
+    def _post(self, message: Message) -> None:
+        """Send a message that nothing waits for, unless requests do."""
+        if self.others_wait:
+            self._send(message)
+        elif self._sender is not None:
+            self._sender.post(message)
+
     def _arrival(self, exchange: Exchange) -> Arrival:
         return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
 
@@ -161,14 +171,18 @@ class RelayDriver(ExchangeDriver):
 
     def first_token(self, lease: Lease, now: float) -> None:
         lease.first_token_at = now
-        self._send(FirstToken(lease.request.id, lease.id))
+        self._post(FirstToken(lease.request.id, lease.id))
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
         lease.ended = True
         self._held.pop(lease.request.id, None)
         if retry:
             self._totals.tried_again(lease.instance, outcome)
-        self._send(Ended(lease.request.id, lease.id, outcome, lease.output_tokens, retry, server_error))
+        ended = Ended(lease.request.id, lease.id, outcome, lease.output_tokens, retry, server_error)
+        if retry:
+            self._send(ended)
+        else:
+            self._post(ended)
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         if self._sender is not None:  # else the client gets what the engine said

@@ -139,6 +139,8 @@ class RelayHost:
         self.generation = 0
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
+        #: Whether requests wait, as the relays know it.
+        self._waiting = False
         self._ticker: asyncio.TimerHandle | None = None
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
@@ -164,6 +166,7 @@ class RelayHost:
         """A channel to a relay is open."""
         self.links.append(link)
         link.send(self.addresses())
+        link.send(protocol.Waiting(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
         """A relay is gone: its requests end as if their clients had left."""
@@ -235,6 +238,14 @@ class RelayHost:
                 self._answered(link, -message.number, message.error)
         if self._ticker is None:
             self._tick_later()
+        self._say_waiting()
+
+    def _say_waiting(self) -> None:
+        """Let relays know whether requests wait, when that changes."""
+        waiting = len(self.scheduler.queue) > 0
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self.broadcast(protocol.Waiting(waiting))
 
     def _greeted(self, link: RelayLink, hello: Hello, now: float) -> None:
         """A relay's first message: book its live leases again."""
@@ -457,6 +468,7 @@ class RelayHost:
     def _tick(self) -> None:
         self._ticker = None
         self.carry_out(self.scheduler.on_tick(self.now()))
+        self._say_waiting()
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)

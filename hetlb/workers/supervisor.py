@@ -1,10 +1,10 @@
 """The parent of the scheduler process and the relays: it starts, watches and replaces them.
 
 It serves nothing, runs no event loop and has one thread, so that its children are forked from it within
-milliseconds, with all modules loaded. It holds the listening sockets and the fleet's state for whoever comes
-next. A child that dies is replaced at once, one that dies again within `STEADY_S` a little later each time;
-one that does not answer for `HANG_S` is killed and replaced. When the last relay has ended, so has the
-scheduler process.
+milliseconds, with all modules loaded. It holds the listening sockets and the fleet's state for the processes
+that come next. A child that dies is replaced at once, one that dies again within `STEADY_S` a little later
+each time; one that does not answer for `HANG_S` is killed and replaced. The scheduler process ends after the
+last relay.
 """
 
 from __future__ import annotations

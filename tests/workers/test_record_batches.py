@@ -1,4 +1,4 @@
-"""Ended requests of several workers: all of them, in order, as far as every worker has told."""
+"""Records of several relays: all of them, in order, as far as every relay has reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_row_comes_as_it_went() -> None:
     assert all(type(row) is tuple for row in rows.history.rows_since(0))
 
 
-def test_who_has_not_told_yet_is_waited_for() -> None:
+def test_records_wait_for_relays_that_have_not_reported() -> None:
     rows = FleetRecords()
     rows.add(3, pack(_rows(1.0, 4.0, 6.0)))
     assert len(rows.history) == 0
@@ -46,7 +46,7 @@ def test_who_has_not_told_yet_is_waited_for() -> None:
     st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.booleans()), max_size=20),
     st.integers(1, 12),
 )
-def test_nobody_who_looks_changes_what_there_is(told: list[tuple[list[int], bool]], size: int) -> None:
+def test_reading_changes_nothing(told: list[tuple[list[int], bool]], size: int) -> None:
     looked, not_looked, now, every = FleetRecords(size), FleetRecords(size), 0, []
     for gaps, looks in told:
         times = []

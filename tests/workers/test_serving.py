@@ -1,4 +1,4 @@
-"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator, whoever dies."""
+"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Turns(Engine):
         return self.order
 
 
-# --- one proxy to everybody ---
+# --- one proxy ---
 
 
 async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
@@ -162,7 +162,7 @@ async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, 
         assert engine.order == ["first", *names]
 
 
-# --- who dies ---
+# --- processes that die ---
 
 
 async def test_tenants_take_turns_in_whichever_worker_they_wait(serve: Serve, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_a_change_is_in_force_everywhere_when_it_is_answered(serve: Serve)
         replies = await proxy.both_serve()
         last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
         assert {each["policy"] for each in last} == {"least-requests"}
-        # Whoever is started later knows of it.
+        # A process that is started later knows of it.
         os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         for number in range(2):
