@@ -24,12 +24,15 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
-            "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "scheduling",
-            "sizes", "sse", "totals", "upload", "upstream",
+            "beginnings", "body", "connection", "driver", "exchange", "expected", "http1", "intake",
+            "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator", "upload",
+            "upstream",
         )
     ),
-    "proxy/dashboard/history.py",
+    *(
+        f"proxy/telemetry/{name}.py"
+        for name in ("access_log", "counters", "histograms", "history", "request_record")
+    ),
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

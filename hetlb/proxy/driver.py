@@ -37,10 +37,9 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.ended import Phase
+from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
-from hetlb.proxy.histograms import Gaps
 from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.scheduling import (
     Decisions,
@@ -51,8 +50,10 @@ from hetlb.proxy.scheduling import (
     served_at,
     several_models,
 )
-from hetlb.proxy.sizes import PromptSizes
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.histograms import Gaps
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
 #: Deadlines of requests are looked at this often.
@@ -79,13 +80,13 @@ class ExchangeDriver(ABC):
     def __init__(
         self,
         table: ProxyTable,
-        sizes: PromptSizes,
+        token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self.table = table
-        self.sizes = sizes
+        self.token_estimator = token_estimator
         self.loop = loop
         self.now = loop.time
         self._totals = Totals()
@@ -233,9 +234,9 @@ class ExchangeDriver(ABC):
         """The counts of times between the tokens of a model's streams."""
         return self._totals.model(model).gaps
 
-    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
-        """An engine said how long a prompt was."""
-        self.sizes.learn(model, text_bytes, tokens)
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        """The engine counted `tokens` in the prompts of a body that were estimated."""
+        self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
 
     def streaming(self, since: float) -> set[str]:
         """The instances of which part of an answer came since then."""
@@ -344,12 +345,12 @@ class Driver(ExchangeDriver):
         self,
         scheduler: Scheduler,
         table: ProxyTable,
-        sizes: PromptSizes,
+        token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
-        super().__init__(table, sizes, loop, on_ended, access)
+        super().__init__(table, token_estimator, loop, on_ended, access)
         self.scheduler = scheduler
         self.decisions = Decisions(len(scheduler.instances))
         self._responses = Responses()

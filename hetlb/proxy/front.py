@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from hetlb.config import Fleet
 from hetlb.proxy.access import Access
-from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.intake import FleetView
-from hetlb.proxy.lines import LineWriter
-from hetlb.proxy.requestlog import FORMATS
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.tracing import Tracing
+from hetlb.proxy.telemetry.access_log import FORMATS
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.log_writer import LogWriter
+from hetlb.proxy.telemetry.tracing import Tracing
 
 
 class Front:
@@ -34,14 +34,14 @@ class Front:
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
         self.server.intake.tracing = self._tracing
         self._write_line = FORMATS[fleet.proxy.request_log_format]
-        self._lines: LineWriter | None = None
+        self._lines: LogWriter | None = None
         #: The requests that ended lately, for the dashboard.
         self.history = History()
 
     def open_log(self, at_once: int | None = None) -> None:
-        """Begin the request log, where the fleet wants one. `at_once`: see `LineWriter`."""
+        """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
         if self._fleet.proxy.request_log:
-            self._lines = LineWriter(sys.stderr.fileno(), "request log", at_once)
+            self._lines = LogWriter(sys.stderr.fileno(), "request log", at_once)
 
     @property
     def lost_lines(self) -> int:

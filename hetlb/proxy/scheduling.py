@@ -15,7 +15,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Health, HealthChanged, Reject, RejectReason
 from hetlb.proxy.http1 import GateError
 from hetlb.proxy.retryafter import DrainRate
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
 
 logger = logging.getLogger("hetlb.proxy")
 

@@ -44,17 +44,17 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
-from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
-from hetlb.proxy.lines import LineWriter
-from hetlb.proxy.metrics import WorkerState
-from hetlb.proxy.requestlog import escape
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target
-from hetlb.proxy.sizes import PromptSizes, load_tokenizers
-from hetlb.proxy.totals import Totals
-from hetlb.proxy.tracing import check_installed
+from hetlb.proxy.telemetry.access_log import escape
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.log_writer import LogWriter
+from hetlb.proxy.telemetry.prometheus import WorkerState
+from hetlb.proxy.telemetry.tracing import check_installed
+from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -96,7 +96,7 @@ class FleetService(ABC):
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = event_log
-        self._events: LineWriter | None = None
+        self._events: LogWriter | None = None
         self._event_fd: int | None = None
         self._runner: web.AppRunner | None = None
         setup = SchedulerSetup(
@@ -133,7 +133,7 @@ class FleetService(ABC):
                     f"--event-log: expected a file that can be written, got {str(self._event_log)!r}: "
                     f"{error.strerror}"
                 ) from error
-            self._events = LineWriter(self._event_fd, "event log")
+            self._events = LogWriter(self._event_fd, "event log")
             self._events.write(encode_setup(setup))
             return RecordingScheduler(setup, write=self._events.write)
         except ValueError as error:
@@ -455,6 +455,7 @@ class FleetService(ABC):
             "tracing": (then.tracing, now.tracing),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
+            "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
         }
         return [key for key, (before, after) in pairs.items() if before != after]
 
@@ -494,7 +495,7 @@ class Service(FleetService):
         self.driver = Driver(
             self.scheduler,
             fleet.proxy,
-            PromptSizes(load_tokenizers(fleet.tokenizers)),
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
             asyncio.get_running_loop(),
             lambda ended: self._front.requests_ended(ended),
             self._engines,
@@ -634,6 +635,10 @@ def _twins(fleet: Fleet) -> list[str]:
         for spec in fleet.instances
         if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
     ]
+
+
+def _image_tokens(file: FleetFile) -> dict[str, object]:
+    return {model.name: model.image_tokens for model in file.models if model.image_tokens is not None}
 
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:

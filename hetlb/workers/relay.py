@@ -23,11 +23,11 @@ import msgspec
 from hetlb.config import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess, registered_access
-from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import EMITS_S
 from hetlb.proxy.front import Front
 from hetlb.proxy.service import require_urls, spare_collector
-from hetlb.proxy.sizes import PromptSizes, load_tokenizers
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.channel import FROM_SCHEDULER, Channel
 from hetlb.workers.control import Control, State
 from hetlb.workers.protocol import (
@@ -80,7 +80,7 @@ class Relay:
             life,
             fleet.proxy,
             fleet.queue_limits,
-            PromptSizes(load_tokenizers(fleet.tokenizers)),
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
             self._loop,
             lambda ended: self._front.requests_ended(ended),
             self._engines,
@@ -203,7 +203,7 @@ class Relay:
             elif isinstance(message, View):
                 self._set_view(message)
             elif isinstance(message, Learnt):
-                driver.sizes.learn(message.model, message.text_bytes, message.tokens)
+                driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
             elif isinstance(message, Waiting):
                 driver.others_wait = message.requests
             elif isinstance(message, Ask):

@@ -18,13 +18,14 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.proxy import replies
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.body import Call
 from hetlb.proxy.driver import ExchangeDriver, Target
-from hetlb.proxy.ended import Phase
 from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http1 import ResponseHead
 from hetlb.proxy.scheduling import several_models
-from hetlb.proxy.sizes import PromptSizes
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.workers.protocol import (
     Arrival,
@@ -65,12 +66,12 @@ class RelayDriver(ExchangeDriver):
         relay: int,
         table: ProxyTable,
         limits: QueueLimits,
-        sizes: PromptSizes,
+        token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
-        super().__init__(table, sizes, loop, on_ended, access)
+        super().__init__(table, token_estimator, loop, on_ended, access)
         self._next_id = (relay << ID_BITS) + 1
         self._limits = limits
         self._sender: Sender | None = None
@@ -196,10 +197,11 @@ class RelayDriver(ExchangeDriver):
     def retry_after_s(self, reject: Reject) -> float | None:
         return reject.retry_after_s  # the scheduler process has looked at the whole queue
 
-    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
-        super().learn_size(model, text_bytes, tokens)
-        known_bytes, known_tokens = self._learnt.get(model, (0, 0))
-        self._learnt[model] = known_bytes + text_bytes, known_tokens + tokens
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        super().learn_prompt(model, call, tokens)
+        if not call.images:  # what their sizes mean each relay learns by itself
+            known_bytes, known_tokens = self._learnt.get(model, (0, 0))
+            self._learnt[model] = known_bytes + call.text_bytes, known_tokens + tokens
 
     # --- answers that can be asked for again: the scheduler process knows where they are ---
 

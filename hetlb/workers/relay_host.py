@@ -47,7 +47,7 @@ from hetlb.proxy.scheduling import (
     served_at,
     several_models,
 )
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
 from hetlb.workers import protocol
 from hetlb.workers.channel import Channel
 from hetlb.workers.protocol import (

@@ -32,11 +32,11 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
-from hetlb.proxy.dashboard.history import History
-from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, spare_collector
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.channel import FROM_RELAY, Channel
 from hetlb.workers.control import Control, State
 from hetlb.workers.merge_counters import add, merged

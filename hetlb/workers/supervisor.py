@@ -27,9 +27,9 @@ import uvloop
 
 from hetlb.config import Fleet
 from hetlb.errors import HetlbError
-from hetlb.proxy.lines import logging_to_stderr
-from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
+from hetlb.proxy.telemetry.log_writer import logging_to_stderr
+from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.control import Control, State, content_of
 from hetlb.workers.relay import Relay
 from hetlb.workers.scheduler_process import SchedulerProcess
