@@ -24,7 +24,6 @@ the failures that eject come soon; beyond those, where it may not be ejected, af
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,15 +112,6 @@ class HealthTracker:
     def clean(self) -> bool:
         """Whether it is up and no success could make it any better."""
         return self._clean
-
-    def saved(self) -> dict[str, object]:
-        """How it stands, for `restore` in another process with the same clock."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def restore(self, saved: Mapping[str, object]) -> None:
-        """Stand as another tracker of the same instance did."""
-        for name, value in saved.items():
-            setattr(self, name, value)
 
     # --- evidence ---
 

@@ -43,6 +43,7 @@ from hetlb.core.types import (
     InstanceSpec,
     Lease,
     LeaseId,
+    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -411,6 +412,25 @@ class Scheduler:
         self._retrying.add(placed.lease.id)
         return [placed, *self._flush(now)]
 
+    def restore(self, live: LiveLease, now: float) -> Lease | None:
+        """Book a lease again that an earlier scheduler granted; None where its instance is gone.
+
+        It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
+        """
+        request = live.request
+        assert request.id not in self._queue, f"request {request.id} waits and is restored"
+        instance = self._instances.get(live.instance)
+        if instance is None:
+            return None
+        lease = self._lease(request, instance, live.predicted_output, live.work_ns, live.dispatched_at)
+        self._next_lease += 1
+        instance.acquire(lease)
+        if live.begun:
+            instance.first_token(lease, now)
+        lease.mark = lease.first_mark = None
+        self._leased[lease.id] = instance
+        return lease
+
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
         self._queue.remove(request_id)
@@ -777,7 +797,8 @@ class Scheduler:
 
     def _book(self, found: _Found, ready: _Ready, now: float) -> Dispatch:
         question, instance = found.question, found.instance
-        lease = self._lease(question, instance, round(found.work_s * 1e9), now)
+        work_ns = round(found.work_s * 1e9)
+        lease = self._lease(question.request, instance, question.predicted_output, work_ns, now)
         self._next_lease += 1
         instance.acquire(lease)
         if question.standings is not None:
@@ -800,9 +821,10 @@ class Scheduler:
             considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
         return Dispatch(question.request.id, lease, policy.name, considered)
 
-    def _lease(self, question: Question, instance: Instance, work_ns: int, now: float) -> Lease:
+    def _lease(
+        self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
+    ) -> Lease:
         """What a request takes on an instance: its prefixes are used from now on."""
-        request, predicted = question.request, question.predicted_output
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
@@ -949,11 +971,7 @@ class Scheduler:
 
     def _may_retry(self) -> bool:
         """Whether the budget of retries that may run twice allows one more."""
-        return self._within_budget(len(self._retrying), len(self._leased))
-
-    @staticmethod
-    def _within_budget(retrying: int, leased: int) -> bool:
-        return retrying < max(RETRY_FLOOR, int(RETRY_SHARE * leased))
+        return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """What becomes of a request that an engine did not answer."""

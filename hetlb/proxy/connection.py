@@ -17,7 +17,7 @@ from typing import Final, cast
 from hetlb.config import ProxyTable
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http1 import (
     ChunkedDecoder,
@@ -44,7 +44,7 @@ _SEND_BUFFER: Final = 64 << 10
 class Clients:
     """All open connections, and what they share."""
 
-    def __init__(self, driver: Driver, intake: Intake) -> None:
+    def __init__(self, driver: ExchangeDriver, intake: Intake) -> None:
         self.driver = driver
         self.intake = intake
         self.table: ProxyTable = driver.table

@@ -26,7 +26,7 @@ from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events,
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 from hetlb.proxy.upload import Upload
-from hetlb.proxy.upstream import EngineConnection, EnginePool
+from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
 
 
 class DriverSide(Protocol):
@@ -147,7 +147,8 @@ class Exchange(RequestRecord):
     def turned_away(self) -> None:
         """The engine is busy and the scheduler found another instance: `dispatched` comes next."""
         self._drop_engine()
-        self.lease = None
+        self._answer_head = self._answer_length = self.lease = None
+        self.status = 0
         self.retries += 1
         self._enter(Phase.QUEUE, self._now())
 
@@ -155,6 +156,10 @@ class Exchange(RequestRecord):
         """The scheduler turned the request down."""
         answer = replies.REJECTIONS[reject.reason]
         self._answer(answer, reject.detail, self._driver.retry_after_s(reject))
+
+    def refused(self, answer: Answer, message: str) -> None:
+        """The scheduler process does not know what the request asks for."""
+        self._answer(answer, message)
 
     # --- from the engine's connection ---
 
@@ -208,16 +213,14 @@ class Exchange(RequestRecord):
             self._drop_engine()
             self.engine_failed(Outcome.NO_RESPONSE, "the engine redirected", bad=True)
             return
+        self._answer_head, self._answer_length = head, length
+        self.status = head.status
         if head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
             lease = self.lease
             assert lease is not None
             if _NUMBER.fullmatch(again) is not None:
                 self._driver.busy(self, lease, float(again))
-                if self.lease is not lease:
-                    return  # another instance has it now
-        self._answer_head, self._answer_length = head, length
-        self.status = head.status
-        if head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
+        elif head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._watcher = SseWatcher(self._call.hold_usage)
 
     def engine_events(self, chunks: bytes) -> bool:
@@ -320,6 +323,17 @@ class Exchange(RequestRecord):
             )
         else:
             self._try_again(outcome)
+
+    def divert(self, taker: Carried) -> EngineConnection:
+        """Have `taker` get what the engine still sends, until it gives the connection back."""
+        engine = self._engine
+        assert engine is not None, "expected an engine that is answering"
+        engine.exchange = taker
+        return engine
+
+    def engine_done(self) -> None:
+        """The engine's connection is free for others, or gone."""
+        self._engine = None
 
     @property
     def _unbegun(self) -> bool:

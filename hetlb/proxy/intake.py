@@ -20,7 +20,7 @@ from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.body import Call, inject_usage, read_json
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
@@ -52,7 +52,7 @@ class FleetView(Protocol):
 class Intake:
     """Takes whole requests in. On the event loop only."""
 
-    def __init__(self, driver: Driver, view: FleetView) -> None:
+    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
@@ -122,7 +122,7 @@ class Intake:
             allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
             if head.method not in allowed:
                 return _method_not_allowed(head, allowed)
-            where = self._place_of(kept[0], tenant, strict=True)
+            where = self._driver.pin(kept[0], None if tenant is None else tenant.name, strict=True)
             return self._exchange(client, head, _PINNED, Call(), body, where, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             return _method_not_allowed(head, (b"POST",))
@@ -138,24 +138,11 @@ class Intake:
             call = read_json(kind, body)
         pinned: str | None = None
         if call.continues is not None:
-            pinned = self._place_of(call.continues, tenant, strict=False)
-            if pinned is not None and call.model is not None and call.model not in self._served(pinned):
-                pinned = None  # of another model: nobody has it there, and the engine says so
+            driver = self._driver
+            pinned = driver.pin(call.continues, None if tenant is None else tenant.name, strict=False)
+            if pinned is not None and call.model is not None and not driver.serves(pinned, call.model):
+                pinned = None  # of another model: it is not there, and the engine says so
         return self._exchange(client, head, kind, call, body, pinned, tenant, upload)
-
-    def _place_of(self, response_id: str, tenant: Tenant | None, *, strict: bool) -> str | None:
-        """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
-
-        Unless `strict`, None where it is not known and anybody may have made it: the engine decides.
-        """
-        driver = self._driver
-        owner = None if tenant is None else tenant.name
-        known = driver.kept_at(response_id, owner)
-        if known is None and owner is None and not strict:
-            return None
-        if known is None or known[1] != owner or all(i.name != known[0] for i in driver.scheduler.instances):
-            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
-        return known[0]
 
     def _exchange(
         self,
@@ -169,7 +156,7 @@ class Intake:
         upload: Upload | None = None,
     ) -> Exchange:
         driver = self._driver
-        model = call.model or self._only_model(pinned)
+        model = call.model or driver.model_at(pinned)
         if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         body = inject_usage(kind, call, body)
@@ -225,22 +212,6 @@ class Intake:
             return owner
         claimed = name.decode("ascii")
         return claimed if owner is None else f"{owner}/{claimed}"
-
-    def _served(self, name: str) -> tuple[str, ...]:
-        """What an instance answers to."""
-        for instance in self._driver.scheduler.instances:
-            if instance.name == name:
-                return instance.served or (instance.spec.model,)
-        return ()
-
-    def _only_model(self, pinned: str | None) -> str:
-        driver = self._driver
-        if pinned is not None and (served := self._served(pinned)):
-            return served[0]
-        models = driver.scheduler.models
-        if len({instance.spec.model for instance in driver.scheduler.instances}) == 1 and models:
-            return models[0]
-        raise GateError(400, "model: expected the name of a model, since several are served here.")
 
     # --- answers of hetlb's own ---
 

@@ -328,8 +328,9 @@ class EngineConnection(asyncio.Protocol):
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
             exchange.engine_head(head, length)
-            if exchange is not self.exchange:
+            if self.exchange is None:
                 return
+            exchange = self.exchange  # another one where the answer is held back
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:
