@@ -28,7 +28,7 @@ from hetlb.workers.protocol import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "workers.md"
-REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t")
+REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)
 
 
 def test_a_request_comes_as_it_went() -> None:
@@ -39,7 +39,7 @@ def test_a_request_comes_as_it_went() -> None:
 
 
 def test_live_leases_come_as_they_went() -> None:
-    live = LiveLease(arrival_of(REQUEST, "o", strict=True), 3, "i0", 10**9, 90, 70, 20.5, 1.5, True)
+    live = LiveLease(arrival_of(REQUEST, "o", strict=True), 3, "i0", 10**9, 20.5, 1.5, True)
     hello = Hello(1, 7, 2, [live])
     assert FROM_RELAY.decode(msgspec.msgpack.encode([hello])) == [hello]
 
