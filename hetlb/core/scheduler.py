@@ -459,6 +459,7 @@ class Scheduler:
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
             instance.removed = True
+            instance.tree.retire()
             del self._instances[change.name]
         elif isinstance(change, AdminStateSet):
             left, instance.admin = instance.admin, change.state

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from hetlb.proxy.beginnings import beginnings_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from hetlb.proxy.beginnings import beginnings_of
 
 
 def test_the_next_turn_begins_like_the_last_one() -> None:
