@@ -26,7 +26,7 @@ COMPILED = (
         for name in (
             "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
             "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse",
-            "totals", "upload", "upstream",
+            "totals", "upstream",
         )
     ),
     "proxy/dashboard/history.py",

@@ -1,8 +1,8 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
 Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
-and none dispatched before its whole body passed the reader, but for large forms that are about to be whole
-(`proxy/upload.py`); what is held of bodies and of requests behind the one being answered is bounded.
+nor before its whole body passed the reader; what is held of bodies and of requests behind the one being
+answered is bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from hetlb.proxy.http1 import (
 )
 from hetlb.proxy.intake import Intake
 from hetlb.proxy.replies import Refusal
-from hetlb.proxy.upload import LEAST_BYTES, REST_S, Upload
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -101,7 +100,6 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_body", "_body_left", "_buffer", "_clients", "_closing", "_decoder", "_exchange", "_head", "_held",
         "_now", "_paused", "_reading_paused", "_since", "_stalled_since", "_tenant", "_transport",
-        "_upload",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -113,8 +111,6 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_left = self._held = 0
         self._decoder: ChunkedDecoder | None = None
-        #: The body in place of `_body` while it may be served before it is whole.
-        self._upload: Upload | None = None
         self._exchange: Exchange | None = None
         self._now = clients.driver.now
         self._closing = False
@@ -142,8 +138,6 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._exchange is not None or self._paused:
             self._buffer += data
-            if self._upload is not None and self._exchange is not None:
-                self._read_on()
             self._bound_reading()
             return
         if self._buffer:
@@ -201,8 +195,7 @@ class ClientConnection(asyncio.Protocol):
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
-        unread = self._upload is not None  # the rest of the body is no request
-        if not keep or unread or head is None or not head.keep_alive or self._clients.stopping:
+        if not keep or head is None or not head.keep_alive or self._clients.stopping:
             self._close()
             return
         self._since = self._now()
@@ -255,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
         table = self._clients.table
         if self._paused and now - self._stalled_since > table.write_timeout_s:
             self.abort()
-        elif self._exchange is not None and self._upload is None:
+        elif self._exchange is not None:
             return
         elif self._closing:
             # A slow client may still be reading the end of its answer.
@@ -265,10 +258,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            exchange = self._exchange
-            chosen_at = None if exchange is None or exchange.lease is None else exchange.dispatched_at
-            late = chosen_at is not None and now - chosen_at > REST_S
-            if slow or late or took_s > table.body_timeout_s:
+            if slow or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._buffer:
             if now - self._since > table.head_timeout_s:
@@ -308,11 +298,8 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder() if head.chunked else None
-        if length is not None:
-            if length > self._body_limit(head):
-                raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
-            if length >= LEAST_BYTES:
-                self._upload = clients.intake.upload(head, length)
+        if length is not None and length > self._body_limit(head):
+            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
         if head.expects is not None:
             self._expected(head)
         return True
@@ -332,14 +319,12 @@ class ClientConnection(asyncio.Protocol):
         return table.max_multipart_bytes if multipart else table.max_body_bytes
 
     def _read_body(self) -> bool:
-        """Take the body out of the buffer; True when it is whole, or is to be served before."""
+        """Take the body out of the buffer; True when it is whole."""
         buffer, decoder = self._buffer, self._decoder
         if decoder is None:
             left = self._body_left
             if not left:
                 return True
-            if self._upload is not None:
-                return self._read_upload(self._upload)
             if len(buffer) < left:
                 self._take(buffer)
                 self._body_left = left - len(buffer)
@@ -364,37 +349,9 @@ class ClientConnection(asyncio.Protocol):
         self._buffer = decoder.surplus
         return True
 
-    def _read_upload(self, upload: Upload) -> bool:
-        """Take what came of a form out of the buffer; True when it is time to serve it."""
-        buffer, left = self._buffer, self._body_left
-        piece, self._buffer = buffer[:left], buffer[left:]
-        if piece:
-            self._body_left = left - len(piece)
-            upload.add(piece)
-            self._hold(piece)
-            if self._exchange is not None:
-                self._exchange.more_came(piece)
-        return upload.choosable(self._now() - self._since)
-
-    def _read_on(self) -> None:
-        """Take more of a form that is being served."""
-        upload = self._upload
-        assert upload is not None
-        try:
-            self._read_upload(upload)
-        except GateError as error:
-            self._refuse(error)
-            return
-        if upload.whole:
-            self._release()
-
     def _take(self, piece: bytes) -> None:
         """Keep a piece of a body of which more is to come."""
         self._body.append(piece)
-        self._hold(piece)
-
-    def _hold(self, piece: bytes) -> None:
-        """Count what is kept of a body that is not whole."""
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:
@@ -405,19 +362,17 @@ class ClientConnection(asyncio.Protocol):
         self._clients.held_bytes -= self._held
         self._held = 0
         self._body = []
-        self._upload = None
 
     # --- answering ---
 
     def _serve(self) -> None:
-        head, clients, pieces, upload = self._head, self._clients, self._body, self._upload
+        head, clients, pieces = self._head, self._clients, self._body
         assert head is not None
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if upload is None or upload.whole:
-            self._release()
+        self._release()
         if clients.stopping:
             raise Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = clients.intake.take(self, head, body, self._tenant, upload)
+        taken = clients.intake.take(self, head, body, self._tenant)
         if isinstance(taken, bytes):
             self._reply(taken)
         else:
@@ -435,9 +390,6 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
         answer = error.answer if isinstance(error, Refusal) else replies.bad_request(error.status)
-        if self._exchange is not None:  # of a body that is served while it comes
-            self._exchange.body_refused(answer, error.message)
-            return
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
@@ -473,10 +425,6 @@ class ClientConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         """End the connection when what was written is out."""
-        if self._upload is not None:
-            self._release()
-            self._linger()
-            return
         self._closing = True
         self._since = self._now()
         if self._transport is not None:

@@ -25,7 +25,6 @@ from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
-from hetlb.proxy.upload import Upload
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
 
@@ -82,8 +81,7 @@ class Exchange(Ended):
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
         "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine",
-        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_upload", "_watcher", "_write", "phase",
-        "since",
+        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_watcher", "_write", "phase", "since",
     )  # fmt: skip
 
     def __init__(
@@ -98,9 +96,7 @@ class Exchange(Ended):
         label: str,
         now: float,
         tenant: str | None = None,
-        upload: Upload | None = None,
     ) -> None:
-        """`upload` takes the place of `body` where that goes on while it arrives."""
         super().__init__(request, kind, head.method, head.path, label, tenant, now)
         self._driver = driver
         self._now = driver.now
@@ -109,7 +105,6 @@ class Exchange(Ended):
         self._head = head
         self._call = call
         self._body = body
-        self._upload = upload
         self.phase = Phase.QUEUE
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
@@ -137,8 +132,6 @@ class Exchange(Ended):
         self.lease = lease
         self.expected_s = expected_s
         self.dispatched_at = now
-        if self._arriving:
-            lease.mark = None  # when the engine begins is not known
         self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)
 
@@ -164,7 +157,7 @@ class Exchange(Ended):
         """
         self._engine = connection
         self._enter(Phase.WAIT, self._now())
-        head, body, upload = self._head, self._body, self._upload
+        head, body = self._head, self._body
         lines = request_lines(head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
@@ -177,12 +170,9 @@ class Exchange(Ended):
             lines,
             own_headers,
             self.label.encode("ascii"),
-            len(body) if upload is None else upload.length,
+            len(body),
         )
-        if upload is None:
-            connection.send(first, body)
-        else:
-            connection.send_upload(first, upload)
+        connection.send(first, body)
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance.
@@ -348,25 +338,6 @@ class Exchange(Ended):
 
     # --- from the client's connection ---
 
-    def more_came(self, piece: bytes) -> None:
-        """More of the body came, and passed the reader."""
-        upload = self._upload
-        assert upload is not None, "expected a body that is arriving"
-        if self._engine is not None:
-            self._engine.send_more(piece, last=upload.whole)
-        if upload.whole and self.phase is Phase.WAIT:
-            self.since = self._now()  # the engine can begin now
-
-    def body_refused(self, answer: Answer, message: str) -> None:
-        """The rest of the body did not pass, or did not come: no engine got all of it."""
-        if self.phase is Phase.QUEUE:
-            self._driver.give_up(self)
-        self._stop_engine()
-        if self._committed and not self._early:
-            self._break(answer.outcome, "the rest of the request was refused")
-        else:
-            self._answer(answer, message)
-
     def client_gone(self) -> None:
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
@@ -394,7 +365,7 @@ class Exchange(Ended):
             return
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.phase is Phase.WAIT and now - self.since > first_byte_s and not self._arriving:
+        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
             self._stop_engine()
             self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
@@ -415,11 +386,6 @@ class Exchange(Ended):
     def _delimited(self) -> bool:
         """Whether the client can tell where the answer ended without the connection closing."""
         return self._chunked_out or self._answer_length is not None
-
-    @property
-    def _arriving(self) -> bool:
-        """Whether there is more of the body to come."""
-        return self._upload is not None and not self._upload.whole
 
     @property
     def _may_have_run(self) -> bool:
@@ -517,7 +483,7 @@ class Exchange(Ended):
         elif asked.http11:
             self._chunked_out = True
             out += b"transfer-encoding: chunked\r\n"
-        if not asked.keep_alive or not self._delimited or self._arriving:
+        if not asked.keep_alive or not self._delimited:
             self._closes = True
             out += b"connection: close\r\n"
         elif not asked.http11:
@@ -587,7 +553,7 @@ class Exchange(Ended):
                     *replies.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
                 ),
-                close=not self._head.keep_alive or self._arriving,
+                close=not self._head.keep_alive,
                 head_only=self.method == b"HEAD",
             )
         )
@@ -618,7 +584,6 @@ class Exchange(Ended):
         if watcher is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = watcher.events
         self._body = self._tail = b""
-        self._upload = None
         self._driver.finished(self)
         if client_gone:
             return

@@ -27,7 +27,6 @@ from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
 from hetlb.proxy.tracing import Tracing
-from hetlb.proxy.upload import Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -91,26 +90,10 @@ class Intake:
         """Whether something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
-    def upload(self, head: RequestHead, length: int) -> Upload | None:
-        """What reads a large body that may go on while it arrives, if any. Raises `GateError` (400)."""
-        if head.method != b"POST" or ENDPOINTS.get(head.path) is not _AUDIO:
-            return None
-        if not head.content_type.startswith(_MULTIPART):
-            return None
-        return Upload(head.fields[b"content-type"], length)
-
     def take(
-        self,
-        client: ClientSide,
-        head: RequestHead,
-        body: bytes,
-        tenant: Tenant | None,
-        upload: Upload | None = None,
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
-
-        Its body is `body`, or what came and will come of `upload`.
-        """
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -126,9 +109,7 @@ class Intake:
             return self._exchange(client, head, _PINNED, Call(), body, where, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             return _method_not_allowed(head, (b"POST",))
-        if upload is not None:
-            call = upload.call
-        elif head.content_type.startswith(_MULTIPART):
+        if head.content_type.startswith(_MULTIPART):
             call = read_multipart(head.fields[b"content-type"], body)
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
@@ -141,7 +122,7 @@ class Intake:
             pinned = self._place_of(call.continues, tenant, strict=False)
             if pinned is not None and call.model is not None and call.model not in self._served(pinned):
                 pinned = None  # of another model: nobody has it there, and the engine says so
-        return self._exchange(client, head, kind, call, body, pinned, tenant, upload)
+        return self._exchange(client, head, kind, call, body, pinned, tenant)
 
     def _place_of(self, response_id: str, tenant: Tenant | None, *, strict: bool) -> str | None:
         """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
@@ -166,7 +147,6 @@ class Intake:
         body: bytes,
         pinned: str | None,
         tenant: Tenant | None,
-        upload: Upload | None = None,
     ) -> Exchange:
         driver = self._driver
         model = call.model or self._only_model(pinned)
@@ -201,16 +181,14 @@ class Intake:
             sequences=prompts * call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=len(body) if upload is None else upload.length,
+            body_bytes=len(body),
             prompt_exact=exact,
             pinned=pinned,
             beginnings=beginnings,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )
-        exchange = Exchange(
-            driver, client, head, kind, call, request, body, text, driver.now(), owner, upload
-        )
+        exchange = Exchange(driver, client, head, kind, call, request, body, text, driver.now(), owner)
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange

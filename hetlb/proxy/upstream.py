@@ -26,7 +26,6 @@ from hetlb.proxy.http1 import (
     head_end,
     parse_response_head,
 )
-from hetlb.proxy.upload import Upload
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
@@ -202,8 +201,8 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "_unsent", "exchange",
-        "head", "idle_since", "usable",
+        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "exchange", "head",
+        "idle_since", "usable",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -218,8 +217,6 @@ class EngineConnection(asyncio.Protocol):
         self._buffer = b""
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
-        #: Whether there is more of the request's body to come from its client.
-        self._unsent = False
 
     # --- the exchange's side ---
 
@@ -229,7 +226,7 @@ class EngineConnection(asyncio.Protocol):
         self.head = None
         self._decoder = None
         self._reused = reused
-        self._answered = self._unsent = False
+        self._answered = False
         self._buffer = b""
         pool = self._pool
         pool.busy.add(self)
@@ -243,19 +240,6 @@ class EngineConnection(asyncio.Protocol):
             transport.write(head + body)
         else:
             transport.writelines((head, body))
-
-    def send_upload(self, head: bytes, upload: Upload) -> None:
-        """Send a request with what there is of its body; `send_more` what comes."""
-        transport = self._transport
-        assert transport is not None, "expected a connection that was made"
-        self._unsent = not upload.whole
-        transport.writelines((head, *upload.pieces))
-
-    def send_more(self, piece: bytes, *, last: bool) -> None:
-        """Send more of a body. Nothing is held back: all of it is kept anyway, for another engine."""
-        self._unsent = not last
-        if self._transport is not None:
-            self._transport.write(piece)
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -358,7 +342,7 @@ class EngineConnection(asyncio.Protocol):
         self._pool.busy.discard(self)
         assert self._transport is not None
         # An early answer leaves a request half-sent.
-        whole = not self._unsent and self._transport.get_write_buffer_size() == 0
+        whole = self._transport.get_write_buffer_size() == 0
         if clean and whole and self.head.keep_alive and not self._transport.is_closing():
             self._transport.resume_reading()
             self._pool.put_back(self)
