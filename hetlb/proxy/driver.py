@@ -170,7 +170,9 @@ class Driver:
             self.settle()
         if lease is not None:
             self._drain_rate.ended(ended_at)
-            self.lease_ended(lease, outcome, retry=False, server_error=exchange.server_error)
+            end = exchange.end
+            assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
+            self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
         elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.carry_out(self.scheduler.on_cancelled(exchange.request.id, ended_at))
         if self._idle_waiters and not self.exchanges:

@@ -25,7 +25,7 @@ from hetlb.proxy.driver import Driver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
-from hetlb.proxy.multipart import read_multipart
+from hetlb.proxy.multipart import FormReader
 from hetlb.proxy.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
@@ -90,10 +90,28 @@ class Intake:
         """Whether something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
+    def form(self, head: RequestHead) -> FormReader | None:
+        """Reader of a body that is a form, fed while it arrives. Raises `GateError` (400)."""
+        if not head.content_type.startswith(_MULTIPART):
+            return None
+        if head.path in self._extra_paths or (head.method == b"POST" and head.path in ENDPOINTS):
+            return FormReader(head.fields[b"content-type"])
+        return None
+
     def take(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self,
+        client: ClientSide,
+        head: RequestHead,
+        pieces: list[bytes],
+        tenant: Tenant | None,
+        form: FormReader | None = None,
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
+
+        Its body is in `pieces`, which `form` has read where it is one.
+        """
+        if form is None and len(pieces) != 1:
+            pieces = [b"".join(pieces)]
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -106,23 +124,24 @@ class Intake:
             if head.method not in allowed:
                 return _method_not_allowed(head, allowed)
             where = self._place_of(kept[0], tenant, strict=True)
-            return self._exchange(client, head, _PINNED, Call(), body, where, tenant)
+            return self._exchange(client, head, _PINNED, Call(), pieces, where, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             return _method_not_allowed(head, (b"POST",))
-        if head.content_type.startswith(_MULTIPART):
-            call = read_multipart(head.fields[b"content-type"], body)
+        if form is not None:
+            call = form.finish()
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
-        elif kind is _PLAIN and not body:
+        elif kind is _PLAIN and not pieces[0]:
             call = Call()
         else:
-            call = read_json(kind, body)
+            call = read_json(kind, pieces[0])
+            pieces = [inject_usage(kind, call, pieces[0])]
         pinned: str | None = None
         if call.continues is not None:
             pinned = self._place_of(call.continues, tenant, strict=False)
             if pinned is not None and call.model is not None and call.model not in self._served(pinned):
                 pinned = None  # of another model: nobody has it there, and the engine says so
-        return self._exchange(client, head, kind, call, body, pinned, tenant)
+        return self._exchange(client, head, kind, call, pieces, pinned, tenant)
 
     def _place_of(self, response_id: str, tenant: Tenant | None, *, strict: bool) -> str | None:
         """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
@@ -144,7 +163,7 @@ class Intake:
         head: RequestHead,
         kind: Kind,
         call: Call,
-        body: bytes,
+        pieces: list[bytes],
         pinned: str | None,
         tenant: Tenant | None,
     ) -> Exchange:
@@ -152,7 +171,6 @@ class Intake:
         model = call.model or self._only_model(pinned)
         if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
-        body = inject_usage(kind, call, body)
         prompts, exact = call.prompts, call.prompt_tokens is not None
         if not kind.prompted:
             total, prompts = 1, 1
@@ -161,6 +179,7 @@ class Intake:
         else:
             total = driver.sizes.tokens(model, call.text, call.text_bytes)
         each = total if prompts == 1 else max(1, -(-total // prompts))
+        body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         request_id = driver.next_id()
         label = head.fields.get(b"x-request-id")
         if label is None or _LABEL.fullmatch(label) is None:
@@ -181,14 +200,14 @@ class Intake:
             sequences=prompts * call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=len(body),
+            body_bytes=body_bytes,
             prompt_exact=exact,
             pinned=pinned,
             beginnings=beginnings,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )
-        exchange = Exchange(driver, client, head, kind, call, request, body, text, driver.now(), owner)
+        exchange = Exchange(driver, client, head, kind, call, request, pieces, text, driver.now(), owner)
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange

@@ -16,8 +16,9 @@ from collections import deque
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
-from hetlb.core.types import Outcome
+from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.ends import End
 from hetlb.proxy.http1 import (
     ChunkedDecoder,
     GateError,
@@ -30,6 +31,12 @@ from hetlb.proxy.http1 import (
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _MAX_HEAD_BYTES: Final = 32 << 10
+#: Interim answers (1xx) before the answer itself: more are none.
+MAX_INTERIM: Final = 16
+#: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
+TURN_BYTES: Final = 16 << 10
+#: A read of this size or more is a turn of its own: more is waiting in the kernel.
+_LARGE_READ: Final = 64 << 10
 #: How long an engine may take to take leave of a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Bodies up to this size are written in one piece with their head.
@@ -41,6 +48,8 @@ class Carried(Protocol):
 
     @property
     def method(self) -> bytes: ...
+    @property
+    def plain(self) -> bool: ...
     def engine_connected(
         self, connection: EngineConnection, own_headers: bytes, passthrough: bool
     ) -> None: ...
@@ -49,7 +58,7 @@ class Carried(Protocol):
     def engine_events(self, chunks: bytes) -> bool: ...
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
-    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None: ...
+    def engine_failed(self, end: End, detail: str) -> None: ...
 
 
 class EnginePool:
@@ -68,6 +77,7 @@ class EnginePool:
         "_port",
         "_tls",
         "busy",
+        "call_soon",
         "closed",
         "heads",
         "own_headers",
@@ -90,6 +100,7 @@ class EnginePool:
         self._host_header = b"host: " + parts.netloc.encode("ascii")
         self._loop = loop
         self._now = loop.time
+        self.call_soon = loop.call_soon
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
@@ -165,7 +176,7 @@ class EnginePool:
             self._idle.popleft().close()
 
     async def _connect(self, exchange: Carried) -> None:
-        outcome: Outcome | None = None
+        end: End | None = None
         detail = ""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -175,22 +186,22 @@ class EnginePool:
         except asyncio.CancelledError:
             return
         except TimeoutError:
-            outcome, detail = Outcome.CONNECT_FAILED, "the connection was not accepted in time"
+            end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
             local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
-            outcome = Outcome.LOCAL_FAULT if local else Outcome.CONNECT_FAILED
+            end = ends.LOCAL if local else ends.NOT_ACCEPTED
             detail = error.strerror or str(error)
         except UnicodeError:
-            outcome, detail = Outcome.CONNECT_FAILED, "its host can be no name"
+            end, detail = ends.NOT_ACCEPTED, "its host can be no name"
         if self._connecting.pop(exchange, None) is None:
             # The client left in the same turn in which the connection came.
-            if outcome is None:
+            if end is None:
                 connection.close()
             return
-        if outcome is None:
+        if end is None:
             connection.begin(exchange, reused=False)
         else:
-            exchange.engine_failed(outcome, detail)
+            exchange.engine_failed(end, detail)
 
 
 def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
@@ -201,8 +212,23 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "exchange", "head",
-        "idle_since", "usable",
+        "_answered",
+        "_buffer",
+        "_decoder",
+        "_held",
+        "_interim",
+        "_left",
+        "_pool",
+        "_rest",
+        "_rest_at",
+        "_reused",
+        "_scheduled",
+        "_transport",
+        "_unread",
+        "exchange",
+        "head",
+        "idle_since",
+        "usable",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -214,9 +240,19 @@ class EngineConnection(asyncio.Protocol):
         self.usable = True
         self._reused = False
         self._answered = False
-        self._buffer = b""
+        #: The beginning of a head, and how many interim ones came before it.
+        self._buffer = bytearray()
+        self._interim = 0
+        #: Whether the engine has still to read much of the request.
+        self._unread = False
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
+        #: What was read and is looked at in later turns, from `_rest_at` on.
+        self._rest = b""
+        self._rest_at = 0
+        self._scheduled = False
+        #: Whether the client is slow: nothing more is read for it.
+        self._held = False
 
     # --- the exchange's side ---
 
@@ -226,29 +262,34 @@ class EngineConnection(asyncio.Protocol):
         self.head = None
         self._decoder = None
         self._reused = reused
-        self._answered = False
-        self._buffer = b""
+        self._answered = self._held = self._unread = False
+        self._interim = 0
+        self._buffer.clear()
         pool = self._pool
         pool.busy.add(self)
         exchange.engine_connected(self, pool.own_headers, pool.passthrough)
 
-    def send(self, head: bytes, body: bytes) -> None:
+    def send(self, head: bytes, body: list[bytes]) -> None:
         """Send a whole request."""
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
-        if len(body) <= _COPIED_BYTES:
-            transport.write(head + body)
+        if len(body) == 1 and len(body[0]) <= _COPIED_BYTES:
+            transport.write(head + body[0])
         else:
-            transport.writelines((head, body))
+            transport.writelines((head, *body))
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
+        self._held = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
-        if self._transport is not None and not self._transport.is_closing():
+        self._held = False
+        if self._rest:
+            self._continue_later()
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -279,25 +320,74 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             return
         decoder = self._decoder
+        if len(data) > TURN_BYTES or self._rest:
+            self._rest = self._rest[self._rest_at :] + data if self._rest else data
+            self._rest_at = 0
+            self._take_turn()
+            return
         # By far the most common read: an event in a chunk of its own.
         if decoder is not None and decoder.between and exchange.engine_events(data):
             return
         self._answered = True
+        self._receive_or_fail(exchange, data)
+
+    def _take_turn(self) -> None:
+        """Look at the next part of what was read; the others have their turn before more is read."""
+        self._scheduled = False
+        exchange = self.exchange
+        if exchange is None or self._held or not self._rest:
+            return
+        size = len(self._rest) - self._rest_at
+        # What is passed on as it stands costs nothing to look at.
+        if self.head is None or self._decoder is not None or not exchange.plain:
+            size = min(size, TURN_BYTES)
+        at = self._rest_at
+        data = self._rest[at : at + size]
+        self._rest_at = at + size
+        if self._rest_at >= len(self._rest):
+            self._rest, self._rest_at = b"", 0
+        self._answered = True
+        if self._rest or size >= _LARGE_READ:
+            self._continue_later()
+        self._receive_or_fail(exchange, data)
+
+    def _continue_later(self) -> None:
+        if self._scheduled:
+            return
+        self._scheduled = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._pool.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """The others had their turn."""
+        if self._rest:
+            self._take_turn()
+            return
+        self._scheduled = False
+        if not self._held and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
             self._receive(exchange, data)
         except GateError as error:
             self.abort()
-            exchange.engine_failed(Outcome.NO_RESPONSE, error.message, bad=True)
+            exchange.engine_failed(ends.JUNK, error.message)
 
     def _receive(self, exchange: Carried, data: bytes) -> None:
         if self.head is None:
-            if self._buffer:
-                data = self._buffer + data
-                self._buffer = b""
+            seen = len(self._buffer)
+            if seen:
+                self._buffer += data
+                if not head_end(self._buffer, _MAX_HEAD_BYTES, seen=seen):
+                    return
+                data = bytes(self._buffer)
+                self._buffer.clear()
             while True:
                 end = head_end(data, _MAX_HEAD_BYTES)
                 if not end:
-                    self._buffer = data
+                    self._buffer += data
                     return
                 raw, data = data[:end], data[end:]
                 if exchange.method == b"HEAD":
@@ -308,6 +398,9 @@ class EngineConnection(asyncio.Protocol):
                     break
                 if head.status == 101:
                     raise GateError(502, "The engine switched protocols.")
+                self._interim += 1
+                if self._interim > MAX_INTERIM:
+                    raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
@@ -320,7 +413,7 @@ class EngineConnection(asyncio.Protocol):
                 if payload:
                     exchange.engine_body(payload)
                 return
-            clean = not self._decoder.surplus
+            clean = not self._decoder.surplus and not self._rest
         elif self._left is not None:
             payload = data[: self._left]
             self._left -= len(payload)
@@ -328,7 +421,7 @@ class EngineConnection(asyncio.Protocol):
                 if payload:
                     exchange.engine_body(payload)
                 return
-            clean = len(data) == len(payload)
+            clean = len(data) == len(payload) and not self._rest
         else:
             if data:
                 exchange.engine_body(data)
@@ -359,6 +452,9 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.usable = False
         self._pool.forget(self)
+        while self._rest and self.exchange is not None:  # what came before the end comes first
+            self._held = False
+            self._take_turn()
         exchange, self.exchange = self.exchange, None
         self._transport = None
         if exchange is None:
@@ -368,16 +464,17 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_lost_idle()
         elif self.head is None:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.
-            exchange.engine_failed(
-                Outcome.NO_RESPONSE, "the engine closed the connection", bad=self._answered
-            )
+            end = ends.JUNK if self._answered else ends.UNREAD if self._unread else ends.DROPPED
+            exchange.engine_failed(end, "the engine closed the connection")
         elif self._decoder is None and self._left is None and exc is None:
             exchange.engine_end(b"")
         else:
-            exchange.engine_failed(Outcome.BROKEN_STREAM, "the engine's answer broke off")
+            exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
 
     def pause_writing(self) -> None:
-        """What there is of a request body is written in one go: nothing to hold back."""
+        """The engine has not read the request yet. (It was written in one go: nothing to hold back.)"""
+        self._unread = True
 
     def resume_writing(self) -> None:
-        """See `pause_writing`."""
+        """The engine has read it, but for the last few bytes."""
+        self._unread = False
