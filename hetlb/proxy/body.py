@@ -100,6 +100,9 @@ def read_json(kind: Kind, body: bytes) -> Call:
     elif kind is _COMPLETION:
         _read_prompt(call, decoded.prompt)
     elif kind is _RESPONSES:
+        if bytes(decoded.request_id) not in (b"", b"null"):
+            # vLLM would store the answer under that id, in place of one that is there.
+            raise _invalid("request_id: expected none here, the instance names its answers.")
         _read_prompt(call, decoded.input)
         call.prompts = 1
         call.continues = decoded.previous_response_id

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Final
@@ -21,6 +22,8 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
+    AdminState,
+    AdminStateSet,
     Command,
     Dispatch,
     EngineSample,
@@ -41,6 +44,7 @@ from hetlb.proxy.ended import Phase
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
 from hetlb.proxy.histograms import Gaps
+from hetlb.proxy.onward import ForwardRules
 from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.sizes import PromptSizes
 from hetlb.proxy.totals import Totals
@@ -54,6 +58,9 @@ SWEEP_S: Final = 0.5
 SETTLED_AT_ONCE: Final = 64
 #: After a pause of the process this long, what came meanwhile is read before anybody is told of a timeout.
 GAP_S: Final = 1.0
+#: A timer that is so late says that this process stood still; it is due this often.
+STALL_S: Final = 0.25
+BEAT_S: Final = 0.1
 #: An instance from which something came within so many seconds is not failed by a probe.
 EMITS_S: Final = 2.0
 DECISIONS_KEPT: Final = 1000
@@ -87,8 +94,13 @@ class Driver:
         self.decisions: deque[Dispatch] = deque()
         self._bound_decisions()
         self.exchanges: dict[RequestId, Exchange] = {}
+        self.forward_rules = ForwardRules(table.forward_headers)
+        #: Called with the name of an instance that turned out to be this proxy.
+        self.on_loop: Callable[[str], None] | None = None
         #: Where, and for whom, an answer that can be asked for again was made: by response id.
-        self.made_at: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        self._made_at: dict[str, tuple[str, str | None]] = {}
+        #: The ids by whom they were made for, the oldest first.
+        self._made_for: dict[str | None, deque[str]] = {}
         #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
         self._access = {} if access is None else access
         self._on_ended = on_ended
@@ -98,7 +110,12 @@ class Driver:
         self._ticker: asyncio.TimerHandle | None = None
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
+        self._stalled_at = -math.inf
+        self._beat_due = self.now() + BEAT_S
+        self._beater: asyncio.TimerHandle | None = loop.call_at(self._beat_due, self._beat)
         self._idle_waiters: list[asyncio.Future[None]] = []
+        #: How long a probe may take; set by who probes.
+        self.probe_timeout_s = 0.0
 
     # --- requests ---
 
@@ -216,21 +233,31 @@ class Driver:
         self.sizes.learn(model, text_bytes, tokens)
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made at `instance`, for `tenant`."""
-        self.made_at[response_id] = instance, tenant
-        if len(self.made_at) > RESPONSES_KEPT:
-            del self.made_at[next(iter(self.made_at))]
+        """An answer that can be asked for again was made at `instance`, for `tenant`.
+
+        An id belongs to the first whom it was made for; a full table forgets of whoever has most in it.
+        """
+        if response_id in self._made_at:
+            return
+        self._made_at[response_id] = instance, tenant
+        self._made_for.setdefault(tenant, deque()).append(response_id)
+        if len(self._made_at) > RESPONSES_KEPT:
+            most = max(self._made_for.values(), key=len)
+            del self._made_at[most.popleft()]
 
     def kept_at(self, response_id: str, owner: str | None) -> tuple[str, str | None] | None:
         """Which instance keeps an answer, and whose it is; None where it is not known. `owner` asks."""
-        return self.made_at.get(response_id)
+        return self._made_at.get(response_id)
 
     # --- instances ---
 
     def change(self, change: InstanceChange) -> None:
         """Something about an instance changed."""
-        if isinstance(change, Probed) and change.result is ProbeResult.FAILED and self._emits(change.name):
-            return  # busy, not dead: its probes wait behind its work
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
+            if self._emits(change.name):
+                return  # busy, not dead: its probes wait behind its work
+            if self.stalled_since(self.now() - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
         self.carry_out(self.scheduler.on_instance(change, self.now()))
         self._drop_unused_pools()
         self._bound_decisions()
@@ -259,6 +286,8 @@ class Driver:
 
     def configure(self, table: ProxyTable) -> None:
         """New limits, times and keys, for what begins from now on."""
+        if table.forward_headers != self.table.forward_headers:
+            self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
         for instance in self.scheduler.instances:
             if (pool := self._pools.get(instance.incarnation)) is not None:
@@ -267,6 +296,32 @@ class Driver:
                     connect_timeout_s=table.connect_timeout_s,
                     idle_s=table.upstream_idle_s,
                 )
+
+    def identify(self, own: str, table: ProxyTable | None = None) -> None:
+        """Be known by this name in `Via`: processes that serve one fleet have one."""
+        self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
+
+    def came_back(self, instance: str) -> None:
+        """A request to an instance came back to this proxy: nothing goes there any more."""
+        logger.error("%s is this proxy itself, or leads back to it: taken out (state maint)", instance)
+        if self.on_loop is not None:
+            self.on_loop(instance)
+        else:
+            self.change(AdminStateSet(instance, AdminState.MAINT))
+
+    def stalled_since(self, then: float) -> bool:
+        """Whether this process stood still for a while since `then`: answers may have come unheard."""
+        now = self.now()
+        if now - self._beat_due > STALL_S:  # the timer below is as late as whoever asks
+            self._stalled_at = now
+        return self._stalled_at >= then
+
+    def _beat(self) -> None:
+        now = self.now()
+        if now - self._beat_due > STALL_S:
+            self._stalled_at = now
+        self._beat_due = now + BEAT_S
+        self._beater = self.loop.call_at(self._beat_due, self._beat)
 
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
@@ -294,6 +349,7 @@ class Driver:
                 self._access.get(instance.name, PLAIN_ACCESS),
                 connect_timeout_s=table.connect_timeout_s,
                 idle_s=table.upstream_idle_s,
+                stalled_since=self.stalled_since,
             )
         return pool
 
@@ -377,9 +433,9 @@ class Driver:
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
-        for timer in (self._ticker, self._sweeper):
+        for timer in (self._ticker, self._sweeper, self._beater):
             if timer is not None:
                 timer.cancel()
-        self._ticker = self._sweeper = None
+        self._ticker = self._sweeper = self._beater = None
         for pool in self._pools.values():
             pool.close()

@@ -23,7 +23,7 @@ from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.ends import End
 from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import RequestHead, ResponseHead
-from hetlb.proxy.onward import request_lines, response_lines
+from hetlb.proxy.onward import ForwardRules, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.upstream import EngineConnection, EnginePool
@@ -32,6 +32,8 @@ from hetlb.proxy.upstream import EngineConnection, EnginePool
 class DriverSide(Protocol):
     """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
 
+    @property
+    def forward_rules(self) -> ForwardRules: ...
     def now(self) -> float: ...
     def pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
@@ -43,6 +45,7 @@ class DriverSide(Protocol):
     def gaps(self, model: str) -> Gaps: ...
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
+    def came_back(self, instance: str) -> None: ...
 
 
 class ClientSide(Protocol):
@@ -73,6 +76,8 @@ _RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
 
 
+#: RFC 5842, 7.2.
+LOOP_STATUS: Final = 508
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 
 
@@ -81,7 +86,8 @@ class Exchange(Ended):
 
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
-        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine",
+        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine",
+        "_engine_label", "_fine",
         "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning", "_watcher",
         "_write", "end", "phase", "since",
     )  # fmt: skip
@@ -98,7 +104,9 @@ class Exchange(Ended):
         label: str,
         now: float,
         tenant: str | None = None,
+        engine_label: str | None = None,
     ) -> None:
+        """`engine_label` is its id for engines, where that is not `label`."""
         super().__init__(request, kind, head.method, head.path, label, tenant, now)
         self._driver = driver
         self._now = driver.now
@@ -107,6 +115,7 @@ class Exchange(Ended):
         self._head = head
         self._call = call
         self._body = body
+        self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
         self.phase = Phase.QUEUE
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
@@ -165,19 +174,17 @@ class Exchange(Ended):
         self._engine = connection
         self._enter(Phase.WAIT, self._now())
         head, body = self._head, self._body
-        lines = request_lines(head, passthrough=passthrough)
+        lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
         length = self.request.body_bytes
         if not length and head.method in (b"GET", b"HEAD", b"DELETE"):
-            connection.send(
-                b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), body
-            )
+            connection.send(b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self._engine_label), body)
             return
         first = b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             lines,
             own_headers,
-            self.label.encode("ascii"),
+            self._engine_label,
             length,
         )
         connection.send(first, body)
@@ -203,6 +210,13 @@ class Exchange(Ended):
             # An engine has no business sending clients elsewhere.
             self._drop_engine()
             self.engine_failed(ends.JUNK, "the engine redirected")
+            return
+        if head.status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
+            self._drop_engine()
+            lease = self.lease
+            assert lease is not None
+            self._driver.came_back(lease.instance)
+            self._try_again(ends.LOOP)
             return
         if head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
             lease = self.lease
@@ -326,7 +340,8 @@ class Exchange(Ended):
         head = self._answer_head
         if self.status in _BUSY and head is not None and b"retry-after" in head.fields:
             return ends.BUSY
-        return ends.REFUSED if self.status < 500 else ends.SERVER_ERROR
+        # A loop behind another proxy is no failure of that one.
+        return ends.REFUSED if self.status < 500 or self.status == LOOP_STATUS else ends.SERVER_ERROR
 
     @property
     def _unbegun(self) -> bool:

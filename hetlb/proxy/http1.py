@@ -28,6 +28,8 @@ _TARGET = re.compile(rb"/[!-~]*")
 _REQUEST_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r\n")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
+#: Of these two readers could take different ones.
+_ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
 
 
@@ -49,7 +51,7 @@ class RequestHead:
 
     __slots__ = (
         "chunked", "content_type", "expects", "fields", "headers", "http11", "keep_alive", "method",
-        "onward", "path", "query", "sized",
+        "onward", "onward_rules", "path", "query", "sized",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class RequestHead:
         self.expects: bytes | None = None
         #: What goes on to an engine (see `proxy.onward`), by whether the client's key goes along.
         self.onward: dict[bool, bytes] = {}
+        self.onward_rules: object = None
 
 
 class ResponseHead:
@@ -184,6 +187,8 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
             encoding = value
         elif name == b"connection":
             connection += b"," + value.lower()
+        elif name in _ONCE and sum(other == name for other, _ in headers) > 1:
+            raise GateError(400, f"More than one {name.decode()} header.")
         elif name == b"expect":
             result.expects = value.lower()
         elif name == b"content-encoding" and value.lower() != b"identity":

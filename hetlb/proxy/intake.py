@@ -110,6 +110,8 @@ class Intake:
 
         Its body is in `pieces`, which `form` has read where it is one.
         """
+        if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
+            return self._loop(head)
         if form is None and len(pieces) != 1:
             pieces = [b"".join(pieces)]
         path = head.path
@@ -182,16 +184,19 @@ class Intake:
         body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         request_id = driver.next_id()
         label = head.fields.get(b"x-request-id")
+        engine_text: str | None = None
         if label is None or _LABEL.fullmatch(label) is None:
             text = self._label_prefix + hex(request_id)[2:]
         else:
             text = label.decode("ascii")
+            if tenant is not None:  # engines take it for their own id: no tenant may choose that of another
+                engine_text = f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
+        owner = None if tenant is None else tenant.name
         beginnings: tuple[tuple[str, int | None], ...] = ()
         if generates and prompts == 1:
-            beginnings = beginnings_of(head.fields.get(self._session_header), call.text, each)
-        call.text = b""  # the size of the prompt is known: nobody needs it twice in memory
-        owner = None if tenant is None else tenant.name
+            beginnings = beginnings_of(head.fields.get(self._session_header), call.text, each, owner)
+        call.text = b""  # the size of the prompt is known: it need not be in memory twice
         request = Request(
             id=request_id,
             model=model,
@@ -207,7 +212,9 @@ class Intake:
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )
-        exchange = Exchange(driver, client, head, kind, call, request, pieces, text, driver.now(), owner)
+        exchange = Exchange(
+            driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
+        )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
@@ -238,6 +245,17 @@ class Intake:
         raise GateError(400, "model: expected the name of a model, since several are served here.")
 
     # --- answers of hetlb's own ---
+
+    def _loop(self, head: RequestHead) -> bytes:
+        """A request of our own came back: an instance leads here."""
+        self._driver.refused(replies.LOOP.outcome)
+        return replies.response(
+            replies.LOOP.status,
+            replies.error_body(replies.LOOP, "The request came back: an instance leads to this proxy."),
+            headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
+            close=not head.keep_alive,
+            head_only=head.method == b"HEAD",
+        )
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
         path, status, body = head.path, 200, b""

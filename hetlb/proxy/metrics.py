@@ -38,6 +38,7 @@ class WorkerState:
     number: int
     up: bool
     restarts: int
+    hangs: int = 0
 
 
 class MetricsSource(Protocol):
@@ -141,6 +142,10 @@ class MetricsPage:
         yield _family(
             "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
             [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_worker_hangs_total", "counter", "Times it was killed because it no longer went on.",
+            [f'{{worker="{each.number}"}} {each.hangs}' for each in workers],
         )  # fmt: skip
         yield generate_latest(self._process).decode()
 

@@ -116,6 +116,8 @@ class Service:
             self._requests_ended,
             self._engines,
         )
+        self.driver.on_loop = self._take_out
+        self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self.server = ProxyServer(self.driver, self)
         self.server.tls, self.server.intake.tenants = self._access.tls, self._access.tenants
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
@@ -132,6 +134,10 @@ class Service:
     def _watched(self, change: InstanceChange) -> None:
         """The watcher found something out about an instance."""
         self.driver.change(change)
+
+    def _take_out(self, name: str) -> None:
+        """An instance is this proxy itself: it stays out until an operator sets it ready."""
+        self.change(AdminStateSet(name, AdminState.MAINT))
 
     def _sampled(self, name: str, sample: EngineSample) -> None:
         """The watcher read an engine's metrics."""

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -75,6 +76,7 @@ class EnginePool:
         "_loop",
         "_now",
         "_port",
+        "_stalled_since",
         "_tls",
         "busy",
         "call_soon",
@@ -92,7 +94,9 @@ class EnginePool:
         *,
         connect_timeout_s: float,
         idle_s: float,
+        stalled_since: Callable[[float], bool] = lambda then: False,
     ) -> None:
+        """`stalled_since` tells whether this process stood still since a time: then no engine was slow."""
         parts = urlsplit(url)
         assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
         self._host = parts.hostname
@@ -101,6 +105,7 @@ class EnginePool:
         self._loop = loop
         self._now = loop.time
         self.call_soon = loop.call_soon
+        self._stalled_since = stalled_since
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
@@ -178,6 +183,7 @@ class EnginePool:
     async def _connect(self, exchange: Carried) -> None:
         end: End | None = None
         detail = ""
+        began = self._now()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
@@ -186,6 +192,9 @@ class EnginePool:
         except asyncio.CancelledError:
             return
         except TimeoutError:
+            if self._stalled_since(began) and exchange in self._connecting:
+                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+                return
             end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
             local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
@@ -287,7 +296,7 @@ class EngineConnection(asyncio.Protocol):
     def resume(self) -> None:
         """Read on."""
         self._held = False
-        if self._rest:
+        if self._rest or self._scheduled:
             self._continue_later()
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -333,7 +342,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
-        self._scheduled = False
+        stopped, self._scheduled = self._scheduled, False
         exchange = self.exchange
         if exchange is None or self._held or not self._rest:
             return
@@ -347,7 +356,7 @@ class EngineConnection(asyncio.Protocol):
         if self._rest_at >= len(self._rest):
             self._rest, self._rest_at = b"", 0
         self._answered = True
-        if self._rest or size >= _LARGE_READ:
+        if self._rest or stopped or size >= _LARGE_READ:
             self._continue_later()
         self._receive_or_fail(exchange, data)
 

@@ -61,7 +61,9 @@ class SharedDriver(Driver):
         """The supervisor counts and logs it, once."""
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made here."""
+        """An answer that can be asked for again was made here; its id may be another's already."""
+        if self.kept_at(response_id, tenant) is not None:
+            return
         super().remember_response(response_id, instance, tenant)
         cell = self.shared.cell_of(instance)
         if cell is not None:

@@ -4,16 +4,17 @@ Promise: no lock, no system call but to wake somebody; a figure is one aligned s
 whoever is killed leaves whole figures, which the supervisor wipes out (`wipe`). A reader pays for what has
 changed, not for the size of the fleet: a row says in a ring which of its cells were written last.
 
-Layout, in words of eight bytes. A row: how many writes there were, the standing (3), answers remembered, then
-the ring of `RING` cell numbers, `cells` cells of 8 words, `_BUCKETS` buckets of 4 entries (a key and two
-figures; a key's bucket is the same in every row), and `ANSWERS` triples (the hash of an answer's id, the cell
-of the instance that keeps it, the hash of whose it is).
+Layout, in words of eight bytes. A row: how many writes there were, the standing (3), answers remembered, when
+its worker last said that it lives (ns, monotonic), then the ring of `RING` cell numbers, `cells` cells of 8
+words, `_BUCKETS` buckets of 4 entries (a key and two figures; a key's bucket is the same in every row), and
+`ANSWERS` triples (the hash of an answer's id, the cell of the instance that keeps it, the hash of whose it is).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Final
@@ -27,6 +28,7 @@ ANSWERS: Final = 10_000
 _HEAD_WORDS: Final = 8
 _STANDING: Final = 1
 _REMEMBERED: Final = 4
+_BEAT: Final = 5
 _CELL_WORDS: Final = 8
 _BUCKETS: Final = 256
 _BUCKET_WORDS: Final = 12
@@ -77,7 +79,12 @@ class Memory:
         for index in range(first, first + _CELL_WORDS * self.cells + _BUCKET_WORDS * _BUCKETS):
             if words[index]:
                 words[index] = 0
+        words[start + _BEAT] = 0
         words[start] += RING + 1  # everybody compares everything
+
+    def beat_at(self, row: int) -> float:
+        """When the worker of a row last said that it lives, seconds of the monotonic clock; 0 for never."""
+        return self.words[row * self.row_words + _BEAT] * 1e-9
 
     def busy(self, cell: int) -> bool:
         """Whether somebody has something booked in a cell of an instance."""
@@ -107,6 +114,13 @@ class Row(Ledger):
         self._waiting_at = [row * memory.row_words + _STANDING for row in others]
         self.standings = [(0, 0, 0)] * len(others)
         self._count = 0 if number < 0 else self._words[self._start]
+        #: By the hash of an owner: the places of its answers in our own row, the oldest first.
+        self._places: dict[int, deque[int]] = {}
+        self._answers_at = self._start + memory.row_words - 3 * ANSWERS
+        if number >= 0:
+            for place in range(min(ANSWERS, self._words[self._start + _REMEMBERED])):
+                owner = self._words[self._answers_at + 3 * place + 2]
+                self._places.setdefault(owner, deque()).append(place)
 
     # --- writing ---
 
@@ -137,6 +151,10 @@ class Row(Ledger):
         """Write how our queue stands."""
         at = self._start + _STANDING
         self._words[at], self._words[at + 1], self._words[at + 2] = standing
+
+    def beat(self, now: float) -> None:
+        """Say that this worker lives, at `now` (seconds of the monotonic clock)."""
+        self._words[self._start + _BEAT] = int(now * 1e9)
 
     def wake(self, fellow: int) -> None:
         """Have another look at what waits there."""
@@ -218,12 +236,16 @@ class Row(Ledger):
     # --- answers that can be asked for again ---
 
     def remember(self, response_id: str, cell: int, owner: str | None) -> None:
-        """An answer was made, and where."""
-        words, start = self._words, self._start
-        count = words[start + _REMEMBERED]
-        at = start + self._memory.row_words - 3 * ANSWERS + 3 * (count % ANSWERS)
-        words[at], words[at + 1], words[at + 2] = key_of(response_id), cell, owner_hash(owner)
-        words[start + _REMEMBERED] = count + 1
+        """An answer was made, and where. In a full row it takes the place of one of the owner with most."""
+        words, start, owned_by = self._words, self._start, owner_hash(owner)
+        place = words[start + _REMEMBERED]
+        if place < ANSWERS:
+            words[start + _REMEMBERED] = place + 1
+        else:
+            place = max(self._places.values(), key=len).popleft()
+        self._places.setdefault(owned_by, deque()).append(place)
+        at = self._answers_at + 3 * place
+        words[at], words[at + 1], words[at + 2] = key_of(response_id), cell, owned_by
 
     def kept_at(self, response_id: str) -> tuple[int, int] | None:
         """The cell of the instance that keeps an answer, and the hash of whose it is (`owner_hash`)."""

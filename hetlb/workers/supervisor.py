@@ -57,6 +57,10 @@ _START_S, _ANSWER_S = 60.0, 10.0
 #: Who served for so long before it died is replaced at once; others later and later.
 STEADY_S = 10.0
 BACKOFF_S, BACKOFF_CAP_S = 0.5, 30.0
+#: A worker that says nothing for so long is told of; after so long it is killed and replaced.
+SILENT_S, HANG_S = 1.5, 5.0
+#: How often that is looked at.
+_LOOK_S = 0.25
 #: Health goes back to the workers after so long at most: many failures at once are one message.
 _HEALTH_S = 0.005
 #: After a stop workers get so long, beyond the grace of their requests, before they are killed.
@@ -74,6 +78,9 @@ class _Worker:
         self.up = False
         self.failure = ""
         self.restarts = 0
+        #: Times it was killed because it did not go on, and for how long it has said nothing.
+        self.hangs = 0
+        self.silent_s = 0.0
         self.deaths = 0
         self.life = 0
         self.started_at = 0.0
@@ -106,6 +113,7 @@ class Supervisor(Service):
         self._lives = 0
         self._unsettled: set[asyncio.Task[None]] = set()
         self._keepers: list[asyncio.Task[None]] = []
+        self._looker: asyncio.Task[None] | None = None
         self._reloading = asyncio.Lock()
         self._ending = False
         self._first_look = False
@@ -143,6 +151,7 @@ class Supervisor(Service):
             await self._bind(listen.host, listen.port)
         await self.scraper.start(())
         self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        self._looker = asyncio.create_task(self._look_often())
         for worker in self._workers:
             try:
                 async with asyncio.timeout(_START_S):
@@ -198,6 +207,33 @@ class Supervisor(Service):
             when = f"in {pause_s:g} s, after {worker.deaths} deaths in a row" if pause_s else "at once"
             logger.error("worker %d %s%s; another takes its place %s", worker.number, how, why, when)
             await asyncio.sleep(pause_s)
+
+    async def _look_often(self) -> None:
+        """Kill workers that hang: `_keep` replaces them, and what they held and watched is another's."""
+        loop = asyncio.get_running_loop()
+        awake_since = looked_at = loop.time()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = loop.time()
+            if now - looked_at > SILENT_S:
+                awake_since = now  # this process stood still, and maybe the whole machine
+            looked_at = now
+            for worker in self._workers:
+                beat_at = self._memory.beat_at(worker.number)
+                if not worker.up or not beat_at:
+                    worker.silent_s = 0.0
+                    continue
+                silent_s = now - max(beat_at, awake_since)
+                worker.silent_s = silent_s if silent_s > SILENT_S else 0.0
+                process = worker.process
+                if silent_s > HANG_S and process is not None and process.returncode is None:
+                    worker.hangs += 1
+                    worker.up = False
+                    logger.error(
+                        "worker %d has said nothing for %.1f s: it is killed", worker.number, silent_s
+                    )
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
 
     def _is_ending(self) -> bool:
         return self._ending
@@ -257,12 +293,14 @@ class Supervisor(Service):
             dict(self.scraper.models),
             dict(self.scraper.versions),
             self._first_look,
+            self.driver.forward_rules.own.decode("ascii"),
         )
 
     def _buried(self, worker: _Worker) -> None:
         """A process of a worker is no more: take back what it had booked."""
         self._memory.wipe(worker.number)
         worker.up = False
+        worker.silent_s = 0.0
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
@@ -397,7 +435,7 @@ class Supervisor(Service):
 
     async def _ask_all(self, what: str, *arguments: Any) -> list[Any]:
         """What all answer, those that serve."""
-        up = [worker for worker in self._workers if worker.up]
+        up = [worker for worker in self._workers if worker.up and not worker.silent_s]
         answers = await asyncio.gather(
             *(self._ask(worker, what, *arguments) for worker in up), return_exceptions=True
         )
@@ -439,7 +477,10 @@ class Supervisor(Service):
     @property
     def workers(self) -> Sequence[WorkerState]:
         """The processes that serve."""
-        return [WorkerState(each.number, each.up, each.restarts) for each in self._workers]
+        return [
+            WorkerState(each.number, each.up and not each.silent_s, each.restarts, each.hangs)
+            for each in self._workers
+        ]
 
     @property
     def _reports(self) -> list[Report]:
@@ -474,7 +515,7 @@ class Supervisor(Service):
 
     async def refresh(self) -> None:
         """Have what all workers have counted until now."""
-        up = [worker for worker in self._workers if worker.up]
+        up = [worker for worker in self._workers if worker.up and not worker.silent_s]
 
         async def ask(worker: _Worker) -> None:
             with contextlib.suppress(HetlbError, TimeoutError):
@@ -505,6 +546,9 @@ class Supervisor(Service):
             return "stopping"
         if not any(worker.up for worker in self._workers):
             return "no worker serves"
+        for worker in self._workers:
+            if worker.silent_s:
+                return f"worker {worker.number} has said nothing for {worker.silent_s:.1f} s"
         return super().readiness
 
     # --- what an operator changes ---
@@ -634,6 +678,10 @@ class Supervisor(Service):
     async def close(self) -> None:
         """Close everything now, and leave no process."""
         self._ending = True
+        if self._looker is not None:
+            self._looker.cancel()
+            await asyncio.gather(self._looker, return_exceptions=True)
+            self._looker = None
         for worker in self._workers:
             if worker.process is not None and worker.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

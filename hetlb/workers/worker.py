@@ -34,6 +34,8 @@ from hetlb.core.ledger import Cells
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
     Candidate,
     Dispatch,
     EngineSample,
@@ -59,6 +61,8 @@ logger = logging.getLogger("hetlb.workers")
 
 #: How often the lock is tried by those who do not have it.
 LOCK_S = 0.5
+#: How often a worker says that it lives.
+BEAT_S: Final = 0.25
 #: How often counters and ended requests are told to the supervisor.
 REPORT_S = 0.5
 #: Ended requests kept until they are told.
@@ -87,6 +91,8 @@ class Start:
     entries: Mapping[str, list[dict[str, Any]]]
     versions: Mapping[str, str]
     looked: bool
+    #: The name in `Via` by which the proxy knows its own requests.
+    own: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +182,13 @@ class WorkerService(Service):
         self._sent: Counter[str] = Counter()
         self._looked = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._beater: asyncio.TimerHandle | None = None
         self._prepared: tuple[Fleet, Access] | None = None
         self._told_rows = 0
         super().__init__(start.fleet)
         self._history = History(_ROWS_KEPT)
         self.driver.row = self._row
+        self.driver.identify(start.own)
         self.driver.begin_life(start.life)
         self._catch_up()
 
@@ -218,6 +226,7 @@ class WorkerService(Service):
         )
         loop = asyncio.get_running_loop()
         loop.add_reader(self._wakers[self._start.number], self._on_waker)
+        self._beat()
         self._tasks = [asyncio.create_task(self._hold_lock()), asyncio.create_task(self._report_often())]
         await self._looked.wait()
         if self._stop.is_set():
@@ -248,6 +257,11 @@ class WorkerService(Service):
             self._looked.set()
             self._channel.send("looked")
             return
+
+    def _beat(self) -> None:
+        """Say that this process lives: its loop turns."""
+        self._row.beat(self.driver.now())
+        self._beater = self.driver.loop.call_later(BEAT_S, self._beat)
 
     async def _report_often(self) -> None:
         while True:
@@ -301,6 +315,10 @@ class WorkerService(Service):
     def _sampled(self, name: str, sample: EngineSample) -> None:
         super()._sampled(name, sample)
         self._channel.send("sample", name, sample)
+
+    def _take_out(self, name: str) -> None:
+        super()._take_out(name)
+        self._channel.send("fact", AdminStateSet(name, AdminState.MAINT))
 
     # --- what the supervisor says ---
 
@@ -401,6 +419,8 @@ class WorkerService(Service):
 
     async def close(self) -> None:
         """Close everything, the last report included."""
+        if self._beater is not None:
+            self._beater.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -179,7 +179,7 @@ def test_an_onlooker_sees_all_and_writes_nothing(memory: Memory) -> None:
     assert memory.words.tolist() == before
 
 
-def test_an_answer_is_found_whoever_made_it_until_many_newer_ones_were_made(memory: Memory) -> None:
+def test_an_answer_is_found_whoever_made_it_until_its_owner_made_many_more(memory: Memory) -> None:
     rows = [Row(memory, number) for number in range(3)]
     for number, row in enumerate(rows):
         row.remember(f"resp_{number}", number, None)
@@ -188,5 +188,12 @@ def test_an_answer_is_found_whoever_made_it_until_many_newer_ones_were_made(memo
     assert rows[0].kept_at("") is None
     for each in range(ANSWERS):
         rows[1].remember(f"other_{each}", 7, "team")
+    # A full row forgets of the owner that has most in it.
+    assert rows[2].kept_at("resp_1") == (1, owner_hash(None))
+    assert rows[2].kept_at("other_0") is None
+    # Whoever begins anew with the row goes on with what is there.
+    again = Row(memory, 1)
+    for each in range(ANSWERS):
+        again.remember(f"more_{each}", 7, None)
     assert rows[2].kept_at("resp_1") is None
     assert rows[2].kept_at("resp_0") is not None
