@@ -7,7 +7,7 @@ changed, not for the size of the fleet: a row says in a ring which of its cells 
 Layout, in words of eight bytes. A row: how many writes there were, the standing (3), answers remembered, when
 its worker last said that it lives (ns, monotonic), then the ring of `RING` cell numbers, `cells` cells of 8
 words, `_BUCKETS` buckets of 4 entries (a key and two figures; a key's bucket is the same in every row), and
-`ANSWERS` triples (the hash of an answer's id, the cell of the instance that keeps it, the hash of whose it is).
+`ANSWERS` triples (the hash of an answer's id, the cell of the instance that keeps it, the hash of its owner).
 """
 
 from __future__ import annotations

@@ -76,6 +76,12 @@ class Loop(asyncio.SelectorEventLoop):
         for _ in range(turns):
             self.turn()
 
+    def rest(self) -> None:
+        """Do all that can be done without time passing."""
+        self.turn()
+        while self._ready:
+            self.turn()
+
 
 class End:
     """The far end of a connection: what it got, and whether it reads."""
