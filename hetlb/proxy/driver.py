@@ -97,6 +97,8 @@ class Driver:
         self.forward_rules = ForwardRules(table.forward_headers)
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
+        #: Called with an instance's name and its `/v1/models` after its engine closed connections.
+        self.on_reconnect: Callable[[str, bytes], None] | None = None
         #: Where, and for whom, an answer that can be asked for again was made: by response id.
         self._made_at: dict[str, tuple[str, str | None]] = {}
         #: The ids by whom they were made for, the oldest first.
@@ -350,8 +352,19 @@ class Driver:
                 connect_timeout_s=table.connect_timeout_s,
                 idle_s=table.upstream_idle_s,
                 stalled_since=self.stalled_since,
+                on_reconnect=self._reader_of(instance.name),
             )
         return pool
+
+    def _reader_of(self, name: str) -> Callable[[bytes], None] | None:
+        """What is told of the models of an engine that was connected to again."""
+        read = self.on_reconnect
+        return None if read is None else lambda body: read(name, body)
+
+    def serves(self, lease: Lease) -> bool:
+        """Whether the instance of a lease serves its model, as far as is known."""
+        served = self.scheduler.holder(lease).served
+        return served is None or lease.request.model in served
 
     def _drop_unused_pools(self) -> None:
         if len(self._pools) <= len(self.scheduler.instances):

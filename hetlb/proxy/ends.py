@@ -46,6 +46,11 @@ NOT_ACCEPTED: Final = End(
     "not-accepted", "the connection was refused, or not accepted in time", Outcome.CONNECT_FAILED
 )
 LOOP: Final = End("loop", "the instance is this proxy: the request came back", Outcome.CONNECT_FAILED)
+MOVED: Final = End(
+    "moved",
+    "after a reconnect another engine, without the model, answers at its address",
+    Outcome.CONNECT_FAILED,
+)
 DROPPED: Final = End("dropped", "the engine closed the connection without an answer", Outcome.NO_RESPONSE)
 UNREAD: Final = End(
     "unread",
@@ -73,8 +78,8 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
-    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, DROPPED, UNREAD, JUNK, SILENT, BROKEN, STALLED,
-    ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL, STOPPED,
+    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD, JUNK, SILENT, BROKEN,
+    STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL, STOPPED,
 )  # fmt: skip
 
 

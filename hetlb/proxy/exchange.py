@@ -46,6 +46,7 @@ class DriverSide(Protocol):
     def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
     def came_back(self, instance: str) -> None: ...
+    def serves(self, lease: Lease) -> bool: ...
 
 
 class ClientSide(Protocol):
@@ -188,6 +189,15 @@ class Exchange(Ended):
             length,
         )
         connection.send(first, body)
+
+    def engine_identified(self) -> None:
+        """After a reconnect it was looked at what the engine serves: it may be another by now."""
+        lease = self.lease
+        assert lease is not None
+        if self._driver.serves(lease):
+            self._driver.pool(lease).send(self)
+        else:
+            self.engine_failed(ends.MOVED, "another model is served there")
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance.

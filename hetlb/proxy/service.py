@@ -40,6 +40,7 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceSpec,
     Lease,
+    ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
@@ -52,7 +53,7 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.lines import LineWriter
 from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.requestlog import FORMATS, escape
-from hetlb.proxy.scrape import Scraper, Target
+from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.sizes import PromptSizes, load_tokenizers
 from hetlb.proxy.totals import Totals
@@ -117,6 +118,7 @@ class Service:
             self._engines,
         )
         self.driver.on_loop = self._take_out
+        self.driver.on_reconnect = self._reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self.server = ProxyServer(self.driver, self)
         self.server.tls, self.server.intake.tenants = self._access.tls, self._access.tenants
@@ -134,6 +136,14 @@ class Service:
     def _watched(self, change: InstanceChange) -> None:
         """The watcher found something out about an instance."""
         self.driver.change(change)
+
+    def _reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
+            self.scraper.models[name] = entries
+            self._watched(ModelsLearned(name, names))
 
     def _take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""

@@ -38,6 +38,8 @@ MAX_INTERIM: Final = 16
 TURN_BYTES: Final = 16 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 64 << 10
+#: A list of models beyond this is none.
+_MAX_LIST_BYTES: Final = 1 << 20
 #: How long an engine may take to take leave of a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Bodies up to this size are written in one piece with their head.
@@ -54,6 +56,7 @@ class Carried(Protocol):
     def engine_connected(
         self, connection: EngineConnection, own_headers: bytes, passthrough: bool
     ) -> None: ...
+    def engine_identified(self) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
     def engine_events(self, chunks: bytes) -> bool: ...
@@ -67,6 +70,7 @@ class EnginePool:
 
     __slots__ = (
         "_address",
+        "_checks",
         "_connect_timeout_s",
         "_connecting",
         "_host",
@@ -74,7 +78,9 @@ class EnginePool:
         "_idle",
         "_idle_s",
         "_loop",
+        "_lost",
         "_now",
+        "_on_reconnect",
         "_port",
         "_stalled_since",
         "_tls",
@@ -95,8 +101,12 @@ class EnginePool:
         connect_timeout_s: float,
         idle_s: float,
         stalled_since: Callable[[float], bool] = lambda then: False,
+        on_reconnect: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`stalled_since` tells whether this process stood still since a time: then no engine was slow."""
+        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
+
+        `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
+        """
         parts = urlsplit(url)
         assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
         self._host = parts.hostname
@@ -106,6 +116,10 @@ class EnginePool:
         self._now = loop.time
         self.call_soon = loop.call_soon
         self._stalled_since = stalled_since
+        self._on_reconnect = on_reconnect
+        #: Whether the engine closed or refused a connection since its models were last read here.
+        self._lost = False
+        self._checks: dict[Carried, IdentityCheck] = {}
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
@@ -135,7 +149,7 @@ class EnginePool:
     @property
     def open_connections(self) -> int:
         """Connections in use, idle or being made."""
-        return len(self.busy) + len(self._idle) + len(self._connecting)
+        return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
 
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
         """Send the exchange's request on an idle connection, or on a new one."""
@@ -154,6 +168,22 @@ class EnginePool:
         task = self._connecting.pop(exchange, None)
         if task is not None:
             task.cancel()
+        check = self._checks.pop(exchange, None)
+        if check is not None:
+            check.abort()
+
+    def lost(self) -> None:
+        """The engine closed or refused a connection: what answers next may be another."""
+        self._lost = True
+
+    def checked(self, check: IdentityCheck, body: bytes | None) -> None:
+        """The engine's models were read, or could not be (None); the request goes on."""
+        if self._checks.pop(check.exchange, None) is None:
+            return
+        self._lost = False
+        if body is not None and self._on_reconnect is not None:
+            self._on_reconnect(body)
+        check.exchange.engine_identified()
 
     def put_back(self, connection: EngineConnection) -> None:
         """A cleanly ended answer: keep its connection for a while."""
@@ -170,7 +200,11 @@ class EnginePool:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close what has been idle for too long."""
+        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
+        for check in list(self._checks.values()):
+            if now - check.began_at > self._connect_timeout_s:
+                check.abort()
+                self.checked(check, None)
         while self._idle and self._idle[0].idle_since <= now - self._idle_s:
             self._idle.popleft().close()
 
@@ -207,14 +241,79 @@ class EnginePool:
             if end is None:
                 connection.close()
             return
-        if end is None:
-            connection.begin(exchange, reused=False)
-        else:
+        if end is not None:
+            self._lost = True
             exchange.engine_failed(end, detail)
+        elif self._lost and self._on_reconnect is not None:
+            check = self._checks[exchange] = IdentityCheck(self, exchange, self._now())
+            connection.begin(check, reused=False)
+        else:
+            connection.begin(exchange, reused=False)
 
 
 def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
     return parse_response_head(raw, b"POST")
+
+
+class IdentityCheck:
+    """Asks a fresh connection for the engine's models, for a request that waits for the answer."""
+
+    __slots__ = ("_body", "_connection", "_pool", "_status", "began_at", "exchange", "method", "plain")
+
+    def __init__(self, pool: EnginePool, exchange: Carried, now: float) -> None:
+        self._pool = pool
+        self.exchange = exchange
+        self.began_at = now
+        self.method = b"GET"
+        self.plain = True
+        self._connection: EngineConnection | None = None
+        self._status = 0
+        self._body = b""
+
+    def abort(self) -> None:
+        """Drop the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Ask."""
+        self._connection = connection
+        connection.send(b"GET /v1/models HTTP/1.1\r\n%b\r\n" % own_headers, [b""])
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The answer begins."""
+        self._status = head.status
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the list."""
+        self._body += payload
+        if len(self._body) > _MAX_LIST_BYTES:
+            self.abort()
+            self._pool.checked(self, None)
+
+    def engine_end(self, payload: bytes) -> None:
+        """The list is whole."""
+        self._connection = None
+        self._pool.checked(self, self._body + payload if self._status == 200 else None)
+
+    def engine_identified(self) -> None:
+        """A check is not checked."""
+
+    def engine_lost_idle(self) -> None:
+        """It is always the first on its connection."""
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The request meets what the check has met, unless it may be the path that is not known there."""
+        self._connection = None
+        if end is ends.JUNK:
+            self._pool.checked(self, None)
+        elif self._pool._checks.pop(self.exchange, None) is not None:
+            self.exchange.engine_failed(ends.NOT_ACCEPTED, detail)
 
 
 class EngineConnection(asyncio.Protocol):
@@ -454,18 +553,21 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         if self.exchange is None:
-            self.usable = False  # the transport closes in a later turn: nobody may take it until then
+            self.usable = False  # the transport closes in a later turn: it must not be taken until then
             self._pool.forget(self)
+            self._pool.lost()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.usable = False
+        left, self.usable = self.usable, False
         self._pool.forget(self)
         while self._rest and self.exchange is not None:  # what came before the end comes first
             self._held = False
             self._take_turn()
         exchange, self.exchange = self.exchange, None
         self._transport = None
+        if left:
+            self._pool.lost()  # none of our own doing
         if exchange is None:
             return
         if not self._answered and self._reused:

@@ -1,8 +1,8 @@
 """No client behaviour alone changes the health of an instance: a state machine over a whole proxy in memory.
 
 The engines are well. They answer every request, at their own pace, and give up a connection that is not read
-for `GIVES_UP_S`, as servers and balancers do. Clients do whatever they like: send pieces, stop reading, leave,
-close one side, ask for streams and read nothing, send nonsense. Time passes, up to minutes at once.
+for `GIVES_UP_S`, as servers and balancers do. Clients do whatever they like: send pieces, stop reading,
+leave, close one side, ask for streams and read nothing, send nonsense. Minutes pass at once.
 """
 
 from __future__ import annotations

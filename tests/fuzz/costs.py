@@ -88,8 +88,10 @@ def client(size: int = READ) -> Reader:
     return read
 
 
-ASK = b'POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: 39\r\n\r\n{"model":"m","prompt":"x","stream":true'
-ASK = ASK.replace(b"39", b"40") + b"}"
+ASK = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: 40\r\n\r\n"
+    b'{"model":"m","prompt":"x","stream":true}'
+)
 
 
 def engine(size: int = READ) -> Reader:
