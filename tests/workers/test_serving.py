@@ -19,6 +19,8 @@ import yaml
 from proxy.services import Engine, Reply, document
 from proxy.upstreams import Upstream, Visit, holding, plain
 
+from hetlb.workers.supervisor import HANG_S
+
 #: Three interpreters start for each of these.
 pytestmark = pytest.mark.timeout(300)
 
@@ -161,6 +163,15 @@ class Serving:
             while len({worker_of(reply) for reply in replies}) < count:
                 replies.append(await self.ask())
         return replies
+
+
+def holder_of_the_lock(proxy: Serving) -> int:
+    """The process that watches the engines for all."""
+    for pid in proxy.workers:
+        text = "".join(path.read_text() for path in Path(f"/proc/{pid}/fdinfo").iterdir())
+        if re.search(r"lock:.*POSIX", text):
+            return pid
+    raise AssertionError("no worker holds the lock")
 
 
 def worker_of(reply: Reply) -> str:
@@ -588,3 +599,45 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
             assert "Traceback" not in errors.decode()
     with contextlib.suppress(aiohttp.ClientError):
         await proxy.ask()
+
+
+async def test_a_worker_that_hangs_is_told_of_killed_and_replaced(serve: Serve) -> None:
+    async with Engine() as engine:
+        proxy = await serve(document(engine))
+        await proxy.both_serve()
+        before = set(proxy.workers)
+        hung = holder_of_the_lock(proxy)
+        os.kill(hung, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while (told := await proxy.admin("/readyz")).status == 200:
+                pass
+        assert re.fullmatch(r"worker [01] has said nothing for [0-9.]+ s\n", told.body.decode())
+        assert sum([await proxy.metric(f'hetlb_worker_up{{worker="{n}"}}') for n in range(2)]) == 1
+        await proxy.said("has said nothing for")
+        async with asyncio.timeout(60):
+            while (await proxy.admin("/readyz")).status != 200 or len(proxy.workers) < 2:
+                pass
+        assert hung not in proxy.workers
+        assert len(before & set(proxy.workers)) == 1
+        assert sum([await proxy.metric(f'hetlb_worker_hangs_total{{worker="{n}"}}') for n in range(2)]) == 1
+        # The engines are watched again, by another, and all serve.
+        probes = engine.probes
+        async with asyncio.timeout(60):
+            while engine.probes == probes:
+                await asyncio.sleep(0)
+        await proxy.both_serve()
+
+
+async def test_workers_that_were_stopped_with_everything_else_are_not_killed(serve: Serve) -> None:
+    async with Engine() as engine:
+        proxy = await serve(document(engine))
+        await proxy.both_serve()
+        everyone = [proxy.process.pid, *proxy.workers]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(HANG_S + 1.0)  # the machine sleeps: that time passes is what is tested
+        for pid in everyone:
+            os.kill(pid, signal.SIGCONT)
+        await proxy.both_serve()
+        await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
+        assert [proxy.process.pid, *proxy.workers] == everyone
