@@ -31,6 +31,8 @@ MAX_MODEL_BYTES: Final = 512
 #: A base64 image or sound is no text: it counts as this many bytes of prompt (about 600 tokens).
 MEDIA_BYTES: Final = 2400
 
+#: What a list begins with.
+_FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
 _DATA_URL = re.compile(rb'"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"')
 
 
@@ -166,13 +168,14 @@ def _priority(body: RequestFields) -> int:
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
     """A string, a list of strings, of token ids, or of lists of token ids."""
-    data = bytes(raw).strip()
+    data = bytes(raw)  # of many megabytes another copy would take as long as reading it
     if not data.startswith(b"["):
         if data:
             call.text = data
             call.text_bytes = _text_bytes(data)
         return
-    first = data[1:].lstrip()[:1]
+    found = _FIRST.match(data)
+    first = b"" if found is None else found[1]
     if first.isdigit() or first == b"-":
         call.prompt_tokens = call.longest_tokens = data.count(b",") + 1
     elif first == b"[":

@@ -39,6 +39,8 @@ _MAX_PIPELINED: Final = 64 << 10
 TURN_BYTES: Final = 64 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 128 << 10
+#: So large a body is looked at in a turn of its own.
+_LARGE_BODY: Final = 256 << 10
 #: Empty lines before a request: RFC 9112, 2.2 asks to ignore one at least.
 MAX_BLANK_LINES: Final = 8
 #: Smaller pieces of a body are kept in one buffer: an object for each would take more memory than they.
@@ -111,7 +113,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
         "_decoder", "_exchange", "_form", "_head", "_held", "_now", "_partial", "_paused", "_reading_paused",
-        "_scheduled", "_since", "_small", "_stalled_since", "_tenant", "_transport",
+        "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant", "_transport",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -124,6 +126,8 @@ class ClientConnection(asyncio.Protocol):
         self._backlog = bytearray()
         self._partial = False
         self._blank_lines = 0
+        #: Whether a large body is whole and its turn has come.
+        self._ripe = False
         #: Whether reading goes on in a later turn of the loop.
         self._scheduled = False
         self._head: RequestHead | None = None
@@ -321,7 +325,11 @@ class ClientConnection(asyncio.Protocol):
             self._backlog.clear()
         try:
             if (self._head is not None or self._read_head()) and self._read_body():
-                self._serve()
+                if self._held >= _LARGE_BODY and not self._ripe:
+                    self._ripe = True  # to look at it is a turn of its own
+                    self._continue_later()
+                else:
+                    self._serve()
             elif self._unread:
                 self._continue_later()
         except GateError as error:
@@ -407,9 +415,9 @@ class ClientConnection(asyncio.Protocol):
             if piece:
                 self._take(piece, last=not self._body_left)
             return not self._body_left
-        data = buffer[at : at + TURN_BYTES]
+        data = b"" if decoder.done else buffer[at : at + TURN_BYTES]
         if not data:
-            return False
+            return decoder.done
         payload = decoder.feed(data)
         self._at = at + len(data) - len(decoder.surplus)
         if payload:
@@ -450,6 +458,7 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._small.clear()
         self._form = None
+        self._ripe = False
 
     # --- answering ---
 
