@@ -323,7 +323,8 @@ def shown(row: dict[str, Any]) -> str:
     return (
         f"{row['attack']:46} p99 {row['p99_alone_ms']:6.1f} -> {row['p99_ms']:7.1f} ms  "
         f"gap p99 {row['gap_p99_alone_ms']:5.0f} -> {row['gap_p99_ms']:5.0f}  "
-        f"cut {row['cut']}/{row['streams']}  failed {row['failed']}  ejected {row['ejections']:.0f} {','.join(row['health'])}  "
+        f"cut {row['cut']}/{row['streams']}  failed {row['failed']}  "
+        f"ejected {row['ejections']:.0f} {','.join(row['health'])}  "
         f"rss {row['rss_before_mib']:.0f} -> {row['rss_most_mib']:.0f} MiB"
     )
 

@@ -167,4 +167,4 @@ def limit(name: str) -> float:
         return 400.0
     if "small reads" in name or "requests" in name:
         return 120.0
-    return 25.0 if "chunk" in name or "event" in name or "tokens" in name else 6.0
+    return 40.0 if "chunk" in name or "event" in name or "tokens" in name else 6.0
