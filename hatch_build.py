@@ -26,7 +26,7 @@ COMPILED = (
         for name in (
             "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
             "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "scheduling",
-            "sizes", "sse", "totals", "upload", "upstream",
+            "sizes", "sse", "totals", "upstream",
         )
     ),
     "proxy/dashboard/history.py",

@@ -100,6 +100,11 @@ def render(runner: Runner, model_name: str, kv_cache_tokens: int) -> bytes:
             1,
         ),
     )
+    lines += [
+        "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.",
+        "# TYPE process_start_time_seconds gauge",
+        f"process_start_time_seconds {runner.began_at}",
+    ]
     return ("\n".join(lines) + "\n").encode()
 
 

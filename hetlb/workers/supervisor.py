@@ -29,6 +29,7 @@ from hetlb.config import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.lines import logging_to_stderr
 from hetlb.proxy.metrics import WorkerState
+from hetlb.proxy.onward import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
 from hetlb.workers.control import Control, State, content_of
 from hetlb.workers.relay import Relay
@@ -84,7 +85,9 @@ class Supervisor:
     def __init__(self, fleet: Fleet, number: int, event_log: Path | None = None) -> None:
         self._fleet = fleet
         self._event_log = event_log
-        self._state = pickle.dumps(State(fleet), pickle.HIGHEST_PROTOCOL)
+        self._state = pickle.dumps(
+            State(fleet, ForwardRules(fleet.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
+        )
         self._scheduler = _Child("the scheduler process", -1)
         self._relays = [_Child(f"relay {each}", each) for each in range(number)]
         self._children = [self._scheduler, *self._relays]
