@@ -25,7 +25,7 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "prefix_keys", "body", "connection", "driver", "exchange", "expected", "http1", "intake",
-            "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator", "upload",
+            "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator",
             "upstream",
         )
     ),

@@ -20,7 +20,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.health import HealthTracker
+from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
 from hetlb.core.policy import Policy, Question, best, paper_terms
@@ -68,7 +68,6 @@ MOST_EJECTED: Final = 0.5
 #: ...which is their speed at the mean request, or before there was one at this prompt and output, in tokens.
 _USUAL_REQUEST = (512.0, 256.0)
 
-_INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
 #: So many of those that wait are given a new predicted length whenever an answer has taught one.
 _REPREDICTED: Final = 8
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
@@ -358,15 +357,15 @@ class Scheduler:
         self, instance: Instance, outcome: Outcome, now: float, server_error: bool
     ) -> list[Command]:
         """What the end of a lease says about its instance."""
-        health = instance.health
-        if outcome is Outcome.CONNECT_FAILED:
+        health, says = instance.health, verdict(outcome, server_error)
+        if says is Verdict.ABSENT:
             changed = health.on_refused(now)
-        elif outcome in _INSTANCE_FAILURES:
+        elif says is Verdict.FAILED:
             changed = health.on_failure(now, may_eject=self._may_eject(instance))
-        elif outcome is Outcome.UPSTREAM_ERROR:
-            if not server_error:
-                return self._health_changed(instance, now) if health.on_success(now) else []
+        elif says is Verdict.ERROR:
             changed = health.on_server_error(now, may_eject=self._may_eject(instance))
+        elif says is Verdict.WELL:
+            return self._health_changed(instance, now) if health.on_success(now) else []
         else:
             return []
         if changed:

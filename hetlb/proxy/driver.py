@@ -21,6 +21,8 @@ from hetlb.config import ProxyTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
+    AdminState,
+    AdminStateSet,
     Command,
     Dispatch,
     EngineSample,
@@ -40,11 +42,14 @@ from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
+from hetlb.proxy.onward import ForwardRules
 from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.scheduling import (
     Decisions,
     Responses,
+    StallWatch,
     log_health,
+    log_loop,
     only_model,
     retry_after_s,
     served_at,
@@ -95,6 +100,9 @@ class ExchangeDriver(ABC):
         #: Requests that ended and were not counted yet.
         self._ended: list[Exchange] = []
         self.exchanges: dict[RequestId, Exchange] = {}
+        self.forward_rules = ForwardRules(table.forward_headers)
+        #: Called with an instance's name and its `/v1/models` after its engine closed connections.
+        self.on_reconnect: Callable[[str, bytes], None] | None = None
         #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
         self._access = {} if access is None else access
         self._on_ended = on_ended
@@ -103,6 +111,7 @@ class ExchangeDriver(ABC):
         self._next_id = 1
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
+        self.stalls = StallWatch(loop)
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- the scheduler, here or in another process ---
@@ -161,8 +170,16 @@ class ExchangeDriver(ABC):
         """
 
     @abstractmethod
-    def serves(self, pinned: str, model: str) -> bool:
+    def pinned_serves(self, pinned: str, model: str) -> bool:
         """Whether the instance that a request is pinned to answers to a model."""
+
+    @abstractmethod
+    def serves(self, lease: Lease) -> bool:
+        """Whether the instance of a lease serves its model, as far as is known."""
+
+    @abstractmethod
+    def came_back(self, instance: str) -> None:
+        """A request to an instance came back to this proxy: nothing goes there any more."""
 
     @abstractmethod
     def model_at(self, pinned: str | None) -> str:
@@ -195,7 +212,9 @@ class ExchangeDriver(ABC):
             self.settle()
         if lease is not None:
             self._drain_rate.ended(ended_at)
-            self.lease_ended(lease, outcome, retry=False, server_error=exchange.server_error)
+            end = exchange.end
+            assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
+            self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
         elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.cancelled(exchange.request.id, ended_at)
         if self._idle_waiters and not self.exchanges:
@@ -246,6 +265,10 @@ class ExchangeDriver(ABC):
             if exchange.lease is not None and exchange.phase is Phase.STREAM and exchange.since >= since
         }
 
+    def identify(self, own: str, table: ProxyTable | None = None) -> None:
+        """Be known by this name in `Via`: processes that serve one fleet have one."""
+        self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
+
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
@@ -257,6 +280,8 @@ class ExchangeDriver(ABC):
 
     def configure(self, table: ProxyTable) -> None:
         """New limits, times and keys, for what begins from now on."""
+        if table.forward_headers != self.table.forward_headers:
+            self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
         for target in self.targets():
             if (pool := self._pools.get(target.incarnation)) is not None:
@@ -277,13 +302,15 @@ class ExchangeDriver(ABC):
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Have a pool for an instance that gets its first request."""
-        table = self.table
+        table, read = self.table, self.on_reconnect
         self._pools[incarnation] = EnginePool(
             url,
             self.loop,
             self._access.get(name, PLAIN_ACCESS),
             connect_timeout_s=table.connect_timeout_s,
             idle_s=table.upstream_idle_s,
+            stalled_since=self.stalls.since,
+            on_reconnect=None if read is None else lambda body: read(name, body),
         )
 
     def drop_unused_pools(self) -> None:
@@ -331,6 +358,7 @@ class ExchangeDriver(ABC):
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
+        self.stalls.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -353,7 +381,11 @@ class Driver(ExchangeDriver):
         super().__init__(table, token_estimator, loop, on_ended, access)
         self.scheduler = scheduler
         self.decisions = Decisions(len(scheduler.instances))
-        self._responses = Responses()
+        self.responses = Responses()
+        #: Called with the name of an instance that turned out to be this proxy.
+        self.on_loop: Callable[[str], None] | None = None
+        #: How long a probe may take, in seconds.
+        self.probe_timeout_s = 0.0
         self._ticker: asyncio.TimerHandle | None = None
 
     @property
@@ -404,12 +436,12 @@ class Driver(ExchangeDriver):
     # --- answers that can be asked for again ---
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        self._responses.add(response_id, instance, tenant)
+        self.responses.add(response_id, instance, tenant)
 
     def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
-        return self._responses.find(response_id, tenant, self.scheduler, strict=strict)
+        return self.responses.find(response_id, tenant, self.scheduler, strict=strict)
 
-    def serves(self, pinned: str, model: str) -> bool:
+    def pinned_serves(self, pinned: str, model: str) -> bool:
         return model in served_at(self.scheduler, pinned)
 
     def model_at(self, pinned: str | None) -> str:
@@ -424,12 +456,26 @@ class Driver(ExchangeDriver):
 
     def change(self, change: InstanceChange) -> None:
         """Something about an instance changed."""
-        if isinstance(change, Probed) and change.result is ProbeResult.FAILED and self._emits(change.name):
-            return  # busy, not dead: its probes wait behind its work
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
+            if self._emits(change.name):
+                return  # busy, not dead: its probes wait behind its work
+            if self.stalls.since(self.now() - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
         self.carry_out(self.scheduler.on_instance(change, self.now()))
         if isinstance(change, InstanceAdded | InstanceRemoved):
             self.drop_unused_pools()
             self.decisions.bound(len(self.scheduler.instances))
+
+    def serves(self, lease: Lease) -> bool:
+        served = self.scheduler.holder(lease).served
+        return served is None or lease.request.model in served
+
+    def came_back(self, instance: str) -> None:
+        log_loop(instance)
+        if self.on_loop is not None:
+            self.on_loop(instance)
+        else:
+            self.change(AdminStateSet(instance, AdminState.MAINT))
 
     def _emits(self, name: str) -> bool:
         """Whether part of an answer came from an instance lately."""

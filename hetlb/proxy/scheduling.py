@@ -6,8 +6,10 @@ called for a token.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import OrderedDict, deque
+import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Final, NoReturn
 
@@ -23,6 +25,41 @@ DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT: Final = 50_000
 RESPONSES_KEPT: Final = 10_000
+
+
+#: A timer that is so late says that this process stood still; it is due this often.
+STALL_S: Final = 0.25
+BEAT_S: Final = 0.1
+
+
+class StallWatch:
+    """Whether this process stood still: what came meanwhile was not heard, and no engine was slow."""
+
+    __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._stalled_at = -math.inf
+        self._due = loop.time() + BEAT_S
+        self._beater = loop.call_at(self._due, self._beat)
+
+    def since(self, then: float) -> bool:
+        """Whether it stood still for a while since `then`."""
+        now = self._loop.time()
+        if now - self._due > STALL_S:  # the timer below is as late as this call
+            self._stalled_at = now
+        return self._stalled_at >= then
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._beater.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now - self._due > STALL_S:
+            self._stalled_at = now
+        self._due = now + BEAT_S
+        self._beater = self._loop.call_at(self._due, self._beat)
 
 
 class Decisions:
@@ -65,16 +102,28 @@ class Decisions:
 class Responses:
     """Instance and owner of the last `RESPONSES_KEPT` answers that can be asked for again."""
 
-    __slots__ = ("_made_at",)
+    __slots__ = ("_made_at", "_made_for")
 
     def __init__(self) -> None:
-        self._made_at: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        self._made_at: dict[str, tuple[str, str | None]] = {}
+        #: The ids by their owners, the oldest first.
+        self._made_for: dict[str | None, deque[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._made_at)
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._made_at
 
     def add(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer was made."""
+        """An answer was made. Its id is its first owner's; a full table forgets of the one with most."""
+        if response_id in self._made_at:
+            return
         self._made_at[response_id] = instance, tenant
+        self._made_for.setdefault(tenant, deque()).append(response_id)
         if len(self._made_at) > RESPONSES_KEPT:
-            self._made_at.popitem(last=False)
+            most = max(self._made_for.values(), key=len)
+            del self._made_at[most.popleft()]
 
     def find(self, response_id: str, tenant: str | None, scheduler: Scheduler, *, strict: bool) -> str | None:
         """The instance that keeps an answer. Raises `GateError` (404).
@@ -117,6 +166,11 @@ def retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: floa
     if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):
         return drain_rate.retry_after_s(waiting, now)
     return drain_rate.spread(reject.retry_after_s)
+
+
+def log_loop(instance: str) -> None:
+    """Log that an instance is this proxy."""
+    logger.error("%s is this proxy itself, or leads back to it: taken out (state maint)", instance)
 
 
 def log_health(command: HealthChanged, totals: Totals) -> None:

@@ -40,6 +40,7 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceSpec,
     Lease,
+    ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
@@ -47,7 +48,7 @@ from hetlb.proxy.admin import make_app
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
 from hetlb.proxy.scheduling import Decisions
-from hetlb.proxy.scrape import Scraper, Target
+from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.history import History
@@ -121,6 +122,18 @@ class FleetService(ABC):
         )
         self.address = ("", 0)
         self.admin_address = ("", 0)
+
+    def engine_reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
+            self.scraper.models[name] = entries
+            self.driver.change(ModelsLearned(name, names))
+
+    def take_out(self, name: str) -> None:
+        """An instance is this proxy itself: it stays out until an operator sets it ready."""
+        self.change(AdminStateSet(name, AdminState.MAINT))
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
@@ -500,6 +513,9 @@ class Service(FleetService):
             lambda ended: self._front.requests_ended(ended),
             self._engines,
         )
+        self.driver.on_loop = self.take_out
+        self.driver.on_reconnect = self.engine_reconnected
+        self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self._front = Front(self.driver, self, fleet, self._access)
         self.server = self._front.server
 

@@ -25,11 +25,13 @@ _MOST_BYTES = 60_000
 class State:
     """What a process begins with: the fleet's files as they were read last, and what changed since.
 
-    `registered` are instances that stand in no file, with the address each is reached at; `admin` are states
-    that an operator set; `entries` and `versions` are what engines said of their models, by instance.
+    `own` is the name in `Via` by which all processes know their own requests. `registered` are instances that
+    stand in no file, with the address each is reached at; `admin` are states that an operator set; `entries`
+    and `versions` are what engines said of their models, by instance.
     """
 
     fleet: Fleet
+    own: str = ""
     generation: int = 0
     policy: str | None = None
     registered: tuple[tuple[InstanceSpec, str | None], ...] = ()

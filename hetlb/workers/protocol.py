@@ -141,6 +141,19 @@ class Report(Message, tag=8, frozen=True):
     learnt: list[tuple[str, int, int]] = []
 
 
+class CameBack(Message, tag=10, frozen=True):
+    """A request to an instance came back to this proxy: the instance leads here."""
+
+    instance: str
+
+
+class ModelsRead(Message, tag=11, frozen=True):
+    """What an engine serves since its connections had to be made again: its `/v1/models` answer."""
+
+    instance: str
+    body: bytes
+
+
 class Prepared(Message, tag=9, frozen=True):
     """The answer to `Prepare`: "" or why the relay cannot serve that fleet."""
 
@@ -257,7 +270,9 @@ class Commit(Message, tag=43, frozen=True):
     number: int
 
 
-FromRelay: TypeAlias = Arrival | Hello | FirstToken | Ended | Busy | Cancelled | Made | Report | Prepared
+FromRelay: TypeAlias = (
+    Arrival | Hello | FirstToken | Ended | Busy | Cancelled | Made | Report | Prepared | CameBack | ModelsRead
+)
 FromScheduler: TypeAlias = (
     Dispatch
     | Rejected

@@ -85,6 +85,7 @@ class Relay:
             lambda ended: self._front.requests_ended(ended),
             self._engines,
         )
+        self.driver.identify(state.own)
         self._front = Front(self.driver, self, fleet, self._access)
         self._front.history = History(_RECORDS_KEPT)
         self._channel: Channel[FromScheduler] | None = None

@@ -21,15 +21,18 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.body import Call
 from hetlb.proxy.driver import ExchangeDriver, Target
 from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http1 import ResponseHead
 from hetlb.proxy.scheduling import several_models
+from hetlb.proxy.scrape import read_model_list
 from hetlb.proxy.telemetry.request_record import Phase
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.workers.protocol import (
     Arrival,
     Busy,
+    CameBack,
     Cancelled,
     Dispatch,
     Ended,
@@ -38,6 +41,7 @@ from hetlb.workers.protocol import (
     LiveLease,
     Made,
     Message,
+    ModelsRead,
     Rejected,
     arrival_of,
 )
@@ -82,6 +86,9 @@ class RelayDriver(ExchangeDriver):
         self._held: dict[RequestId, _HeldAnswer] = {}
         self._recent: deque[Lease] = deque(maxlen=_RECENT)
         self._learnt: dict[str, tuple[int, int]] = {}
+        #: What engines served when connections to them were made again, by instance.
+        self._read: dict[str, set[str]] = {}
+        self.on_reconnect = self.reconnected
         #: Whether requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
@@ -217,11 +224,25 @@ class RelayDriver(ExchangeDriver):
     def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
         return response_id
 
-    def serves(self, pinned: str, model: str) -> bool:
+    def pinned_serves(self, pinned: str, model: str) -> bool:
         return True
 
     def model_at(self, pinned: str | None) -> str:
         return self.only_model or ("" if pinned is not None else several_models())
+
+    # --- engines that turned out to be others ---
+
+    def came_back(self, instance: str) -> None:
+        self._send(CameBack(instance))
+
+    def reconnected(self, instance: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now."""
+        self._read[instance] = {entry["id"] for entry in read_model_list(body)}
+        self._send(ModelsRead(instance, body))
+
+    def serves(self, lease: Lease) -> bool:
+        names = self._read.get(lease.instance)
+        return not names or lease.request.model in names
 
     # --- for reports ---
 
@@ -251,6 +272,8 @@ class RelayDriver(ExchangeDriver):
                 self._next_incarnation += 1
             targets[name] = known
             incarnations[name] = each.incarnation
+        for name in self._read.keys() - targets.keys():
+            del self._read[name]
         self._targets, self._incarnations = targets, incarnations
         self.drop_unused_pools()
 
@@ -337,7 +360,7 @@ class _HeldAnswer:
         self._body: list[bytes] = []
         self._size = 0
         self._end: bytes | None = None
-        self._failure: tuple[Outcome, str, bool] | None = None
+        self._failure: tuple[End, str] | None = None
 
     def pass_on(self) -> None:
         """Give the exchange what came, and the rest as it comes."""
@@ -348,8 +371,8 @@ class _HeldAnswer:
         for payload in self._body:
             exchange.engine_body(payload)
         if self._failure is not None:
-            outcome, detail, bad = self._failure
-            exchange.engine_failed(outcome, detail, bad=bad)
+            end, detail = self._failure
+            exchange.engine_failed(end, detail)
         elif self._end is not None:
             exchange.engine_end(self._end)
         elif connection is not None:
@@ -366,9 +389,18 @@ class _HeldAnswer:
         """Never called: the connection has carried the request."""
         raise AssertionError("expected an engine that has answered")
 
+    def engine_identified(self) -> None:
+        """Never called: the connection has carried the request."""
+        raise AssertionError("expected an engine that has answered")
+
     def engine_lost_idle(self) -> None:
         """Never called: the engine has answered."""
         raise AssertionError("expected an engine that has answered")
+
+    @property
+    def plain(self) -> bool:
+        """False: what comes is kept."""
+        return False
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         """Never called: the head has come."""
@@ -390,9 +422,9 @@ class _HeldAnswer:
         self._end = payload
         self._left()
 
-    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None:
+    def engine_failed(self, end: End, detail: str) -> None:
         """The answer broke off."""
-        self._failure = outcome, detail, bad
+        self._failure = end, detail
         self._left()
 
     def _left(self) -> None:

@@ -41,7 +41,9 @@ from hetlb.proxy.retryafter import DrainRate
 from hetlb.proxy.scheduling import (
     Decisions,
     Responses,
+    StallWatch,
     log_health,
+    log_loop,
     only_model,
     retry_after_s,
     served_at,
@@ -53,12 +55,14 @@ from hetlb.workers.channel import Channel
 from hetlb.workers.protocol import (
     Arrival,
     Busy,
+    CameBack,
     Cancelled,
     Ended,
     FirstToken,
     FromRelay,
     Hello,
     Made,
+    ModelsRead,
     Prepared,
     Report,
     request_of,
@@ -117,6 +121,8 @@ class RelayHost:
         loop: asyncio.AbstractEventLoop,
         on_view: Callable[[], None],
         on_report: Callable[[RelayLink, Report], None],
+        on_loop: Callable[[str], None] = lambda instance: None,
+        on_models: Callable[[str, bytes], None] = lambda instance, body: None,
     ) -> None:
         self.scheduler = scheduler
         self.loop = loop
@@ -125,6 +131,8 @@ class RelayHost:
         self.links: list[RelayLink] = []
         self._on_view = on_view
         self._on_report = on_report
+        self._on_loop = on_loop
+        self._on_models = on_models
         self._open: dict[RequestId, _Open] = {}
         self._responses = Responses()
         self._totals = Totals()
@@ -137,6 +145,9 @@ class RelayHost:
         self._early: list[tuple[RelayLink, Arrival]] = []
         #: How often the fleet was reloaded: a relay that serves another one is replaced.
         self.generation = 0
+        #: How long a probe may take, in seconds.
+        self.probe_timeout_s = 0.0
+        self._stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
         #: Whether requests wait, as the relays know it.
@@ -147,6 +158,7 @@ class RelayHost:
 
     def close(self) -> None:
         """Stop the timers and close every channel."""
+        self._stalls.close()
         for timer in (self._ticker, self._sweeper):
             if timer is not None:
                 timer.cancel()
@@ -234,6 +246,11 @@ class RelayHost:
                 self._reported(link, message, now)
             elif isinstance(message, Hello):
                 self._greeted(link, message, now)
+            elif isinstance(message, CameBack):
+                log_loop(message.instance)
+                self._on_loop(message.instance)
+            elif isinstance(message, ModelsRead):
+                self._on_models(message.instance, message.body)
             elif isinstance(message, Prepared):
                 self._answered(link, -message.number, message.error)
         if self._ticker is None:
@@ -398,6 +415,8 @@ class RelayHost:
             since = self._streaming_at.get(change.name)
             if since is not None and now - since < EMITS_S:
                 return  # busy, not dead: its probes wait behind its work
+            if self._stalls.since(now - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved):
             self.broadcast(self.addresses())

@@ -68,7 +68,15 @@ class SchedulerProcess(FleetService):
         self._life = life
         self._control = control
         self._loop = asyncio.get_running_loop()
-        self.driver = RelayHost(self.scheduler, self._loop, self._view_changed, self._reported)
+        self.driver = RelayHost(
+            self.scheduler,
+            self._loop,
+            self._view_changed,
+            self._reported,
+            self.take_out,
+            self.engine_reconnected,
+        )
+        self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
         self.driver.generation = state.generation
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()

@@ -27,6 +27,7 @@ import uvloop
 
 from hetlb.config import Fleet
 from hetlb.errors import HetlbError
+from hetlb.proxy.onward import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
@@ -84,7 +85,9 @@ class Supervisor:
     def __init__(self, fleet: Fleet, number: int, event_log: Path | None = None) -> None:
         self._fleet = fleet
         self._event_log = event_log
-        self._state = pickle.dumps(State(fleet), pickle.HIGHEST_PROTOCOL)
+        self._state = pickle.dumps(
+            State(fleet, ForwardRules(fleet.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
+        )
         self._scheduler = _Child("the scheduler process", -1)
         self._relays = [_Child(f"relay {each}", each) for each in range(number)]
         self._children = [self._scheduler, *self._relays]

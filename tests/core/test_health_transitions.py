@@ -324,3 +324,25 @@ def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() ->
     assert not health.in_doubt(0.0)
     health.on_failure(0.0, may_eject=False)
     assert not health.in_doubt(0.0)
+
+
+# --- handed over ---
+
+
+def test_another_process_takes_over_everything_but_the_generator() -> None:
+    """The tracker that is restored decides as the one that was saved would have."""
+    first, second = tracker(drawn=0.5), tracker(drawn=0.5)
+    for _ in range(PASSIVE_FALL):
+        first.on_failure(10.0, may_eject=True)
+    saved = first.saved()
+    assert "_rng" not in saved
+    second.restore(saved)
+    assert second.saved() == saved
+    assert (second.state, second.reason) == (Health.EJECTED, "5 answers failed in a row")
+    assert second.ejected_until == first.ejected_until
+    assert second.ejected_for_failures
+    for each in (first, second):
+        for _ in range(RISE):
+            each.on_probe(OK, each.ejected_until)
+        assert each.on_failure(each.ejected_until, may_eject=True)
+    assert second.saved() == first.saved()
