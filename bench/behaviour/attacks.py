@@ -31,6 +31,8 @@ MOST_ADDED_MS = 50.0
 MOST_MIB = 64.0
 POST = b"POST %b HTTP/1.1\r\nHost: p\r\nContent-Type: %b\r\n"
 JSON = b"application/json"
+#: The model of the engine that is hostile itself, and its name in the fleet.
+EVIL = "evil"
 FORM = b"multipart/form-data; boundary=b"
 MODEL_PART = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
 
@@ -40,16 +42,16 @@ def post(body: bytes, path: bytes = b"/v1/completions", kind: bytes = JSON) -> b
     return POST % (path, kind) + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def asking(prompt: str, *, stream: bool = True, max_tokens: int = 200) -> bytes:
+def asking(prompt: str, *, stream: bool = True, max_tokens: int = 200, model: str = MODEL) -> bytes:
     """A completion."""
-    body = {"model": MODEL, "prompt": prompt, "stream": stream, "max_tokens": max_tokens}
+    body = {"model": model, "prompt": prompt, "stream": stream, "max_tokens": max_tokens}
     return post(json.dumps(body).encode())
 
 
 # --- engines ---
 
 
-async def engine_process() -> None:
+async def engine_process(served: str) -> None:
     """An engine that does what a prompt says: `chunks`, `interim`, `large`, or an answer as asked for."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +65,7 @@ async def engine_process() -> None:
 
     async def answer(path: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path != b"/v1/completions":
-            models = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
+            models = json.dumps({"object": "list", "data": [{"id": served, "object": "model"}]}).encode()
             writer.write(plain(models if path == b"/v1/models" else b""))
             return
         asked = json.loads(body)
@@ -182,9 +184,9 @@ ATTACKS: dict[str, Attack] = {
     "empty lines, two at 150 kB/s": again(sending(b"\r\n" * 500_000, per_s=150e3), 2),
     "45 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 45),
     "bodies in chunks of one byte": again(sending(chunked(b"1\r\nx\r\n", 1 << 20)), 2),
-    "an engine that sends 1xx without end": again(sending(asking("interim", stream=False)), 2),
+    "an engine that sends 1xx without end": again(sending(asking("interim", stream=False, model=EVIL)), 2),
     "an engine that answers in chunks of one byte": again(
-        sending(asking("chunks", stream=False), hold_s=2.0), 2
+        sending(asking("chunks", stream=False, model=EVIL), hold_s=2.0), 2
     ),
     "8 MiB of empty lists": again(sending(prompts(b"[],", 8_000_000)), 2),
     "8 MiB of empty strings": again(sending(prompts(b'"",', 8_000_000)), 2),
@@ -280,9 +282,14 @@ async def watched(proxy: Serving, seen: dict[str, Any]) -> None:
         seen["rss"] = max(seen["rss"], proxy.rss_kib())
         with contextlib.suppress(Exception):  # it is under attack
             for name, each in (await proxy.instances()).items():
-                if each["health"] != "up":
+                if each["health"] != "up" and name != EVIL:
                     seen["health"].add(f"{name}: {each['health']}")
         await asyncio.sleep(0.25)
+
+
+async def ejected(proxy: Serving) -> float:
+    """Ejections of the engines that are well."""
+    return sum([await proxy.metric(f'hetlb_instance_ejections_total{{instance="i{n}"') for n in range(2)])
 
 
 async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
@@ -290,7 +297,7 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
     alone = Honest(proxy.port)
     await alone.run(seconds / 2)
     before = proxy.rss_kib()
-    ejections = await proxy.metric("hetlb_instance_ejections_total")
+    ejections = await ejected(proxy)
     seen: dict[str, Any] = {"rss": before, "health": set()}
     watcher = asyncio.create_task(watched(proxy, seen))
     attacker = subprocess.Popen(  # noqa: ASYNC220 - it runs beside
@@ -302,7 +309,7 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(attacker.pid, signal.SIGKILL)
     attacker.wait()
-    after = await proxy.metric("hetlb_instance_ejections_total")
+    after = await ejected(proxy)
     row = {
         "attack": name,
         "p99_alone_ms": p99(alone.times_ms), "p99_ms": p99(during.times_ms),
@@ -340,16 +347,17 @@ async def run(args: argparse.Namespace) -> int:
     """Attack, and record."""
     engines = [
         subprocess.Popen(  # noqa: ASYNC220 - they run beside
-            [sys.executable, __file__, "--engine"], stdout=subprocess.PIPE, text=True, process_group=0
+            [sys.executable, __file__, "--engine", served], stdout=subprocess.PIPE, text=True, process_group=0
         )
-        for _ in range(2)
+        for served in (MODEL, MODEL, EVIL)
     ]
     rows: list[dict[str, Any]] = []
     try:
         urls = [f"http://127.0.0.1:{each.stdout.readline().strip()}" for each in engines if each.stdout]
         fleet = {
             "models": [
-                {"name": MODEL, "instances": [{"name": f"i{n}", "url": url} for n, url in enumerate(urls)]}
+                {"name": MODEL, "instances": [{"name": f"i{n}", "url": urls[n]} for n in range(2)]},
+                {"name": EVIL, "instances": [{"name": EVIL, "url": urls[2]}]},
             ],
             "proxy": {"request_log": False},
         }
@@ -384,7 +392,7 @@ def judged(row: dict[str, Any]) -> Promise:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--engine"]:
-        asyncio.run(engine_process())
+        asyncio.run(engine_process(sys.argv[2]))
     elif sys.argv[1:2] == ["--attacker"]:
         asyncio.run(attacker_process(sys.argv[2], int(sys.argv[3])))
     else:

@@ -45,7 +45,7 @@ _LARGE_BODY: Final = 256 << 10
 MAX_BLANK_LINES: Final = 8
 #: Smaller pieces of a body are kept in one buffer: an object for each would take more memory than they.
 _SMALL_PIECE: Final = 4 << 10
-#: A body that has just begun may be as slow as it likes.
+#: A body that has just begun may be as slow as it likes; no body may stop for longer.
 _BODY_GRACE_S: Final = 5.0
 #: How long a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
@@ -112,8 +112,9 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
-        "_decoder", "_exchange", "_form", "_head", "_held", "_now", "_partial", "_paused", "_reading_paused",
-        "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant", "_transport",
+        "_decoder", "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_partial", "_paused",
+        "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
+        "_transport",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -143,6 +144,8 @@ class ClientConnection(asyncio.Protocol):
         self._closing = False
         self._paused = False
         self._reading_paused = False
+        #: When the body began, or when the last piece of it came.
+        self._fed_at = 0.0
         self._since = 0.0
         self._stalled_since = 0.0
 
@@ -162,6 +165,9 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            if len(data) >= _LARGE_READ and self._transport is not None:
+                self._transport.pause_reading()  # what is thrown away has its turn like anything else
+                self._clients.driver.loop.call_soon(self._throw_away)
             return
         if self._exchange is not None or self._paused or self._scheduled:
             self._backlog += data
@@ -173,6 +179,10 @@ class ClientConnection(asyncio.Protocol):
         if len(data) >= _LARGE_READ:
             self._continue_later()
         self._advance()
+
+    def _throw_away(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         if self._closing:
@@ -305,7 +315,8 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            if slow or took_s > table.body_timeout_s:
+            stopped = now - self._fed_at > _BODY_GRACE_S and table.min_body_bytes_per_s > 0.0
+            if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._begun:
             if now - self._since > table.head_timeout_s:
@@ -346,7 +357,7 @@ class ClientConnection(asyncio.Protocol):
         head, length = clients.heads.find(raw)
         self._tenant = clients.intake.recognise(head)
         self._head = head
-        self._since = self._now()
+        self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
@@ -441,6 +452,7 @@ class ClientConnection(asyncio.Protocol):
             self._body.append(piece)
         if last:
             return
+        self._fed_at = self._now()
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:
