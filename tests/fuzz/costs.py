@@ -188,7 +188,7 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
 #: it covers, and a whole request in a few bytes is work of its own.
-SMALL, FUZZ_PASSES = 16 << 10, 400.0
+SMALL, FUZZ_PASSES = 64 << 10, 400.0
 
 
 def check_cost(reader: Reader, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,6 @@ async def test_a_client_that_leaves_while_the_engine_is_asked_leaves_nothing(tmp
             await engine.closed()
             (pool,) = running.service.driver._pools.values()
             engine.scripts[0] = _never
-            import asyncio
-
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
             body = b'{"model":"m","prompt":"x"}'
             head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: %d\r\n\r\n"
