@@ -333,7 +333,7 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     reading_s = running / (output if output > 1.0 else 1.0) * (k.k1 * mix.prompt + k.k2)
     full_s = alone_s + others_s * running + reading_s
     thin_s = alone_s + others_s * running * share
-    read_s = k.prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
+    read_s = k.paper_prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
     return read_s + (long - thinning) * full_s + thinning * thin_s
 
 
