@@ -345,6 +345,8 @@ class ClientConnection(asyncio.Protocol):
                 self._continue_later()
         except GateError as error:
             self._refuse(error)
+        if self._at >= len(self._buffer):
+            self._buffer, self._at = b"", 0  # a connection that waits keeps no read in memory
         self._bound_reading()
 
     def _read_head(self) -> bool:
