@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -201,9 +202,32 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
+#: Floods and slow clients: tools of others, and many connections; judged by what is cut and by memory alone.
+IDLE = 20_000
+FLOODS: dict[str, Attack | list[str]] = {
+    "slowhttptest, 1,000 slow heads": ["slowhttptest", "-H", "-c", "1000", "-r", "200", "-i", "5", "-l", "{s}", "-u", "{url}/v1/completions"],
+    "slowhttptest, 1,000 slow bodies": ["slowhttptest", "-B", "-c", "1000", "-r", "200", "-i", "5", "-s", "8192", "-l", "{s}", "-u", "{url}/v1/completions"],
+    "slowhttptest, 1,000 slow reads": ["slowhttptest", "-X", "-c", "1000", "-r", "200", "-w", "1", "-y", "2", "-n", "5", "-z", "1", "-k", "3", "-l", "{s}", "-u", "{url}/v1/models"],
+    "h2load, 100 connections": ["h2load", "--h1", "-c", "100", "-D", "{s}", "{url}/v1/models"],
+    "wrk, 200 connections": ["wrk", "-c", "200", "-t", "1", "-d", "{s}s", "{url}/ping"],
+    "500 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 500),
+    "20,000 idle connections": again(sending(b"", hold_s=3600.0), IDLE),
+}  # fmt: skip
+
+
 async def attacker_process(name: str, port: int) -> None:
     """Attack until killed."""
-    await ATTACKS[name](port)
+    attack = {**ATTACKS, **FLOODS}[name]
+    assert not isinstance(attack, list), "expected an attack of our own"
+    await attack(port)
+
+
+def command(name: str, port: int, seconds: float) -> list[str]:
+    """What attacks."""
+    tool = FLOODS.get(name)
+    if not isinstance(tool, list):
+        return [sys.executable, __file__, "--attacker", name, str(port)]
+    return [part.format(s=int(seconds), url=f"http://127.0.0.1:{port}") for part in tool]
 
 
 # --- honest clients ---
@@ -280,6 +304,7 @@ async def watched(proxy: Serving, seen: dict[str, Any]) -> None:
     """Keep the worst health and the most memory."""
     while True:
         seen["rss"] = max(seen["rss"], proxy.rss_kib())
+        seen["connections"] = max(seen["connections"], proxy.descriptors())
         with contextlib.suppress(Exception):  # it is under attack
             for name, each in (await proxy.instances()).items():
                 if each["health"] != "up" and name != EVIL:
@@ -298,10 +323,13 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
     await alone.run(seconds / 2)
     before = proxy.rss_kib()
     ejections = await ejected(proxy)
-    seen: dict[str, Any] = {"rss": before, "health": set()}
+    seen: dict[str, Any] = {"rss": before, "health": set(), "connections": 0}
     watcher = asyncio.create_task(watched(proxy, seen))
     attacker = subprocess.Popen(  # noqa: ASYNC220 - it runs beside
-        [sys.executable, __file__, "--attacker", name, str(proxy.port)], process_group=0
+        command(name, proxy.port, seconds),
+        process_group=0,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     during = Honest(proxy.port)
     await during.run(seconds)
@@ -319,6 +347,7 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
         "longest_gap_ms": max(during.gaps_ms, default=0.0),
         "streams": during.streams, "cut": during.cut, "failed": during.failed,
         "ejections": after - ejections, "health": sorted(seen["health"]),
+        "connections": seen["connections"],
         "rss_before_mib": before / 1024, "rss_most_mib": seen["rss"] / 1024,
     }  # fmt: skip
     await asyncio.sleep(2.0)
@@ -339,12 +368,16 @@ def shown(row: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be set."""
     parser.add_argument("--seconds", type=float, default=30.0, help="of each attack")
+    parser.add_argument("--floods", action="store_true", help="slow clients, floods and many connections")
     parser.add_argument("--only", help="attacks whose name holds this")
     parser.add_argument("--hetlb", default=sys.executable, help="the Python whose hetlb is attacked")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Attack, and record."""
+    most = 3 * IDLE
+    with contextlib.suppress(ValueError, OSError):  # who may not raise it has fewer connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engines = [
         subprocess.Popen(  # noqa: ASYNC220 - they run beside
             [sys.executable, __file__, "--engine", served], stdout=subprocess.PIPE, text=True, process_group=0
@@ -359,9 +392,9 @@ async def run(args: argparse.Namespace) -> int:
                 {"name": MODEL, "instances": [{"name": f"i{n}", "url": urls[n]} for n in range(2)]},
                 {"name": EVIL, "instances": [{"name": EVIL, "url": urls[2]}]},
             ],
-            "proxy": {"request_log": False},
+            "proxy": {"request_log": False, "max_connections": 2 * IDLE},
         }
-        for name in ATTACKS:
+        for name in FLOODS if args.floods else ATTACKS:
             if args.only and args.only not in name:
                 continue
             # A proxy of its own for each: what one attack leaves must not be taken for another's.
@@ -373,7 +406,8 @@ async def run(args: argparse.Namespace) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
             each.wait()
-    return report("attacks", [judged(row) for row in rows], {"rows": rows}, args.recorded)
+    name = "floods" if args.floods else "attacks"
+    return report(name, [judged(row) for row in rows], {"rows": rows}, args.recorded)
 
 
 def judged(row: dict[str, Any]) -> Promise:

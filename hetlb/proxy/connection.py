@@ -12,6 +12,7 @@ import asyncio
 import resource
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -37,6 +38,8 @@ from hetlb.proxy.replies import Refusal
 _MAX_PIPELINED: Final = 64 << 10
 #: Bytes of a chunked body that are decoded before other connections have their turn.
 TURN_BYTES: Final = 64 << 10
+#: So many connections that have much to read go on in one turn of the loop.
+AT_ONCE: Final = 8
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 128 << 10
 #: So large a body is looked at in a turn of its own.
@@ -67,6 +70,9 @@ class Clients:
         self.held_bytes = 0
         #: Whether each connection ends with the answer it is at.
         self.stopping = False
+        #: Those with more to read than one turn takes, in the order in which they asked for another.
+        self._turns: deque[ClientConnection] = deque()
+        self._turning = False
 
     def admit(self, connection: ClientConnection) -> bool:
         """Whether there is room for a new connection; where not, the oldest without a request makes it."""
@@ -83,6 +89,23 @@ class Clients:
     def left(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.open.pop(connection, None)
+
+    def have_turn(self, connection: ClientConnection) -> None:
+        """A connection has more to read: it goes on when those before it have, a few in each turn."""
+        self._turns.append(connection)
+        if len(self._turns) == 1 and not self._turning:
+            self.driver.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        turns = self._turns
+        self._turning = True
+        try:
+            for _ in range(min(AT_ONCE, len(turns))):
+                turns.popleft().go_on()
+        finally:  # an error in one of them holds up no other
+            self._turning = False
+            if turns:
+                self.driver.loop.call_soon(self._next_turn)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
@@ -165,8 +188,9 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
-            if len(data) >= _LARGE_READ and self._transport is not None:
-                self._transport.pause_reading()  # what is thrown away has its turn like anything else
+            transport = self._transport
+            if len(data) >= _LARGE_READ and transport is not None and not transport.is_closing():
+                transport.pause_reading()  # what is thrown away has its turn like anything else
                 self._clients.driver.loop.call_soon(self._throw_away)
             return
         if self._exchange is not None or self._paused or self._scheduled:
@@ -261,10 +285,11 @@ class ClientConnection(asyncio.Protocol):
         """Read on when the others have had their turn."""
         if not self._scheduled:
             self._scheduled = True
-            self._clients.driver.loop.call_soon(self._continue)
+            self._clients.have_turn(self)
         self._bound_reading()
 
-    def _continue(self) -> None:
+    def go_on(self) -> None:
+        """The turn of this connection has come."""
         self._scheduled = False
         self._advance()
 
