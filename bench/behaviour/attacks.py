@@ -204,10 +204,11 @@ ATTACKS: dict[str, Attack] = {
 
 #: Floods and slow clients: tools of others, and many connections; judged by what is cut and by memory alone.
 IDLE = 20_000
+SLOW = "slowhttptest -c 1000 -r 200 -l {s} "
 FLOODS: dict[str, Attack | list[str]] = {
-    "slowhttptest, 1,000 slow heads": ["slowhttptest", "-H", "-c", "1000", "-r", "200", "-i", "5", "-l", "{s}", "-u", "{url}/v1/completions"],
-    "slowhttptest, 1,000 slow bodies": ["slowhttptest", "-B", "-c", "1000", "-r", "200", "-i", "5", "-s", "8192", "-l", "{s}", "-u", "{url}/v1/completions"],
-    "slowhttptest, 1,000 slow reads": ["slowhttptest", "-X", "-c", "1000", "-r", "200", "-w", "1", "-y", "2", "-n", "5", "-z", "1", "-k", "3", "-l", "{s}", "-u", "{url}/v1/models"],
+    "slowhttptest, 1,000 slow heads": (SLOW + "-H -i 5 -u {url}/v1/completions").split(),
+    "slowhttptest, 1,000 slow bodies": (SLOW + "-B -i 5 -s 8192 -u {url}/v1/completions").split(),
+    "slowhttptest, 1,000 slow reads": (SLOW + "-X -w 1 -y 2 -n 5 -z 1 -k 3 -u {url}/v1/models").split(),
     "h2load, 100 connections": ["h2load", "--h1", "-c", "100", "-D", "{s}", "{url}/v1/models"],
     "wrk, 200 connections": ["wrk", "-c", "200", "-t", "1", "-d", "{s}s", "{url}/ping"],
     "500 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 500),

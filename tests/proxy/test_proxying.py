@@ -127,7 +127,7 @@ async def test_a_plain_request(start: Start) -> None:
                      "1.1.1.1", "connection"):  # fmt: skip
             assert gone not in head
     assert proxy.ended == [("ok", "stream", 200)]
-    assert proxy.exchanges[0].prompt_tokens_used == 3
+    assert proxy.exchanges[0].usage_prompt_tokens == 3
 
 
 async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:
@@ -649,7 +649,7 @@ async def test_the_time_of_a_head_begins_with_its_first_byte(start: Start) -> No
         (connection,) = proxy.server.connections
         connection._since -= 60.0  # idle for a minute, then half a head
         client.send(b"GET /health HTTP/1.1\r\n")
-        await turns_until(lambda: connection._buffer)
+        await turns_until(lambda: connection._partial)
         connection.sweep(proxy.driver.now())
         client.send(b"Host: p\r\n\r\n")
         assert (await client.answer()).status == 200
