@@ -48,8 +48,10 @@ _LARGE_BODY: Final = 256 << 10
 MAX_BLANK_LINES: Final = 8
 #: Smaller pieces of a body are kept in one buffer: an object for each would take more memory than they.
 _SMALL_PIECE: Final = 4 << 10
-#: A body that has just begun may be as slow as it likes; no body may stop for longer.
+#: A body that has just begun may be as slow as it likes.
 _BODY_GRACE_S: Final = 5.0
+#: No body may stop for longer.
+_BODY_STOP_S: Final = 10.0
 #: How long a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
 #: What the kernel may hold of an answer for a client that does not read.
@@ -340,7 +342,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            stopped = now - self._fed_at > _BODY_GRACE_S and table.min_body_bytes_per_s > 0.0
+            stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
             if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._begun:
