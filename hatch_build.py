@@ -24,7 +24,7 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "prefix_keys", "body", "connection", "driver", "exchange", "expected", "http1", "intake",
+            "prefix_keys", "body", "connection", "driver", "ends", "exchange", "expected", "http1", "intake",
             "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator",
             "upstream",
         )

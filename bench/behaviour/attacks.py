@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -31,6 +32,8 @@ MOST_ADDED_MS = 50.0
 MOST_MIB = 64.0
 POST = b"POST %b HTTP/1.1\r\nHost: p\r\nContent-Type: %b\r\n"
 JSON = b"application/json"
+#: The model of the engine that is hostile itself, and its name in the fleet.
+EVIL = "evil"
 FORM = b"multipart/form-data; boundary=b"
 MODEL_PART = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
 
@@ -40,16 +43,16 @@ def post(body: bytes, path: bytes = b"/v1/completions", kind: bytes = JSON) -> b
     return POST % (path, kind) + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def asking(prompt: str, *, stream: bool = True, max_tokens: int = 200) -> bytes:
+def asking(prompt: str, *, stream: bool = True, max_tokens: int = 200, model: str = MODEL) -> bytes:
     """A completion."""
-    body = {"model": MODEL, "prompt": prompt, "stream": stream, "max_tokens": max_tokens}
+    body = {"model": model, "prompt": prompt, "stream": stream, "max_tokens": max_tokens}
     return post(json.dumps(body).encode())
 
 
 # --- engines ---
 
 
-async def engine_process() -> None:
+async def engine_process(served: str) -> None:
     """An engine that does what a prompt says: `chunks`, `interim`, `large`, or an answer as asked for."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +66,7 @@ async def engine_process() -> None:
 
     async def answer(path: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path != b"/v1/completions":
-            models = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
+            models = json.dumps({"object": "list", "data": [{"id": served, "object": "model"}]}).encode()
             writer.write(plain(models if path == b"/v1/models" else b""))
             return
         asked = json.loads(body)
@@ -182,9 +185,9 @@ ATTACKS: dict[str, Attack] = {
     "empty lines, two at 150 kB/s": again(sending(b"\r\n" * 500_000, per_s=150e3), 2),
     "45 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 45),
     "bodies in chunks of one byte": again(sending(chunked(b"1\r\nx\r\n", 1 << 20)), 2),
-    "an engine that sends 1xx without end": again(sending(asking("interim", stream=False)), 2),
+    "an engine that sends 1xx without end": again(sending(asking("interim", stream=False, model=EVIL)), 2),
     "an engine that answers in chunks of one byte": again(
-        sending(asking("chunks", stream=False), hold_s=2.0), 2
+        sending(asking("chunks", stream=False, model=EVIL), hold_s=2.0), 2
     ),
     "8 MiB of empty lists": again(sending(prompts(b"[],", 8_000_000)), 2),
     "8 MiB of empty strings": again(sending(prompts(b'"",', 8_000_000)), 2),
@@ -199,9 +202,33 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
+#: Floods and slow clients: tools of others, and many connections; judged by what is cut and by memory alone.
+IDLE = 20_000
+SLOW = "slowhttptest -c 1000 -r 200 -l {s} "
+FLOODS: dict[str, Attack | list[str]] = {
+    "slowhttptest, 1,000 slow heads": (SLOW + "-H -i 5 -u {url}/v1/completions").split(),
+    "slowhttptest, 1,000 slow bodies": (SLOW + "-B -i 5 -s 8192 -u {url}/v1/completions").split(),
+    "slowhttptest, 1,000 slow reads": (SLOW + "-X -w 1 -y 2 -n 5 -z 1 -k 3 -u {url}/v1/models").split(),
+    "h2load, 100 connections": ["h2load", "--h1", "-c", "100", "-D", "{s}", "{url}/v1/models"],
+    "wrk, 200 connections": ["wrk", "-c", "200", "-t", "1", "-d", "{s}s", "{url}/ping"],
+    "500 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 500),
+    "20,000 idle connections": again(sending(b"", hold_s=3600.0), IDLE),
+}  # fmt: skip
+
+
 async def attacker_process(name: str, port: int) -> None:
     """Attack until killed."""
-    await ATTACKS[name](port)
+    attack = {**ATTACKS, **FLOODS}[name]
+    assert not isinstance(attack, list), "expected an attack of our own"
+    await attack(port)
+
+
+def command(name: str, port: int, seconds: float) -> list[str]:
+    """What attacks."""
+    tool = FLOODS.get(name)
+    if not isinstance(tool, list):
+        return [sys.executable, __file__, "--attacker", name, str(port)]
+    return [part.format(s=int(seconds), url=f"http://127.0.0.1:{port}") for part in tool]
 
 
 # --- honest clients ---
@@ -278,11 +305,17 @@ async def watched(proxy: Serving, seen: dict[str, Any]) -> None:
     """Keep the worst health and the most memory."""
     while True:
         seen["rss"] = max(seen["rss"], proxy.rss_kib())
+        seen["connections"] = max(seen["connections"], proxy.descriptors())
         with contextlib.suppress(Exception):  # it is under attack
             for name, each in (await proxy.instances()).items():
-                if each["health"] != "up":
+                if each["health"] != "up" and name != EVIL:
                     seen["health"].add(f"{name}: {each['health']}")
         await asyncio.sleep(0.25)
+
+
+async def ejected(proxy: Serving) -> float:
+    """Ejections of the engines that are well."""
+    return sum([await proxy.metric(f'hetlb_instance_ejections_total{{instance="i{n}"') for n in range(2)])
 
 
 async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
@@ -290,11 +323,14 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
     alone = Honest(proxy.port)
     await alone.run(seconds / 2)
     before = proxy.rss_kib()
-    ejections = await proxy.metric("hetlb_instance_ejections_total")
-    seen: dict[str, Any] = {"rss": before, "health": set()}
+    ejections = await ejected(proxy)
+    seen: dict[str, Any] = {"rss": before, "health": set(), "connections": 0}
     watcher = asyncio.create_task(watched(proxy, seen))
     attacker = subprocess.Popen(  # noqa: ASYNC220 - it runs beside
-        [sys.executable, __file__, "--attacker", name, str(proxy.port)], process_group=0
+        command(name, proxy.port, seconds),
+        process_group=0,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     during = Honest(proxy.port)
     await during.run(seconds)
@@ -302,7 +338,7 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(attacker.pid, signal.SIGKILL)
     attacker.wait()
-    after = await proxy.metric("hetlb_instance_ejections_total")
+    after = await ejected(proxy)
     row = {
         "attack": name,
         "p99_alone_ms": p99(alone.times_ms), "p99_ms": p99(during.times_ms),
@@ -312,6 +348,7 @@ async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
         "longest_gap_ms": max(during.gaps_ms, default=0.0),
         "streams": during.streams, "cut": during.cut, "failed": during.failed,
         "ejections": after - ejections, "health": sorted(seen["health"]),
+        "connections": seen["connections"],
         "rss_before_mib": before / 1024, "rss_most_mib": seen["rss"] / 1024,
     }  # fmt: skip
     await asyncio.sleep(2.0)
@@ -332,28 +369,33 @@ def shown(row: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be set."""
     parser.add_argument("--seconds", type=float, default=30.0, help="of each attack")
+    parser.add_argument("--floods", action="store_true", help="slow clients, floods and many connections")
     parser.add_argument("--only", help="attacks whose name holds this")
     parser.add_argument("--hetlb", default=sys.executable, help="the Python whose hetlb is attacked")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Attack, and record."""
+    most = 3 * IDLE
+    with contextlib.suppress(ValueError, OSError):  # who may not raise it has fewer connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engines = [
         subprocess.Popen(  # noqa: ASYNC220 - they run beside
-            [sys.executable, __file__, "--engine"], stdout=subprocess.PIPE, text=True, process_group=0
+            [sys.executable, __file__, "--engine", served], stdout=subprocess.PIPE, text=True, process_group=0
         )
-        for _ in range(2)
+        for served in (MODEL, MODEL, EVIL)
     ]
     rows: list[dict[str, Any]] = []
     try:
         urls = [f"http://127.0.0.1:{each.stdout.readline().strip()}" for each in engines if each.stdout]
         fleet = {
             "models": [
-                {"name": MODEL, "instances": [{"name": f"i{n}", "url": url} for n, url in enumerate(urls)]}
+                {"name": MODEL, "instances": [{"name": f"i{n}", "url": urls[n]} for n in range(2)]},
+                {"name": EVIL, "instances": [{"name": EVIL, "url": urls[2]}]},
             ],
-            "proxy": {"request_log": False},
+            "proxy": {"request_log": False, "max_connections": 2 * IDLE},
         }
-        for name in ATTACKS:
+        for name in FLOODS if args.floods else ATTACKS:
             if args.only and args.only not in name:
                 continue
             # A proxy of its own for each: what one attack leaves must not be taken for another's.
@@ -365,7 +407,8 @@ async def run(args: argparse.Namespace) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
             each.wait()
-    return report("attacks", [judged(row) for row in rows], {"rows": rows}, args.recorded)
+    name = "floods" if args.floods else "attacks"
+    return report(name, [judged(row) for row in rows], {"rows": rows}, args.recorded)
 
 
 def judged(row: dict[str, Any]) -> Promise:
@@ -384,7 +427,7 @@ def judged(row: dict[str, Any]) -> Promise:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--engine"]:
-        asyncio.run(engine_process())
+        asyncio.run(engine_process(sys.argv[2]))
     elif sys.argv[1:2] == ["--attacker"]:
         asyncio.run(attacker_process(sys.argv[2], int(sys.argv[3])))
     else:

@@ -105,7 +105,7 @@ def render(runners: Sequence[Runner], model_name: str, kv_cache_tokens: int) -> 
     lines += [
         "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.",
         "# TYPE process_start_time_seconds gauge",
-        f"process_start_time_seconds {engines[0][1].began_at}",
+        f"process_start_time_seconds {runners[0].began_at}",
     ]
     return ("\n".join(lines) + "\n").encode()
 

@@ -12,6 +12,7 @@ import asyncio
 import resource
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -37,6 +38,8 @@ from hetlb.proxy.replies import Refusal
 _MAX_PIPELINED: Final = 64 << 10
 #: Bytes of a chunked body that are decoded before other connections have their turn.
 TURN_BYTES: Final = 64 << 10
+#: So many connections that have much to read go on in one turn of the loop.
+AT_ONCE: Final = 8
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 128 << 10
 #: So large a body is looked at in a turn of its own.
@@ -47,6 +50,8 @@ MAX_BLANK_LINES: Final = 8
 _SMALL_PIECE: Final = 4 << 10
 #: A body that has just begun may be as slow as it likes.
 _BODY_GRACE_S: Final = 5.0
+#: No body may stop for longer.
+_BODY_STOP_S: Final = 10.0
 #: How long a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
 #: What the kernel may hold of an answer for a client that does not read.
@@ -67,6 +72,9 @@ class Clients:
         self.held_bytes = 0
         #: Whether each connection ends with the answer it is at.
         self.stopping = False
+        #: Those with more to read than one turn takes, in the order in which they asked for another.
+        self._turns: deque[ClientConnection] = deque()
+        self._turning = False
 
     def admit(self, connection: ClientConnection) -> bool:
         """Whether there is room for a new connection; where not, the oldest without a request makes it."""
@@ -83,6 +91,23 @@ class Clients:
     def left(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.open.pop(connection, None)
+
+    def have_turn(self, connection: ClientConnection) -> None:
+        """A connection has more to read: it goes on when those before it have, a few in each turn."""
+        self._turns.append(connection)
+        if len(self._turns) == 1 and not self._turning:
+            self.driver.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        turns = self._turns
+        self._turning = True
+        try:
+            for _ in range(min(AT_ONCE, len(turns))):
+                turns.popleft().go_on()
+        finally:  # an error in one of them holds up no other
+            self._turning = False
+            if turns:
+                self.driver.loop.call_soon(self._next_turn)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
@@ -112,8 +137,9 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
-        "_decoder", "_exchange", "_form", "_head", "_held", "_now", "_partial", "_paused", "_reading_paused",
-        "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant", "_transport",
+        "_decoder", "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_partial", "_paused",
+        "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
+        "_transport",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -143,6 +169,8 @@ class ClientConnection(asyncio.Protocol):
         self._closing = False
         self._paused = False
         self._reading_paused = False
+        #: When the body began, or when the last piece of it came.
+        self._fed_at = 0.0
         self._since = 0.0
         self._stalled_since = 0.0
 
@@ -162,6 +190,10 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            transport = self._transport
+            if len(data) >= _LARGE_READ and transport is not None and not transport.is_closing():
+                transport.pause_reading()  # what is thrown away has its turn like anything else
+                self._clients.driver.loop.call_soon(self._throw_away)
             return
         if self._exchange is not None or self._paused or self._scheduled:
             self._backlog += data
@@ -173,6 +205,10 @@ class ClientConnection(asyncio.Protocol):
         if len(data) >= _LARGE_READ:
             self._continue_later()
         self._advance()
+
+    def _throw_away(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         if self._closing:
@@ -251,10 +287,11 @@ class ClientConnection(asyncio.Protocol):
         """Read on when the others have had their turn."""
         if not self._scheduled:
             self._scheduled = True
-            self._clients.driver.loop.call_soon(self._continue)
+            self._clients.have_turn(self)
         self._bound_reading()
 
-    def _continue(self) -> None:
+    def go_on(self) -> None:
+        """The turn of this connection has come."""
         self._scheduled = False
         self._advance()
 
@@ -305,7 +342,8 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            if slow or took_s > table.body_timeout_s:
+            stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
+            if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif self._begun:
             if now - self._since > table.head_timeout_s:
@@ -334,6 +372,8 @@ class ClientConnection(asyncio.Protocol):
                 self._continue_later()
         except GateError as error:
             self._refuse(error)
+        if self._at >= len(self._buffer):
+            self._buffer, self._at = b"", 0  # a connection that waits keeps no read in memory
         self._bound_reading()
 
     def _read_head(self) -> bool:
@@ -346,7 +386,7 @@ class ClientConnection(asyncio.Protocol):
         head, length = clients.heads.find(raw)
         self._tenant = clients.intake.recognise(head)
         self._head = head
-        self._since = self._now()
+        self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
@@ -441,6 +481,7 @@ class ClientConnection(asyncio.Protocol):
             self._body.append(piece)
         if last:
             return
+        self._fed_at = self._now()
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:

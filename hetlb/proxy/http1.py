@@ -30,6 +30,7 @@ _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
 #: Of these two readers could take different ones.
 _ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
 
 
@@ -222,6 +223,8 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
         _check_raw(head)
     except GateError as error:
         raise GateError(502, error.message) from error
+    if _CONTROL.search(head) is not None:
+        raise GateError(502, "The head of the engine's answer has control characters.")
     if not head.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
         raise GateError(502, "The engine does not speak HTTP/1.")
     collector = _Collector()

@@ -27,7 +27,7 @@ def prefix_keys_of(
     found: list[tuple[str, int | None]] = []
     if session is not None and _SESSION.fullmatch(session) is not None:
         name = session.decode("ascii")
-        found.append((f"session:{name}" if owner is None else f"session of {owner}:{name}", None))
+        found.append((f"session:{name}" if owner is None else f"session:{name} of {owner}", None))
     length = len(text)
     if length >= _FIRST_BYTES:
         digest = blake2b(b"" if owner is None else owner.encode() + b"\0", digest_size=12)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from proxy.memory import End, Proxy
 
@@ -161,6 +160,65 @@ def passes(reader: Reader, data: bytes) -> float:
     return cost_s(reader, data) / pass_s(max(LEAST_BYTES, len(data)))
 
 
-def facts() -> dict[str, Any]:
-    """The limits, for messages."""
-    return {"growth": MOST_GROWTH, "passes": MOST_PASSES}
+# --- oracles of the fuzzer ---
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
+FORM = (
+    b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+)
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+#: Readers, and what stands before the input that is given many times over.
+PREFIXES: tuple[tuple[Reader, bytes], ...] = (
+    (client(), b""),
+    (client(), b"GET / HTTP/1.1\r\nhost: p\r\n"),
+    (client(), HEAD + b"transfer-encoding: chunked\r\n\r\n"),
+    (client(), FORM + b"content-length: 60000000\r\n\r\n--b\r\n"),
+    (
+        client(),
+        FORM + b'content-length: 60000000\r\n\r\n--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n',
+    ),
+    (engine(), b""),
+    (engine(), b"HTTP/1.1 200 OK\r\n"),
+    (engine(), SSE),
+    (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
+    (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
+    (json(Kind.CHAT), b'{"messages":"'),
+    (json(Kind.RESPONSES), b""),
+    (metrics, b""),
+)
+#: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
+#: it covers, and a whole request in a few bytes is work of its own.
+SMALL, FUZZ_PASSES = 64 << 10, 400.0
+
+
+def check_cost(reader: Reader, data: bytes) -> None:
+    """An input, whatever it is, costs no more than `FUZZ_PASSES` passes over it."""
+    found = [cost_s(reader, data, 1)]
+    limit = FUZZ_PASSES * _pass_s() * max(1.0, len(data) / LEAST_BYTES)
+    while found[-1] > limit and len(found) < 5:
+        found.append(cost_s(reader, data, 1))
+    assert min(found) <= limit, f"{len(data)} bytes cost {min(found) * 1e3:.1f} ms, {limit * 1e3:.1f} allowed"
+
+
+def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
+    """Twice as many of these cost at most so many times as much, and no more than `FUZZ_PASSES` passes."""
+    small, large = (before + (unit * (size // len(unit) + 1))[:size] for size in (SMALL, 2 * SMALL))
+    check_cost(reader, large)
+    ratios: list[float] = []
+    while len(ratios) < 6:
+        one, two = cost_s(reader, small, 1 + len(ratios)), cost_s(reader, large, 1 + len(ratios))
+        if two < _pass_s():  # too little to tell
+            return
+        ratios.append(two / one)
+        if ratios[-1] <= MOST_GROWTH:
+            return
+    raise AssertionError(f"{unit!r}: twice as many cost {min(ratios):.2f} times as much")
+
+
+_passes: list[float] = []
+
+
+def _pass_s() -> float:
+    if not _passes:
+        _passes.append(pass_s(LEAST_BYTES))
+    return _passes[0]

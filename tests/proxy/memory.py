@@ -20,7 +20,7 @@ from hetlb.config import ProxyTable
 from hetlb.proxy.connection import ClientConnection
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.sizes import PromptSizes
+from hetlb.proxy.token_estimator import TokenEstimator
 
 #: What a kernel holds for a reader that does not read.
 KERNEL = 64 << 10
@@ -245,7 +245,7 @@ class Proxy:
         self.ended: list[Any] = []
         settings = msgspec.structs.replace(ProxyTable(), **table)
         with self._running():
-            self.driver = Driver(self.scheduler, settings, PromptSizes(), self.loop, self.ended.extend)
+            self.driver = Driver(self.scheduler, settings, TokenEstimator(), self.loop, self.ended.extend)
             self.server = ProxyServer(self.driver, View())
         self._sweep()
 
