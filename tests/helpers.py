@@ -40,6 +40,7 @@ def make_scheduler(
     seed: int = 0,
     params: PolicyParams | None = None,
     health_params: HealthParams | None = None,
+    now: float = 0.0,
 ) -> Scheduler:
     """A scheduler whose instances are up."""
     setup = SchedulerSetup(
@@ -50,6 +51,7 @@ def make_scheduler(
         seed=seed,
         initial_health=health,
         health=health_params or HealthParams(),
+        now=now,
     )
     return Scheduler(setup, predictor=predictor)
 

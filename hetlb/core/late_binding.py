@@ -55,7 +55,9 @@ _LULL_SHARE: Final = 0.05
 #: An instance is not passed over where its first token comes so many times sooner than elsewhere.
 _FAR_SOONER: Final = 1.5
 #: ...unless the whole answer comes so many times later than there.
-_MUCH_LATER: Final = 2.0
+
+
+_MUCH_LATER: Final = 2.5
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -178,6 +180,7 @@ class _Evaluation:
                         + together * latency.step_delay_s(batch, context, own_context, own)
                     )
                 )
+            costs = mix.costs(instance)
             own_s = first_s + output * step_s
             over = batch + own - slots * share
             if over > 0.0:
@@ -189,9 +192,8 @@ class _Evaluation:
                 each.charge(
                     first_s - latency.prefill_s(prompt, 1.0, cached) + latency.prefill_s(prompt, 1.0, paid)
                 )
-            mean_s = mix.costs(instance).first_token_s
-            if mean_s < usual_s:
-                usual_s = mean_s
+            if costs.first_token_s < usual_s:
+                usual_s = costs.first_token_s
         if mix.has_twins(self.instances):
             self._share_externality()
         if usual_s > 0.0:
@@ -255,7 +257,7 @@ class _Evaluation:
             each = scores[i]
             if each.state == _ROOM:
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
-                if speed > 0.0 and not (sooner and each.own_s <= _MUCH_LATER * least_own_s):
+                if speed > 0.0 and not (sooner and each.own_s - each.first_s <= _MUCH_LATER * least_own_s):
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(question, instances[order[0]], last=True)
                     long_s = _long_answer_s(question, instances[i])
@@ -276,8 +278,8 @@ class _Evaluation:
                         return  # the fastest with room: the slower ones are as good as their scores
                     if each.first_s < soonest_s:
                         soonest_s = each.first_s
-                    if each.own_s < least_own_s:
-                        least_own_s = each.own_s
+                    if each.own_s - each.first_s < least_own_s:
+                        least_own_s = each.own_s - each.first_s
             if standings is None or standings[i][0] == OPEN:
                 speed += mix.speed(instances[i])
 

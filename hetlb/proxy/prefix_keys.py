@@ -16,17 +16,21 @@ _LAST_BYTES: Final = 64 << 10
 _SESSION = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
-def prefix_keys_of(session: bytes | None, text: bytes, tokens: int) -> tuple[tuple[str, int | None], ...]:
+def prefix_keys_of(
+    session: bytes | None, text: bytes, tokens: int, owner: str | None = None
+) -> tuple[tuple[str, int | None], ...]:
     """Names with their tokens (None: the whole conversation) for a prompt of `tokens` tokens.
 
-    `session` is the value of the session header; one that is no plain word is taken for missing.
+    `session` is the value of the session header; one that is no plain word is taken for missing. Names of
+    different owners differ: where a prompt is sent must not tell a tenant that another has sent it.
     """
     found: list[tuple[str, int | None]] = []
     if session is not None and _SESSION.fullmatch(session) is not None:
-        found.append((f"session:{session.decode('ascii')}", None))
+        name = session.decode("ascii")
+        found.append((f"session:{name}" if owner is None else f"session:{name} of {owner}", None))
     length = len(text)
     if length >= _FIRST_BYTES:
-        digest = blake2b(digest_size=12)
+        digest = blake2b(b"" if owner is None else owner.encode() + b"\0", digest_size=12)
         done, size = 0, _FIRST_BYTES
         while size <= length and size <= _LAST_BYTES:
             digest.update(text[done:size])

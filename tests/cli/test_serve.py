@@ -183,7 +183,6 @@ FLEET = 'version: 1\nmodels: [{name: m, instances: [{url: "http://127.0.0.1:9"}]
         ),
         (["--port", "70000"], FLEET, "--port: expected a port from 0 to 65535, got 70000"),
         (["--workers", "0"], FLEET, "--workers: expected a number from 1 to 128, got 0"),
-        (["--workers", "2", "--event-log", "events"], FLEET, "--event-log: expected one process"),
         (["--event-log", "/no/such/folder/x"], FLEET, "--event-log: expected a file that can be written"),
     ],
 )
