@@ -222,8 +222,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         leases, self.leases = self.leases, {}
         for lease in leases.values():
             live = LiveLease(
-                lease.request, lease.instance, lease.work_ns, lease.kv_tokens, lease.prompt_tokens,
-                lease.predicted_output, lease.dispatched_at, lease.first_token_at is not None,
+                lease.request, lease.instance, lease.work_ns, lease.predicted_output,
+                lease.dispatched_at, lease.first_token_at is not None,
             )  # fmt: skip
             if old.holder(lease).removed:  # its end means nothing to the other scheduler
                 self.answered.add(lease.request.id)
