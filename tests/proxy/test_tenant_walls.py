@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
+from hetlb.proxy.beginnings import beginnings_of
 from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.beginnings import beginnings_of
 from hetlb.proxy.scheduling import RESPONSES_KEPT
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
