@@ -168,3 +168,14 @@ def test_tenants_are_served_fairly_over_all_fits(pushed: list[tuple[str, int, in
         work[tenant] += entry.size
         assert abs(work["a"] - work["b"]) <= 2 * most
         queue.check_integrity()
+
+
+def test_a_request_at_the_bound_goes_before_older_ones_of_other_fits() -> None:
+    """Else one behind the head of another line, chosen because it suits, could overtake it once more."""
+    queue = Queue(QueueLimits())
+    for number, fit in ((1, 1), (2, 0), (3, 1)):
+        queue.push(request(number), float(number), size=10, fit=fit)
+    assert [fit for _, _, fit in queue.heads(KEY)] == [1, 0]
+    for number in range(MOST_OVERTAKEN):
+        queue.passed(request(100 + number), 10.0, 0)
+    assert [fit for _, _, fit in queue.heads(KEY)] == [0, 1]
