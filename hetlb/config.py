@@ -210,6 +210,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
     max_model_len: PositiveInt | None = None
+    enable_prefix_caching: bool | None = None
 
 
 class PrefillCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -342,6 +343,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             max_num_batched_tokens=e.max_num_batched_tokens,
             max_model_len=e.max_model_len,
             kv_tokens_per_request=e.kv_cache_tokens,
+            enable_prefix_caching=e.enable_prefix_caching,
         )
 
 

@@ -26,6 +26,7 @@ class RequestFields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     previous_response_id: str | None = None
+    cache_salt: str | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -16,16 +16,17 @@ import msgspec
 
 import hetlb
 from hetlb.config import ProxyTable
+from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.prefix_keys import prefix_keys_of
 from hetlb.proxy.body import Call, inject_usage, read_json
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
+from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.telemetry.tracing import Tracing
 from hetlb.proxy.upload import Upload
 
@@ -189,11 +190,15 @@ class Intake:
         else:
             text = label.decode("ascii")
         generates: bool = kind.generates
-        prefix_keys: tuple[tuple[str, int | None], ...] = ()
-        if generates and prompts == 1:
-            prefix_keys = prefix_keys_of(head.fields.get(self._session_header), call.text, each)
-        call.text = b""  # the size of the prompt is known: nobody needs it twice in memory
         owner = None if tenant is None else tenant.name
+        prefix_keys: tuple[PrefixKey, ...] = ()
+        if generates:
+            ids = token_ids(call) if call.ids else None
+            prefix_keys = id_keys(ids, model, call.cache_salt) if ids else text_keys(call, model)
+            session = session_key(head.fields.get(self._session_header), owner, model)
+            if session is not None and prompts == 1:
+                prefix_keys = (session, *prefix_keys)
+        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
             model=model,
