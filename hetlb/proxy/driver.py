@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.config import ProxyTable
+from hetlb.core.block_index import KvEventBatch
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -251,6 +252,10 @@ class Driver:
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
         self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+        """An engine told what came into its prefix cache and what left it."""
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
 
     def set_policy(self, name: str) -> None:
         """Switch the policy."""

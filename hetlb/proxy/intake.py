@@ -16,6 +16,7 @@ import msgspec
 
 import hetlb
 from hetlb.config import ProxyTable
+from hetlb.core.block_index import PromptBlocks, block_digests
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import Request
 from hetlb.proxy import replies
@@ -192,9 +193,14 @@ class Intake:
         generates: bool = kind.generates
         owner = None if tenant is None else tenant.name
         prefix_keys: tuple[PrefixKey, ...] = ()
+        blocks: PromptBlocks | None = None
         if generates:
             ids = token_ids(call) if call.ids else None
             prefix_keys = id_keys(ids, model, call.cache_salt) if ids else text_keys(call, model)
+            if ids and prompts == 1 and (block_tokens := driver.scheduler.block_tokens):
+                salt = () if call.cache_salt is None else (call.cache_salt,)
+                # The last token of a prompt is always computed.
+                blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
             session = session_key(head.fields.get(self._session_header), owner, model)
             if session is not None and prompts == 1:
                 prefix_keys = (session, *prefix_keys)
@@ -212,6 +218,7 @@ class Intake:
             prompt_exact=exact,
             pinned=pinned,
             prefix_keys=prefix_keys,
+            blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )

@@ -42,13 +42,16 @@ from hetlb.core.types import (
     Lease,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
+from hetlb.proxy import kv_events
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
+from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.access_log import FORMATS, escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.history import History
@@ -126,6 +129,8 @@ class Service:
             on_sample=self._sampled,
             access=self._engines,
         )
+        self._kv_events = KvEventReader(self.driver.kv_events)
+        self._learnt = StateFile(fleet, self.driver.scheduler, self.driver.token_estimator)
         self.address = ("", 0)
         self.admin_address = ("", 0)
 
@@ -159,6 +164,8 @@ class Service:
     async def start(self) -> None:
         """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
         self._open_log()
+        self._learnt.load()
+        self._read_kv_events(self.fleet)
         await self.scraper.start(
             (Target(spec.name, spec.url) for spec in self.fleet.instances), FIRST_ROUND_S
         )
@@ -167,6 +174,11 @@ class Service:
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port)
         await self._open_admin()
+        self._learnt.start()
+
+    def _read_kv_events(self, fleet: Fleet) -> None:
+        for name, source in fleet.engines.items():
+            self._kv_events.set(name, source.kv_events)
 
     def _open_log(self) -> None:
         if self.fleet.proxy.request_log:
@@ -486,6 +498,7 @@ class Service:
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
+        self._read_kv_events(fleet)
         done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
         done = "; ".join([done, *_twins(fleet)])
         fixed = self._needs_restart(fleet)
@@ -524,6 +537,7 @@ class Service:
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
+        self._kv_events.set(name, None)
         self.driver.change(InstanceRemoved(name))
         del self._engines[name]
 
@@ -557,6 +571,8 @@ class Service:
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        await self._learnt.close()
+        await self._kv_events.close()
         await self.scraper.close()
         await self.server.close()
         if self._runner is not None:
@@ -594,6 +610,9 @@ def require_urls(fleet: Fleet) -> Access:
             )
     if fleet.tracing is not None:
         check_installed(fleet.where)
+    for source in fleet.engines.values():
+        if source.kv_events is not None:
+            kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
 
 
