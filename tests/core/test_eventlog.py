@@ -89,9 +89,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
             commands = scheduler.on_instance(change, now)
         elif kind == 12:
             again = request(1000 + i, prompt=70)
-            restored = scheduler.restore(
-                LiveLease(again, name, 10**9, 20.0, now - 1, i % 2 == 0), now
-            )
+            restored = scheduler.restore(LiveLease(again, name, 10**9, 20.0, now - 1, i % 2 == 0), now)
             leases += [] if restored is None else [restored]
         elif kind == 10:
             commands = scheduler.on_tick(now) + scheduler.on_cancelled(i - 1, now)
