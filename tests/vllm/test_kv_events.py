@@ -64,7 +64,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
 
 async def send(url: str, bodies: list[list[int]]) -> int:
     """Send all, a few at a time; returns the cached tokens that the answers' usage tells."""
-    limit, cached = asyncio.Semaphore(AT_ONCE), 0
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async with httpx.AsyncClient(timeout=240.0) as client:
 
