@@ -210,6 +210,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
     max_model_len: PositiveInt | None = None
+    enable_prefix_caching: bool | None = None
 
 
 class PrefillCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -342,6 +343,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             max_num_batched_tokens=e.max_num_batched_tokens,
             max_model_len=e.max_model_len,
             kv_tokens_per_request=e.kv_cache_tokens,
+            enable_prefix_caching=e.enable_prefix_caching,
         )
 
 
@@ -412,7 +414,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Which policy, and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
-    where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable.
+    where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
+    `state_file` keeps what was learnt over restarts.
     """
 
     name: str = "hetlb"
@@ -422,6 +425,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     trace: str | None = None
     decay_s: Positive = 10.0
     seed: int = 0
+    state_file: str | None = None
 
 
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -514,11 +518,19 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
+class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where vLLM publishes its KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
+
+    endpoint: str
+    topic: str = ""
+    replay: str | None = None
+
+
 class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `name` defaults to the address in `url`.
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
-    signed its certificate, the system's where it is missing.
+    signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
     """
 
     name: str | None = None
@@ -528,6 +540,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     api_key_file: str | None = None
     api_key_env: str | None = None
     ca_file: str | None = None
+    kv_events: str | KvEventsTable | None = None
 
 
 class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -585,11 +598,15 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the key and the authorities of one instance stand. `key` names the instance in errors."""
+    """Where the key and the authorities of one instance stand. `key` names the instance in errors.
+
+    `kv_events` is where it publishes KV events, None where it does not.
+    """
 
     key: str
     api_key: SecretSource | None = None
     ca_file: Path | None = None
+    kv_events: KvEventsTable | None = None
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -705,11 +722,26 @@ def secret_source(file: str | None, env: str | None, key: str, base: Path) -> Se
 
 def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
     api_key = secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base)
+    kv_events = _kv_events(instance.kv_events, f"{key}.kv_events")
     if instance.ca_file is None:
-        return EngineSource(key=key, api_key=api_key)
+        return EngineSource(key=key, api_key=api_key, kv_events=kv_events)
     if not url.startswith("https://"):
         raise ConfigError(f"{key}.ca_file: expected one only where the url begins with https://, got {url!r}")
-    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file)
+    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file, kv_events=kv_events)
+
+
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
+
+
+def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
+    """Where KV events are read. Raises `ConfigError` unless the addresses can be connected to."""
+    if stated is None:
+        return None
+    table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
+    for name, address in (("", table.endpoint), (".replay", table.replay)):
+        if address is not None and _ZMQ_ADDRESS.fullmatch(address) is None:
+            raise ConfigError(f"{key}{name}: expected an address like tcp://host:5557, got {_short(address)}")
+    return table
 
 
 def check_policy(table: PolicyTable, where: str) -> None:

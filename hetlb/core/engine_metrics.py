@@ -33,6 +33,7 @@ _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_T
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
+_CACHES = re.compile(r'(?:^|,)enable_prefix_caching="(True|False)"')
 #: More engines than this behind one URL is nonsense.
 _MAX_ENGINES: Final = 4096
 #: More requests or tokens than this on one server is nonsense.
@@ -85,6 +86,7 @@ def parse(text: str) -> EngineSample:
         block_size=block_size,
         kv_tokens_per_request=min(per_engine.values(), default=None),
         engines=_engines(series),
+        enable_prefix_caching=_caches_prefixes(series),
     )
     return EngineSample(
         running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid), preemptions, kv_usage_max
@@ -93,8 +95,16 @@ def parse(text: str) -> EngineSample:
 
 def has_prefix_cache(text: str) -> bool:
     """Whether the server of this page says that it keeps prefixes of prompts."""
-    labels = " ".join(_series(text, frozenset(CACHE_CONFIG)).get(CACHE_CONFIG[0], ()))
-    return 'enable_prefix_caching="True"' in labels
+    return _caches_prefixes(_series(text, frozenset(CACHE_CONFIG))) is True
+
+
+def _caches_prefixes(series: dict[str, dict[str, float]]) -> bool | None:
+    """Whether the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
+    for labels in series.get(CACHE_CONFIG[0], ()):
+        found = _CACHES.search(labels)
+        if found is not None:
+            return found[1] == "True"
+    return None
 
 
 def _series(text: str, wanted: frozenset[str]) -> dict[str, dict[str, float]]:

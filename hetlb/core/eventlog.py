@@ -8,11 +8,12 @@ further line is one fact with the decisions it led to. No prompt text is in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
@@ -62,6 +63,10 @@ class RecordingScheduler(Scheduler):
         self._write(json.dumps(line, separators=(",", ":")) + "\n")
         return commands
 
+    def restore_lengths(self, state: Mapping[str, Any]) -> None:
+        super().restore_lengths(state)
+        self._record("restored", 0.0, [], state=state)
+
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         commands = super().on_arrival(request, now)
         return self._record("arrival", now, commands, request=asdict(request))
@@ -107,6 +112,12 @@ class RecordingScheduler(Scheduler):
         commands = super().on_scrape(name, sample, now)
         return self._record("scrape", now, commands, name=name, sample=asdict(sample))
 
+    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+        commands = super().on_kv_events(name, batch, now)
+        events = [{"kind": type(event).__name__, **asdict(event)} for event in batch.events]
+        told = {"begins": batch.begins, "lost": batch.lost, "events": events}
+        return self._record("kv_events", now, commands, name=name, batch=told)
+
     def set_policy(self, name: str, now: float) -> list[Command]:
         return self._record("policy", now, super().set_policy(name, now), name=name)
 
@@ -116,7 +127,18 @@ class RecordingScheduler(Scheduler):
 
 def _read_request(raw: dict[str, Any]) -> Request:
     prefix_keys = tuple((str(name), tokens) for name, tokens in raw.pop("prefix_keys", ()))
-    return Request(**raw, prefix_keys=prefix_keys)
+    blocks = raw.pop("blocks", None)
+    if blocks is not None:
+        blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
+    return Request(**raw, prefix_keys=prefix_keys, blocks=blocks)
+
+
+def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
+    kind = raw.pop("kind")
+    if kind == "BlocksStored":
+        contents, hashes = tuple(raw.pop("contents")), tuple(raw.pop("hashes"))
+        return BlocksStored(**raw, hashes=hashes, contents=contents)
+    return BlocksRemoved(tuple(raw["hashes"])) if kind == "BlocksRemoved" else BlocksCleared()
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -288,8 +310,17 @@ class Replay:
                 "invalid": tuple(sample["invalid"]),
             }
             return scheduler.on_scrape(raw["name"], EngineSample(**values), now)
+        if kind == "kv_events":
+            told = raw["batch"]
+            events = tuple(_read_kv_event(each) for each in told["events"])
+            return scheduler.on_kv_events(
+                raw["name"], KvEventBatch(events, begins=told["begins"], lost=told["lost"]), now
+            )
         if kind == "policy":
             return scheduler.set_policy(raw["name"], now)
+        if kind == "restored":
+            scheduler.restore_lengths(raw["state"])
+            return []
         if kind == "tick":
             return scheduler.on_tick(now)
         raise ValueError(f"unknown kind {kind!r}")

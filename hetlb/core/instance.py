@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, TypeAlias
 
+from hetlb.core.block_index import BlockIndex, KvEventBatch
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
 from hetlb.core.prefix_index import PrefixIndex, Tree
@@ -103,6 +104,7 @@ class Instance:
     __slots__ = (
         "_waiting_seen",
         "admin",
+        "blocks",
         "busy_places",
         "busy_until",
         "capacity",
@@ -158,6 +160,8 @@ class Instance:
         self.changes = changes or Changes()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
+        #: What its cache holds by its own KV events, None where it publishes none.
+        self.blocks: BlockIndex | None = None
         #: Whether it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
@@ -357,6 +361,8 @@ class Instance:
         tree = self.tree
         if tree.unused:
             tree.evict(self.kv_cache_tokens - self.kv_tokens)
+        if self.blocks is not None and lease.request.blocks is not None:
+            self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
         if self.sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
@@ -392,6 +398,8 @@ class Instance:
         self.sequences -= lease.request.sequences
         if lease.shared is not None:
             self._let_go(lease)
+        if self.blocks is not None:
+            self.blocks.end(lease.id)
         negative = (
             self.work_ns < 0
             or self.kv_prompt_tokens < 0
@@ -496,6 +504,30 @@ class Instance:
         if running > self.max_num_seqs:
             self.max_num_seqs = running
             self._refigure()
+
+    def learn_blocks(self, batch: KvEventBatch) -> None:
+        """Take over what the engine says of its prefix cache.
+
+        Prompts whose token ids are not known are in `tree`: it loses its part of what was evicted.
+        """
+        if self.blocks is None:
+            self.blocks = BlockIndex()
+        blocks, tree = self.blocks, self.tree
+        before = blocks.stored_tokens
+        removed, cleared = blocks.apply(batch)
+        tree.told = blocks.live
+        if cleared:
+            tree.clear()
+        elif removed and tree.unused_tokens:
+            unused = max(tree.unused_tokens, before - tree.used_tokens)
+            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+
+    def exact_held(self, request: Request) -> int | None:
+        """Tokens of a prompt in its cache by its own KV events; None where they do not tell."""
+        blocks = self.blocks
+        if blocks is None or not blocks.live or request.blocks is None or self.engines > 1:
+            return None
+        return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
 
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""

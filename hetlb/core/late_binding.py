@@ -163,7 +163,7 @@ class _Evaluation:
             pending = instance.pending_prompt_tokens * share
             cached = 0
             paid: float = 0.0  # tokens that this request need not pay for
-            if held is not None:
+            if held is not None and instance.caches_prefixes:
                 cache_id = instance.tree.cache_id
                 cached = held.tokens.get(cache_id, 0)
                 paid = cached + held.credit - held.credits.get(cache_id, 0.0)

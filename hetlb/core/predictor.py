@@ -11,7 +11,7 @@ import bisect
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
@@ -403,15 +403,23 @@ class OnlinePredictor(Predictor):
                 self._by_tenant.move_to_end(key)
             own.add(tokens)
 
-    def state(self) -> dict[str, Any]:
-        """What was learnt, as a JSON document: restored by `restore`."""
-        return {
-            "version": STATE_VERSION,
-            "models": {model: histogram.state() for model, histogram in self._by_model.items()},
-            "tenants": [
-                [model, tenant, histogram.state()] for (model, tenant), histogram in self._by_tenant.items()
-            ],
-        }
+    def parts(self) -> Iterator[tuple[str, str | None, list[Any]]]:
+        """What was learnt of every model (tenant None) and tenant, one by one; it may change meanwhile."""
+        for model, histogram in list(self._by_model.items()):
+            yield model, None, histogram.state()
+        for (model, tenant), histogram in list(self._by_tenant.items()):
+            yield model, tenant, histogram.state()
+
+    def state(self, parts: Iterable[tuple[str, str | None, list[Any]]] | None = None) -> dict[str, Any]:
+        """What was learnt, or these parts of it, as a JSON document: restored by `restore`."""
+        models: dict[str, list[Any]] = {}
+        tenants: list[list[Any]] = []
+        for model, tenant, learnt in self.parts() if parts is None else parts:
+            if tenant is None:
+                models[model] = learnt
+            else:
+                tenants.append([model, tenant, learnt])
+        return {"version": STATE_VERSION, "models": models, "tenants": tenants}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a document that `state` gave. Raises `ValueError` where it is none."""

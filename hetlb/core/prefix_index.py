@@ -11,6 +11,7 @@ It is a belief. `Tree.correct` shrinks it where an engine reports fewer cached t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -66,13 +67,17 @@ class Shared:
 class Tree:
     """Prefixes that one engine holds. `cache_id` names this content of its cache."""
 
-    __slots__ = ("_index", "cache_id", "nodes", "share", "unused", "unused_tokens", "used_tokens")
+    __slots__ = ("_index", "_owed", "cache_id", "nodes", "share", "told", "unused", "unused_tokens",
+                 "used_tokens")  # fmt: skip
 
     def __init__(self, index: PrefixIndex, cache_id: int) -> None:
         self._index = index
         self.cache_id = cache_id
         #: What of the KV cache holds unused blocks; 1 until evidence says otherwise.
         self.share = 1.0
+        #: Whether the engine tells what it evicts: then it is not guessed from the room there is.
+        self.told = False
+        self._owed = 0.0
         self.nodes: dict[str, Node] = {}
         #: In the order of eviction.
         self.unused: OrderedDict[str, Node] = OrderedDict()
@@ -147,9 +152,25 @@ class Tree:
 
     def evict(self, room: int) -> None:
         """Forget unused prefixes beyond `room`, the tokens of the KV cache that no lease uses."""
-        most = self.share * room
+        most = math.inf if self.told else self.share * room
         while self.unused and (self.unused_tokens > most or self._index.unused > self._index.most_unused):
             self._drop(next(iter(self.unused.values())))
+
+    def evicted(self, tokens: float) -> None:
+        """The engine says that it evicted so many tokens of what no request uses."""
+        self._owed += tokens
+        while self.unused:
+            node = next(iter(self.unused.values()))
+            if node.own > self._owed:
+                return
+            self._owed -= node.own
+            self._drop(node)
+        self._owed = 0.0
+
+    def clear(self) -> None:
+        """Forget all unused prefixes."""
+        self._owed = math.inf
+        self.evicted(0.0)
 
     def _drop(self, node: Node) -> None:
         self._revive(node)
@@ -167,7 +188,7 @@ class Tree:
 
     def retire(self) -> None:
         """The engine's cache is gone: what live leases use here goes with them."""
-        self.share = 0.0
+        self.share, self.told = 0.0, False
         self.evict(0)
 
     def check_integrity(self) -> None:

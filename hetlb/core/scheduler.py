@@ -14,18 +14,19 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
+from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
 from hetlb.core.policy import Policy, Question, best, paper_terms
-from hetlb.core.predictor import Predictor
-from hetlb.core.prefix_index import PrefixIndex, Shared, Tree
+from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,
@@ -226,6 +227,8 @@ class Scheduler:
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
         self._prefixes = PrefixIndex()
+        #: Instances that publish KV events.
+        self._telling: list[Instance] = []
         #: Waiting requests whose predicted length is older than what was learnt since.
         self._stale: list[RequestId] = []
         self._next_lease = 1
@@ -247,6 +250,16 @@ class Scheduler:
     def instances(self) -> list[Instance]:
         """The instances of the fleet, in file order. To be read, not written."""
         return list(self._instances.values())
+
+    @property
+    def predictor(self) -> Predictor:
+        """The predictor of output lengths. To be read, not written."""
+        return self._predictor
+
+    def restore_lengths(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier predictor has learnt. Raises `ValueError` where that is nothing."""
+        if isinstance(self._predictor, OnlinePredictor):
+            self._predictor.restore(state)
 
     @property
     def queue(self) -> Queue:
@@ -460,6 +473,7 @@ class Scheduler:
             instance.removed = True
             instance.tree.retire()
             del self._instances[change.name]
+            self._telling = [each for each in self._telling if each is not instance]
         elif isinstance(change, AdminStateSet):
             left, instance.admin = instance.admin, change.state
             if left is not AdminState.READY and change.state is AdminState.READY:
@@ -480,6 +494,16 @@ class Scheduler:
         instance.learn_sample(sample, now)
         if instance.longest_request_tokens != longest:
             self._reindex(now)
+        return []
+
+    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+        """An engine told what came into its prefix cache and what left it."""
+        instance = self._instances.get(name)
+        if instance is None:
+            return []
+        if instance.blocks is None:
+            self._telling.append(instance)
+        instance.learn_blocks(batch)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:
@@ -734,7 +758,26 @@ class Scheduler:
         held = (
             self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
         )
+        if self._telling and request.blocks is not None:
+            held = self._exact(request, held)
         return Question(request, predicted, long, waiting, demand, now, held, standings)
+
+    def _exact(self, request: Request, held: Held | None) -> Held:
+        """What is held of a prompt, with the exact figures of engines that publish KV events."""
+        if held is None:
+            held = Held()
+        for instance in self._telling:
+            exact = instance.exact_held(request)
+            if exact is not None:
+                cache = instance.tree.cache_id
+                held.tokens[cache] = exact
+                held.credits[cache] = min(held.credit, float(exact))
+        return held
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the engines that publish KV events, 0 where none does."""
+        return max((each.blocks.block_tokens for each in self._telling if each.blocks), default=0)
 
     def _score(
         self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
@@ -831,14 +874,20 @@ class Scheduler:
         answers = sequences * round(predicted)
         promised = min(sequences * prompt + answers, cache)
         shared: Shared | None = None
-        if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys):
+        exact = instance.exact_held(request) if self._telling else None
+        if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
             own, unread = prompt_tokens, prompt_tokens
         else:
             prompts = -(-sequences // request.samples)
             common = held = 0
             if request.prefix_keys:
                 shared = instance.tree.attach(request.prefix_keys, prompt)
-                common, held = shared.tokens, shared.held_tokens
+                common = shared.tokens
+                if exact is not None:
+                    shared.held_tokens = exact
+                held = shared.held_tokens
+            elif exact is not None:
+                shared, held = Shared(None, 0, 0, exact), exact
             own = min(prompts * (prompt - common), cache)
             unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
         return Lease(

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core.block_index import PromptBlocks
 from hetlb.core.latency import LatencyModel
 from hetlb.core.prefix_index import PrefixKey, Shared
 from hetlb.core.speed import Mark
@@ -119,7 +120,8 @@ class Request(Value):
     same prompt. `prefix_keys` name what each of its prompts begins with, shortest first, each with its
     tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
     lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
-    None is a tenant like any other.
+    None is a tenant like any other. `blocks` are digests of a prompt of known token ids, for engines that
+    publish KV events.
     """
 
     id: RequestId
@@ -136,6 +138,7 @@ class Request(Value):
     priority: int
     tenant: str | None
     samples: int
+    blocks: PromptBlocks | None
 
     def __init__(
         self,
@@ -153,6 +156,7 @@ class Request(Value):
         priority: int = 0,
         tenant: str | None = None,
         samples: int = 1,
+        blocks: PromptBlocks | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -168,6 +172,7 @@ class Request(Value):
         self.priority = priority
         self.tenant = tenant
         self.samples = samples
+        self.blocks = blocks
 
 
 @mypyc_attr(acyclic=True)

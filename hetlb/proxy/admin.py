@@ -87,6 +87,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "preemptions": None if sample is None else sample.preemptions,
         "models": list(instance.served) if instance.served is not None else None,
         "profiled": instance.profiled,
+        "kv_events": None if instance.blocks is None else instance.blocks.reason or "live",
     }
 
 

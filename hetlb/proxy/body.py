@@ -51,12 +51,15 @@ class Call:
     `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the intake has
     estimated it from `text_bytes` (without encoded media) and the sizes of `images`. `prompts` is how many
     prompts are prefilled, `n` how often each is decoded; `continues` names the kept answer that this one goes
-    on from; `priority` is vLLM's, lower goes first.
+    on from; `priority` is vLLM's, lower goes first. `text`, `tools` and `ids` are raw JSON: the prompts, the
+    tools of a chat, and prompts of token ids (`ids_nested`: a list for each); `cache_salt` keeps its prefixes
+    apart from those of others.
     """
 
     __slots__ = (
-        "asks_options", "continues", "hold_usage", "images", "longest_tokens", "max_tokens", "model", "n",
-        "priority", "prompt_tokens_total", "prompts", "stream", "text", "text_bytes",
+        "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
+        "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "stream",
+        "text", "text_bytes", "tools",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -73,6 +76,10 @@ class Call:
         self.text_bytes = 0
         self.images: list[ImageSize] = []
         self.text: bytes = b""
+        self.tools: bytes = b""
+        self.ids: bytes = b""
+        self.ids_nested = False
+        self.cache_salt: str | None = None
 
 
 def _invalid(message: str) -> GateError:
@@ -98,6 +105,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.max_tokens = _output_cap(decoded)
     call.n = _sequences(decoded)
     call.priority = _priority(decoded)
+    call.cache_salt = decoded.cache_salt
     if kind is _NO_OUTPUT:
         call.text_bytes = len(body)
         if decoded.messages:
@@ -114,7 +122,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
         call.continues = decoded.previous_response_id
     else:
         _read_text(call, bytes(decoded.messages))
-        call.text_bytes += len(bytes(decoded.tools))
+        call.tools = bytes(decoded.tools)
+        call.text_bytes += len(call.tools)
         if not call.text:
             _read_prompt(call, decoded.prompt or decoded.input)
     return call
@@ -181,6 +190,7 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
     first = b"" if found is None else found[1]
     if first.isdigit() or first == b"-":
         call.prompt_tokens_total = call.longest_tokens = data.count(b",") + 1
+        call.ids = data
     elif first == b"[":
         _check_prompts(data.count(b"[") - 1)
         lists = data.split(b"]")[:-2]
@@ -188,6 +198,7 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
         call.prompts = max(1, len(lists))
         call.prompt_tokens_total = max(1, sum(counts))
         call.longest_tokens = max(counts, default=1)
+        call.ids, call.ids_nested = data, True
     else:
         _read_text(call, data)
         if first == b'"':

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from hetlb.config import ProxyTable
+from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -257,6 +258,11 @@ class ExchangeDriver(ABC):
         """The engine counted `tokens` in the prompts of a body that were estimated."""
         self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
+        return 0
+
     def streaming(self, since: float) -> set[str]:
         """The instances of which part of an answer came since then."""
         return {
@@ -480,6 +486,14 @@ class Driver(ExchangeDriver):
     def _emits(self, name: str) -> bool:
         """Whether part of an answer came from an instance lately."""
         return name in self.streaming(self.now() - EMITS_S)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.scheduler.block_tokens
+
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+        """An engine told what came into its prefix cache and what left it."""
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""

@@ -27,6 +27,7 @@ class RequestFields(msgspec.Struct):
     tools: msgspec.Raw = msgspec.Raw(b"")
     previous_response_id: str | None = None
     request_id: msgspec.Raw = msgspec.Raw(b"")
+    cache_salt: str | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -16,6 +16,8 @@ import msgspec
 
 import hetlb
 from hetlb.config import ProxyTable
+from hetlb.core.block_index import PromptBlocks, block_digests
+from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
@@ -25,7 +27,7 @@ from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import FormReader
-from hetlb.proxy.prefix_keys import prefix_keys_of
+from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.telemetry.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
@@ -181,10 +183,21 @@ class Intake:
                 engine_text = f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
         owner = None if tenant is None else tenant.name
-        prefix_keys: tuple[tuple[str, int | None], ...] = ()
-        if generates and prompts == 1:
-            prefix_keys = prefix_keys_of(head.fields.get(self._session_header), call.text, each, owner)
-        call.text = b""  # the size of the prompt is known: it need not be in memory twice
+        prefix_keys: tuple[PrefixKey, ...] = ()
+        blocks: PromptBlocks | None = None
+        if generates:
+            ids = token_ids(call) if call.ids else None
+            prefix_keys = (
+                id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+            )
+            if ids and prompts == 1 and (block_tokens := driver.block_tokens):
+                salt = () if call.cache_salt is None else (call.cache_salt,)
+                # The last token of a prompt is always computed.
+                blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+            session = session_key(head.fields.get(self._session_header), owner, model)
+            if session is not None and prompts == 1:
+                prefix_keys = (session, *prefix_keys)
+        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
             model=model,
@@ -198,6 +211,7 @@ class Intake:
             prompt_exact=exact,
             pinned=pinned,
             prefix_keys=prefix_keys,
+            blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )

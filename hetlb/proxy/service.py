@@ -43,12 +43,15 @@ from hetlb.core.types import (
     ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
+from hetlb.proxy import kv_events
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
+from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
+from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.history import History
@@ -120,6 +123,8 @@ class FleetService(ABC):
             on_sample=lambda name, sample: self.driver.sample(name, sample),
             access=self._engines,
         )
+        #: Reads engines' own KV events where one process serves the fleet.
+        self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
         self.admin_address = ("", 0)
 
@@ -437,10 +442,16 @@ class FleetService(ABC):
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
+        self._read_kv_events(fleet)
         done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
         done = "; ".join([done, *_twins(fleet)])
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
+
+    def _read_kv_events(self, fleet: Fleet) -> None:
+        if self._kv_events is not None:
+            for name, source in fleet.engines.items():
+                self._kv_events.set(name, source.kv_events)
 
     @abstractmethod
     def _configure(self, fleet: Fleet, access: Access) -> None:
@@ -479,6 +490,8 @@ class FleetService(ABC):
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
+        if self._kv_events is not None:
+            self._kv_events.set(name, None)
         self.driver.change(InstanceRemoved(name))
         del self._engines[name]
 
@@ -518,15 +531,20 @@ class Service(FleetService):
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self._front = Front(self.driver, self, fleet, self._access)
         self.server = self._front.server
+        self._kv_events = KvEventReader(self.driver.kv_events)
+        self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
 
     async def start(self) -> None:
         """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
         self._front.open_log()
+        self._learnt.load()
+        self._read_kv_events(self.fleet)
         await self._first_look()
         listen = self.fleet.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port)
         await self._open_admin()
+        self._learnt.start()
 
     @property
     def ready_line(self) -> str:
@@ -614,6 +632,9 @@ class Service(FleetService):
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        await self._learnt.close()
+        if self._kv_events is not None:
+            await self._kv_events.close()
         await super().close()
         await self._front.close()
 
@@ -640,6 +661,9 @@ def require_urls(fleet: Fleet) -> Access:
             )
     if fleet.tracing is not None:
         check_installed(fleet.where)
+    for source in fleet.engines.values():
+        if source.kv_events is not None:
+            kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import ImageRule
@@ -50,6 +50,16 @@ class BytesPerToken:
         self._bytes += text_bytes
         self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
 
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Bytes and tokens, as far as they are remembered."""
+        return self._bytes, self._tokens
+
+    @sums.setter
+    def sums(self, sums: tuple[float, float]) -> None:
+        self._bytes, self._tokens = sums
+        self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
+
 
 class TokensPerImage:
     """Mean tokens of an image with slow forgetting, for one model."""
@@ -69,6 +79,23 @@ class TokensPerImage:
         self._images += images
         self._tokens += tokens
         self.mean = self._tokens / self._images
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Tokens and images, as far as they are remembered."""
+        return self._tokens, self._images
+
+    @sums.setter
+    def sums(self, sums: tuple[float, float]) -> None:
+        self._tokens, self._images = sums
+        self.mean = self._tokens / self._images
+
+
+def _sums(raw: Any) -> tuple[float, float]:
+    above, below = float(raw[0]), float(raw[1])
+    if not (0.0 < above < 1e18 and 0.0 < below < 1e18):
+        raise ValueError(f"expected two positive sums, got {raw!r}")
+    return above, below
 
 
 class TokenEstimator:
@@ -130,6 +157,22 @@ class TokenEstimator:
         if learnt is None:
             learnt = self._text[model] = BytesPerToken()
         learnt.learn(text_bytes, text_tokens)
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt of each model, as a JSON document: restored by `restore`."""
+        return {
+            "text": {model: each.sums for model, each in self._text.items()},
+            "images": {model: each.sums for model, each in self._images.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a document that `state` gave. Raises `ValueError` or `TypeError` where it is none."""
+        text = {str(model): _sums(raw) for model, raw in state["text"].items()}
+        images = {str(model): _sums(raw) for model, raw in state["images"].items()}
+        for model, sums in text.items():
+            self._text.setdefault(model, BytesPerToken()).sums = sums
+        for model, sums in images.items():
+            self._images.setdefault(model, TokensPerImage()).sums = sums
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
         learnt = self._text.get(model)

@@ -38,7 +38,8 @@ OTHER_MODELS: Final = "other"
 #: Attributes of the totals of a model and of an instance that can be added up.
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
-    "cached_prompt_tokens", "ejections", "expected_s", "output_tokens", "prompt_tokens", "served_s",
+    "cached_prompt_tokens", "ejections", "expected_cached_prompt_tokens", "expected_s", "output_tokens",
+    "prompt_tokens", "served_s",
 )  # fmt: skip
 
 
@@ -68,6 +69,8 @@ class InstanceTotals:
         #: Tokens of all prompts, each prompt once; and those that the engine read from its prefix cache.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
+        #: Tokens of prompts that were believed to be there at dispatch.
+        self.expected_cached_prompt_tokens = 0
         self.ejections = 0
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
@@ -151,6 +154,8 @@ class Totals:
         instance.output_tokens += lease.output_tokens
         instance.prompt_tokens += record.prompt_tokens_total
         instance.cached_prompt_tokens += record.cached_tokens or 0
+        if lease.shared is not None:
+            instance.expected_cached_prompt_tokens += record.prompts * lease.shared.held_tokens
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
         if outcome is not Outcome.OK:

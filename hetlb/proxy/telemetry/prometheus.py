@@ -214,6 +214,11 @@ class MetricsPage:
                 lambda each: each.cached_prompt_tokens,
             ),
             (
+                "hetlb_instance_expected_cached_prompt_tokens_total",
+                "Prompt tokens that were believed to be in the prefix cache when the request was sent.",
+                lambda each: each.expected_cached_prompt_tokens,
+            ),
+            (
                 "hetlb_instance_ejections_total",
                 "Times it was taken out as dead.",
                 lambda each: each.ejections,

@@ -1,0 +1,123 @@
+"""What a proxy has learnt, kept over restarts (`policy.state_file`): lengths of answers, bytes per token.
+
+Promise: the file is whole at every moment (written beside it, then renamed); a file that is damaged or not
+ours costs one warning and nothing else; the event loop is never held up for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hetlb.config import Fleet
+from hetlb.core.predictor import OnlinePredictor
+from hetlb.core.scheduler import Scheduler
+from hetlb.proxy.token_estimator import TokenEstimator
+
+logger = logging.getLogger("hetlb.proxy")
+
+STATE_KIND: Final = "hetlb-state"
+STATE_VERSION: Final = 1
+#: How often the file is written.
+SAVE_S: Final = 60.0
+#: A larger file is not ours.
+_MAX_BYTES: Final = 256 << 20
+#: Histograms copied before the event loop gets its turn.
+_AT_ONCE: Final = 64
+
+
+class StateFile:
+    """Reads what was learnt at the start, writes it every `SAVE_S` and at the end; without a path nothing."""
+
+    def __init__(self, fleet: Fleet, scheduler: Scheduler, token_estimator: TokenEstimator) -> None:
+        stated = fleet.policy.state_file
+        self._path: Path | None = None if stated is None else fleet.base / stated
+        self._scheduler = scheduler
+        self._token_estimator = token_estimator
+        self._task: asyncio.Task[None] | None = None
+        self._told = False
+
+    def load(self) -> None:
+        """Take over what the file holds. A file that is not there yet is no news."""
+        path = self._path
+        if path is None:
+            return
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_BYTES + 1)
+            document = msgspec.json.decode(raw, type=dict[str, Any])
+            if (document.get("kind"), document.get("version")) != (STATE_KIND, STATE_VERSION):
+                raise ValueError(f"expected {STATE_KIND} of version {STATE_VERSION}")
+            if document["lengths"] is not None:
+                self._scheduler.restore_lengths(document["lengths"])
+            self._token_estimator.restore(document["tokens"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            logger.warning("policy.state_file: %s is not used: %s", path, " ".join(str(reason).split())[:200])
+
+    def start(self) -> None:
+        """Write it from now on."""
+        if self._path is not None:
+            self._task = asyncio.get_running_loop().create_task(self._save_for_ever(self._path))
+
+    async def close(self) -> None:
+        """Write it a last time, if writing was begun."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert self._path is not None
+            await self._save(self._path)
+
+    async def _save_for_ever(self, path: Path) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await self._save(path)
+
+    async def _save(self, path: Path) -> None:
+        document = {
+            "kind": STATE_KIND,
+            "version": STATE_VERSION,
+            "lengths": await self._lengths(),
+            "tokens": self._token_estimator.state(),
+        }
+        try:
+            await asyncio.to_thread(_write, path, document)
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                logger.warning("policy.state_file: %s cannot be written: %s", path, error.strerror)
+            self._told = True
+
+    async def _lengths(self) -> dict[str, Any] | None:
+        predictor = self._scheduler.predictor
+        if not isinstance(predictor, OnlinePredictor):
+            return None
+        parts = []
+        for number, part in enumerate(predictor.parts(), start=1):
+            parts.append(part)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return predictor.state(parts)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(document))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
