@@ -5,7 +5,7 @@
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
-#   make fuzz       five fuzz targets for a minute each, ten thousand raw mutants on sockets
+#   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
 #   make bench      the recorded benches against real vLLM on CPU
@@ -43,7 +43,7 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev

@@ -24,16 +24,17 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "prefix_keys", "body", "connection", "driver", "exchange", "expected", "http1", "intake",
-            "multipart", "onward", "replies", "retryafter", "sse", "token_estimator", "upload", "upstream",
+            "prefix_keys", "body", "connection", "driver", "ends", "exchange", "expected", "http1", "intake",
+            "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator",
+            "upstream",
         )
     ),
     *(
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record")
     ),
-    "workers/driver.py",
-    "workers/ledger.py",
+    "workers/relay_driver.py",
+    "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")
 #: `make check` has looked at all types strictly; what is not compiled need not be there.

@@ -460,6 +460,15 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 MOST_WORKERS = 128
 
 
+#: Names of headers that may be listed under `proxy.forward_headers`: none of those that frame or address a
+#: message, belong to one connection, or are made here.
+FORWARDED_HEADER = (
+    "^(?i:(?!(?:host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|expect|via"
+    "|proxy-.*|http2-settings|accept-encoding|content-encoding|x-request-id|authorization|x-api-key|api-key)$)"
+    "[a-z0-9-]{1,64})$"
+)
+
+
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
@@ -467,7 +476,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
     the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_held_bytes`
     bounds all bodies together that are being read. `max_connections` of clients None is half of the process's
-    file descriptors: the other half is for engines. `workers` processes share the port.
+    file descriptors: the other half is for engines. `workers` processes share the port. `forward_headers`
+    names headers of clients that reach the engines besides those that always do.
     """
 
     extra_paths: tuple[str, ...] = ()
@@ -490,6 +500,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tenant_header: str | None = None
     api_keys_file: str | None = None
     passthrough_authorization: bool = False
+    forward_headers: tuple[Annotated[str, msgspec.Meta(pattern=FORWARDED_HEADER)], ...] = ()
     heartbeat_s: NonNegative = 0.0
     max_connections: PositiveInt | None = None
     workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.admission import Queue, Queued, QueueKey, QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies import PolicyParams
@@ -40,6 +40,7 @@ def make_scheduler(
     seed: int = 0,
     params: PolicyParams | None = None,
     health_params: HealthParams | None = None,
+    now: float = 0.0,
 ) -> Scheduler:
     """A scheduler whose instances are up."""
     setup = SchedulerSetup(
@@ -50,6 +51,7 @@ def make_scheduler(
         seed=seed,
         initial_health=health,
         health=health_params or HealthParams(),
+        now=now,
     )
     return Scheduler(setup, predictor=predictor)
 
@@ -72,3 +74,16 @@ def dispatched(commands: Iterable[object]) -> Lease:
     leases = [command.lease for command in commands if isinstance(command, Dispatch)]
     assert len(leases) == 1, f"expected one dispatch, got {leases}"
     return leases[0]
+
+
+def waiting(queue: Queue, key: QueueKey, fit: int = 0) -> list[Queued]:
+    """The requests of one line and fit from which the next is taken, oldest first."""
+    for _, flow, own in queue.heads(key):
+        if own == fit:
+            return list(flow.by_fit[fit].values())
+    return []
+
+
+def head(queue: Queue) -> Queued:
+    """The next request to be served where every instance takes every request."""
+    return waiting(queue, queue.keys[0])[0]

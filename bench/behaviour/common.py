@@ -122,9 +122,16 @@ def busy(fleet: Any) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    fleet: Mapping[str, Any], *, launcher: Sequence[str] = ("-m", "hetlb"), profiles: Mapping[str, Any] = {}
+    fleet: Mapping[str, Any],
+    *,
+    launcher: Sequence[str] = ("-m", "hetlb"),
+    profiles: Mapping[str, Any] = {},
+    python: str = sys.executable,
 ) -> AsyncIterator[Serving]:
-    """`hetlb serve` over a fleet file on free ports; `profiles` are files beside it, by name."""
+    """`hetlb serve` over a fleet file on free ports; `profiles` are files beside it, by name.
+
+    `python` is the interpreter whose hetlb it is.
+    """
     with tempfile.TemporaryDirectory(prefix="hetlb-behaviour-") as folder:
         for name, document in profiles.items():
             (Path(folder) / name).write_text(yaml.safe_dump(document))
@@ -132,7 +139,7 @@ async def serving(
         file.write_text(yaml.safe_dump({**BASE, **fleet}))
         with log.open("w") as stderr:
             process = subprocess.Popen(  # noqa: ASYNC220 - it is to outlive this call, and starts at once
-                [sys.executable, *launcher, "serve", "--config", str(file)],
+                [python, *launcher, "serve", "--config", str(file)],
                 stdout=subprocess.PIPE, stderr=stderr, text=True, process_group=0,
             )  # fmt: skip
         try:

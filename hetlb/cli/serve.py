@@ -43,10 +43,6 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
-    if fleet.proxy.workers > 1 and args.event_log is not None:
-        raise InputError(
-            f"--event-log: expected one process, got {fleet.proxy.workers} workers: a log is of one scheduler"
-        )
     if fleet.proxy.workers > 1 and fleet.policy.state_file is not None:
         raise InputError(
             f"{fleet.where}policy.state_file: expected one process, got {fleet.proxy.workers} workers"
@@ -62,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+    if fleet.proxy.workers > 1:
+        Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
+        return 0
     with logging_to_stderr():
         uvloop.run(_serve(fleet, args.event_log))
     return 0
@@ -75,8 +74,7 @@ def _allow_many_connections() -> None:
 
 
 async def _serve(fleet: Fleet, event_log: Path | None) -> None:
-    workers = fleet.proxy.workers
-    service = Service(fleet, event_log) if workers == 1 else Supervisor(fleet, workers)
+    service = Service(fleet, event_log)
     try:
         await service.start()
         spare_collector()

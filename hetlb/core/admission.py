@@ -295,7 +295,10 @@ class Queue:
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
     def heads(self, key: QueueKey) -> list[tuple[FairQueue, Flow, int]]:
-        """The next of a line for each `fit`, in their order: its flow holds it first, and those behind it."""
+        """The next of a line for each `fit`, in their order: its flow holds it first, and those behind it.
+
+        Of one priority those that let nothing pass come first, by arrival.
+        """
         by_priority = self._lines.get(key)
         if by_priority is None:
             return []
@@ -306,8 +309,10 @@ class Queue:
                 if fit not in seen:
                     seen.append(fit)
                     flow = fair.turn(fit)
-                    oldest = next(iter(flow.by_fit[fit].values()))
-                    found.append((priority, flow.tag, oldest.arrived_at, fair, flow, fit))
+                    stopping = fair.stopping(fit)
+                    tag = flow.tag if stopping is None else -1
+                    first = next(iter(flow.by_fit[fit].values())) if stopping is None else stopping
+                    found.append((priority, tag, first.arrived_at, fair, flow, fit))
         if len(found) > 1:
             found.sort(key=lambda each: each[:3])
         return [(fair, flow, fit) for _, _, _, fair, flow, fit in found]

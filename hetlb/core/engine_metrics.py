@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +38,8 @@ _CACHES = re.compile(r'(?:^|,)enable_prefix_caching="(True|False)"')
 _MAX_ENGINES: Final = 4096
 #: More requests or tokens than this on one server is nonsense.
 _MAX_COUNT: Final = 1 << 40
+#: Lines of one name that are read: an engine has one for each of its data-parallel ranks.
+MOST_SERIES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +110,43 @@ def _caches_prefixes(series: dict[str, dict[str, float]]) -> bool | None:
 def _series(text: str, wanted: frozenset[str]) -> dict[str, dict[str, float]]:
     """The wanted samples by name and labels."""
     series: dict[str, dict[str, float]] = {}
-    for line in text.splitlines():
-        if not line.startswith("vllm:"):
-            continue
-        if line.partition("{")[0].partition(" ")[0] not in wanted:
-            continue
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            value = math.nan
-        # A repeated series replaces itself: last wins, nothing is counted twice.
-        series.setdefault(match[1], {})[match[2] or ""] = value
+    for name in wanted:
+        found: dict[str, float] = {}
+        for line in _lines(text, name):
+            match = _LINE.match(line)
+            if match is None or match[1] != name:
+                continue
+            try:
+                value = float(match[3])
+            except ValueError:
+                value = math.nan
+            # A repeated series replaces itself: last wins, nothing is counted twice.
+            found[match[2] or ""] = value
+        if found:
+            series[name] = found
     return series
+
+
+def _lines(text: str, beginning: str) -> Iterator[str]:
+    """The first lines that begin so; the others, most of a page, are not even cut."""
+    at, looked = 0, 0
+    while (at := text.find(beginning, at)) >= 0 and looked < MOST_SERIES:
+        looked += 1
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        if at == 0 or text[at - 1] == "\n":
+            yield text[at:end].rstrip("\r")
+        at = end
+
+
+def process_began(text: str) -> float | None:
+    """When the server's process began (Unix time, s), None where its page does not say."""
+    for line in _lines(text, "process_start_time_seconds "):
+        try:
+            return float(line.split()[1])
+        except (IndexError, ValueError):
+            return None
+    return None
 
 
 def _find(

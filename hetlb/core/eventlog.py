@@ -36,6 +36,7 @@ from hetlb.core.types import (
     InstanceSpec,
     Lease,
     LeaseId,
+    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -95,6 +96,11 @@ class RecordingScheduler(Scheduler):
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
+
+    def restore(self, live: LiveLease, now: float) -> Lease | None:
+        lease = super().restore(live, now)
+        self._record("restore", now, [], lease=None if lease is None else lease.id, live=asdict(live))
+        return lease
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         commands = super().on_instance(change, now)
@@ -286,6 +292,13 @@ class Replay:
             return scheduler.on_busy(self._leases[raw["lease"]], raw["retry_after_s"], now)
         if kind == "cancelled":
             return scheduler.on_cancelled(raw["request"], now)
+        if kind == "restore":
+            raw_live = raw["live"]
+            request = _read_request(raw_live.pop("request"))
+            restored = scheduler.restore(LiveLease(request, **raw_live), now)
+            if restored is not None:
+                self._leases[restored.id] = restored
+            return []
         if kind == "instance":
             return scheduler.on_instance(_CHANGES[raw["change"]](raw["with"]), now)
         if kind == "scrape":

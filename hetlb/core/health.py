@@ -26,9 +26,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-from hetlb.core.types import Health, ProbeResult
+from hetlb.core.types import Health, Outcome, ProbeResult
 from hetlb.core.values import Value
 
 FALL: Final = 3
@@ -55,6 +56,32 @@ class HealthParams(Value):
     """Parameters under `health:` of the fleet file. Seconds; 0 turns slow start off."""
 
     slow_start_s: float = 30.0
+
+
+class Verdict(StrEnum):
+    """What the end of a lease says about its instance."""
+
+    WELL = "as a success"
+    ABSENT = "as a refused connection"
+    FAILED = "as a failed answer"
+    ERROR = "as a server error"
+    NOTHING = "against no instance"
+
+
+_VERDICTS: dict[Outcome, Verdict] = {
+    Outcome.OK: Verdict.WELL,
+    Outcome.UPSTREAM_ERROR: Verdict.WELL,
+    Outcome.CONNECT_FAILED: Verdict.ABSENT,
+    Outcome.NO_RESPONSE: Verdict.FAILED,
+    Outcome.BROKEN_STREAM: Verdict.FAILED,
+}
+
+
+def verdict(outcome: Outcome, server_error: bool) -> Verdict:
+    """What a lease that ended in `outcome` says; `server_error`: a whole answer of 500 or more."""
+    if server_error and outcome is Outcome.UPSTREAM_ERROR:
+        return Verdict.ERROR
+    return _VERDICTS.get(outcome, Verdict.NOTHING)
 
 
 #: All that a tracker is, but its source of chance.

@@ -417,7 +417,7 @@ class Instance:
         shared, request = lease.shared, lease.request
         assert shared is not None
         tree = self.tree if shared.node is None else shared.node.tree
-        if lease.first_token_at is not None and tree is self.tree:
+        if lease.first_token_at is not None and tree is self.tree and not self.removed:
             if lease.reported_cached_tokens is not None:
                 tree.correct(shared, lease.reported_cached_tokens)
             for key, tokens in request.prefix_keys:

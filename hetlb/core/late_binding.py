@@ -55,7 +55,9 @@ _LULL_SHARE: Final = 0.05
 #: An instance is not passed over where its first token comes so many times sooner than elsewhere.
 _FAR_SOONER: Final = 1.5
 #: ...unless the whole answer comes so many times later than there.
-_MUCH_LATER: Final = 2.0
+
+
+_MUCH_LATER: Final = 2.5
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -76,12 +78,15 @@ class _InstanceScore:
     """One instance in one evaluation.
 
     Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
-    those that run there, `charged_s` what of the first counts for it, `score` what it costs in all. `state`
-    is whether there is room."""
+    those that run there, `charged_s` what of the first counts for it, `late_s` what is added because it is
+    late, `score` what it costs in all. `state` is whether there is room, `kv` the promised share of the KV
+    cache."""
 
-    __slots__ = ("charged_s", "first_s", "others_s", "own_s", "score", "state")
+    __slots__ = ("charged_s", "first_s", "kv", "late_s", "others_s", "own_s", "score", "state")
 
-    def __init__(self, first_s: float, own_s: float, others_s: float, state: int) -> None:
+    def __init__(self, first_s: float, own_s: float, others_s: float, state: int, kv: float) -> None:
+        self.kv = kv
+        self.late_s = 0.0
         self.first_s = first_s
         self.own_s = own_s
         self.others_s = others_s
@@ -175,20 +180,20 @@ class _Evaluation:
                         + together * latency.step_delay_s(batch, context, own_context, own)
                     )
                 )
+            costs = mix.costs(instance)
             own_s = first_s + output * step_s
             over = batch + own - slots * share
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
                 own_s += over / (slots * share) * output * step_s
-            each = _InstanceScore(first_s, own_s, others_s, state)
+            each = _InstanceScore(first_s, own_s, others_s, state, instance.kv_utilization)
             scores.append(each)
             if paid > cached:
                 each.charge(
                     first_s - latency.prefill_s(prompt, 1.0, cached) + latency.prefill_s(prompt, 1.0, paid)
                 )
-            mean_s = mix.costs(instance).first_token_s
-            if mean_s < usual_s:
-                usual_s = mean_s
+            if costs.first_token_s < usual_s:
+                usual_s = costs.first_token_s
         if mix.has_twins(self.instances):
             self._share_externality()
         if usual_s > 0.0:
@@ -196,7 +201,8 @@ class _Evaluation:
             for each in scores:
                 first_s = each.charged_s
                 if first_s > late_s:
-                    each.score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+                    each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
+                    each.score += each.late_s
         if question.standings is not None:
             for i, (standing, _) in enumerate(question.standings):
                 if standing == HELD and scores[i].state == _ROOM:
@@ -251,7 +257,7 @@ class _Evaluation:
             each = scores[i]
             if each.state == _ROOM:
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
-                if speed > 0.0 and not (sooner and each.own_s <= _MUCH_LATER * least_own_s):
+                if speed > 0.0 and not (sooner and each.own_s - each.first_s <= _MUCH_LATER * least_own_s):
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(question, instances[order[0]], last=True)
                     long_s = _long_answer_s(question, instances[i])
@@ -272,21 +278,20 @@ class _Evaluation:
                         return  # the fastest with room: the slower ones are as good as their scores
                     if each.first_s < soonest_s:
                         soonest_s = each.first_s
-                    if each.own_s < least_own_s:
-                        least_own_s = each.own_s
+                    if each.own_s - each.first_s < least_own_s:
+                        least_own_s = each.own_s - each.first_s
             if standings is None or standings[i][0] == OPEN:
                 speed += mix.speed(instances[i])
 
     def candidates(self) -> list[Candidate]:
-        """For people. The instances may have changed meanwhile: only their constants are read."""
+        """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
         instance, each = self.instances[i], self._scores[i]
         batch, t_s, workload = _paper_work(self._question, instance)
-        terms = {"first_token_s": each.first_s, "own_s": each.own_s, "others_s": each.others_s}
         standings = self._question.standings
-        reason = "" if standings is None else standings[i][1]
+        standing, reason = (OPEN, "") if standings is None else standings[i]
         if each.state == _NO_SLOT:
             reason = "full: every slot is taken"
         elif each.state == _NO_MEMORY:
@@ -304,10 +309,29 @@ class _Evaluation:
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=instance.kv_utilization,
+            kv_utilization=each.kv,
             workload=workload,
-            terms=terms,
+            terms=_terms(each, standing),
         )
+
+
+def _terms(each: _InstanceScore, standing: int) -> dict[str, float]:
+    """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
+
+    `shared_s` is what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy instance
+    last; both are named only where they are not 0.
+    """
+    terms = {
+        "first_token_s": each.first_s,
+        "own_s": each.own_s,
+        "others_s": each.others_s,
+        "late_s": each.late_s,
+    }
+    if each.charged_s < each.first_s:
+        terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
+    if standing == LAST:
+        terms["last_s"] = _LAST_S
+    return terms
 
 
 class Hetlb(Policy):

@@ -283,7 +283,7 @@ class _Histogram:
         made = cls()
         made.seen = int(state[0])
         for index, count, total in state[1:]:
-            if not (0 <= index < len(made._counts) and count >= 0.0 and total >= 0.0):
+            if not (0 <= index < len(made._counts) and 0.0 <= count < _MOST_SUM and 0.0 <= total < _MOST_SUM):
                 raise ValueError(f"expected a bucket, its weight and its tokens, got {[index, count, total]}")
             made._counts[index], made._totals[index] = float(count), float(total)
             made._used.append(int(index))
@@ -308,6 +308,8 @@ TENANT_WEIGHT: Final = 8.0
 _SPREAD_SEEN: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
+#: Weights and tokens of a saved bucket are below this: sums of them are finite.
+_MOST_SUM: Final = 1e100
 #: Version of the document that `OnlinePredictor.state` gives.
 STATE_VERSION: Final = 1
 

@@ -102,6 +102,8 @@ class Tree:
                 continue
             if tokens > prompt_tokens or tokens <= end:
                 continue
+            if node is not None and node.parent is not parent:
+                break  # estimates of lengths differ, and one has skipped a key
             if node is None:
                 known = False
                 node = nodes[key] = Node(self, key, tokens, tokens - end, parent)
@@ -157,7 +159,7 @@ class Tree:
     def evict(self, room: int) -> None:
         """Forget unused prefixes beyond `room`, the tokens of the KV cache that no lease uses."""
         most = math.inf if self.told else self.share * room
-        while self.unused and (self.unused_tokens > most or self._index.unused > MOST_UNUSED):
+        while self.unused and (self.unused_tokens > most or self._index.unused > self._index.most_unused):
             self._drop(next(iter(self.unused.values())))
 
     def evicted(self, tokens: float) -> None:
@@ -227,11 +229,12 @@ class Held:
 
 
 class PrefixIndex:
-    """Who holds which prefix, over all engines."""
+    """Prefixes that engines hold, over all of them."""
 
-    __slots__ = ("_holders", "unused")
+    __slots__ = ("_holders", "most_unused", "unused")
 
-    def __init__(self) -> None:
+    def __init__(self, most_unused: int = MOST_UNUSED) -> None:
+        self.most_unused = most_unused
         self._holders: dict[str, list[Node]] = {}
         self.unused = 0
 

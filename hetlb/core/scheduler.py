@@ -21,7 +21,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.health import HealthTracker
+from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import Changes, Instance
 from hetlb.core.policies import make_policy
 from hetlb.core.policy import Policy, Question, best, paper_terms
@@ -44,6 +44,7 @@ from hetlb.core.types import (
     InstanceSpec,
     Lease,
     LeaseId,
+    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -68,7 +69,6 @@ MOST_EJECTED: Final = 0.5
 #: ...which is their speed at the mean request, or before there was one at this prompt and output, in tokens.
 _USUAL_REQUEST = (512.0, 256.0)
 
-_INSTANCE_FAILURES = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
 #: So many of those that wait are given a new predicted length whenever an answer has taught one.
 _REPREDICTED: Final = 8
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
@@ -370,15 +370,15 @@ class Scheduler:
         self, instance: Instance, outcome: Outcome, now: float, server_error: bool
     ) -> list[Command]:
         """What the end of a lease says about its instance."""
-        health = instance.health
-        if outcome is Outcome.CONNECT_FAILED:
+        health, says = instance.health, verdict(outcome, server_error)
+        if says is Verdict.ABSENT:
             changed = health.on_refused(now)
-        elif outcome in _INSTANCE_FAILURES:
+        elif says is Verdict.FAILED:
             changed = health.on_failure(now, may_eject=self._may_eject(instance))
-        elif outcome is Outcome.UPSTREAM_ERROR:
-            if not server_error:
-                return self._health_changed(instance, now) if health.on_success(now) else []
+        elif says is Verdict.ERROR:
             changed = health.on_server_error(now, may_eject=self._may_eject(instance))
+        elif says is Verdict.WELL:
+            return self._health_changed(instance, now) if health.on_success(now) else []
         else:
             return []
         if changed:
@@ -424,6 +424,25 @@ class Scheduler:
         self._retrying.add(placed.lease.id)
         return [placed, *self._flush(now)]
 
+    def restore(self, live: LiveLease, now: float) -> Lease | None:
+        """Book a lease again that an earlier scheduler granted; None where its instance is gone.
+
+        It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
+        """
+        request = live.request
+        assert request.id not in self._queue, f"request {request.id} waits and is restored"
+        instance = self._instances.get(live.instance)
+        if instance is None:
+            return None
+        lease = self._lease(request, instance, live.predicted_output, live.work_ns, live.dispatched_at)
+        self._next_lease += 1
+        instance.acquire(lease)
+        if live.begun:
+            instance.first_token(lease, now)
+        lease.mark = lease.first_mark = None
+        self._leased[lease.id] = instance
+        return lease
+
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
         self._queue.remove(request_id)
@@ -452,6 +471,7 @@ class Scheduler:
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
             instance.removed = True
+            instance.tree.retire()
             del self._instances[change.name]
             self._telling = [each for each in self._telling if each is not instance]
         elif isinstance(change, AdminStateSet):
@@ -820,7 +840,8 @@ class Scheduler:
 
     def _book(self, found: _Found, ready: _Ready, now: float) -> Dispatch:
         question, instance = found.question, found.instance
-        lease = self._lease(question, instance, round(found.work_s * 1e9), now)
+        work_ns = round(found.work_s * 1e9)
+        lease = self._lease(question.request, instance, question.predicted_output, work_ns, now)
         self._next_lease += 1
         instance.acquire(lease)
         if question.standings is not None:
@@ -843,9 +864,10 @@ class Scheduler:
             considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
         return Dispatch(question.request.id, lease, policy.name, considered)
 
-    def _lease(self, question: Question, instance: Instance, work_ns: int, now: float) -> Lease:
+    def _lease(
+        self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
+    ) -> Lease:
         """What a request takes on an instance: its prefixes are used from now on."""
-        request, predicted = question.request, question.predicted_output
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
@@ -998,11 +1020,7 @@ class Scheduler:
 
     def _may_retry(self) -> bool:
         """Whether the budget of retries that may run twice allows one more."""
-        return self._within_budget(len(self._retrying), len(self._leased))
-
-    @staticmethod
-    def _within_budget(retrying: int, leased: int) -> bool:
-        return retrying < max(RETRY_FLOOR, int(RETRY_SHARE * leased))
+        return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """What becomes of a request that an engine did not answer."""

@@ -250,6 +250,18 @@ class Lease:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
 
 
+@dataclass(frozen=True, slots=True)
+class LiveLease(Value):
+    """A lease of an earlier scheduler that still runs: what it booked; `begun`: its first token has come."""
+
+    request: Request
+    instance: str
+    work_ns: int
+    predicted_output: float
+    dispatched_at: float
+    begun: bool
+
+
 # --- facts about instances ---------------------------------------------------------------------------
 
 

@@ -102,6 +102,11 @@ def render(runners: Sequence[Runner], model_name: str, kv_cache_tokens: int) -> 
             for engine, runner in engines
         ],
     )
+    lines += [
+        "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.",
+        "# TYPE process_start_time_seconds gauge",
+        f"process_start_time_seconds {runners[0].began_at}",
+    ]
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -73,6 +73,7 @@ class Runner:
         "_loop",
         "_pending",
         "_time_scale",
+        "began_at",
         "finished",
         "iteration_tokens",
         "model",
@@ -81,6 +82,8 @@ class Runner:
 
     def __init__(self, model: EngineModel, loop: asyncio.AbstractEventLoop, time_scale: float = 1.0) -> None:
         self.model = model
+        #: Unix time, seconds.
+        self.began_at = time.time()
         #: Prompt tokens whose prefill has ended, each prompt once.
         self.prompt_tokens = 0
         self.iteration_tokens = IterationTokens()

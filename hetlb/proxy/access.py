@@ -26,8 +26,13 @@ _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
 )
-#: IPv6 addresses that lead to the IPv4 address in their last four bytes (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: IPv6 addresses that lead to the IPv4 address in their last four bytes: translated (RFC 6052, RFC 8215, RFC
+#: 2765) and compatible ones (RFC 4291, 2.5.5.1).
+_EMBEDDED = tuple(
+    ipaddress.IPv6Network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
+)
+#: Interface identifiers of ISATAP (RFC 5214), in the bytes before the IPv4 address.
+_ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +298,17 @@ def _is_special(address: Address) -> bool:
 
 def _plain(address: Address) -> Address:
     """The IPv4 address that an IPv6 one stands for, or the address itself."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return address.ipv4_mapped
-        if address.sixtofour is not None:
-            return address.sixtofour
-        if address in _NAT64:
-            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    if not isinstance(address, ipaddress.IPv6Address):
+        return address
+    if address.scope_id is not None:
+        address = ipaddress.IPv6Address(int(address))
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]
+    embeds = any(address in network for network in _EMBEDDED) and int(address) > 1  # but `::` and `::1`
+    if embeds or (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address

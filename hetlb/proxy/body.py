@@ -25,10 +25,16 @@ _INJECTION: Final = b',"stream_options":{"include_usage":true}'
 MAX_PRIORITY: Final = 1 << 31
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES: Final = 16_384
+#: Prompts of one request: lists of token ids or strings.
+MAX_PROMPTS: Final = 16_384
 #: A model's name is echoed and logged, so it is bounded.
 MAX_MODEL_BYTES: Final = 512
 #: A sound in a form counts as this many bytes of prompt (about 600 tokens).
 MEDIA_BYTES: Final = 2400
+
+#: What a list begins with.
+_FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
+
 
 _decoder = msgspec.json.Decoder(RequestFields)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -108,6 +114,9 @@ def read_json(kind: Kind, body: bytes) -> Call:
     elif kind is _COMPLETION:
         _read_prompt(call, decoded.prompt)
     elif kind is _RESPONSES:
+        if bytes(decoded.request_id) not in (b"", b"null"):
+            # vLLM would store the answer under that id, in place of one that is there.
+            raise _invalid("request_id: expected none here, the instance names its answers.")
         _read_prompt(call, decoded.input)
         call.prompts = 1
         call.continues = decoded.previous_response_id
@@ -172,16 +181,18 @@ def _priority(body: RequestFields) -> int:
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
     """A string, a list of strings, of token ids, or of lists of token ids."""
-    data = bytes(raw).strip()
+    data = bytes(raw)  # of many megabytes another copy would take as long as reading it
     if not data.startswith(b"["):
         if data:
             _read_text(call, data)
         return
-    first = data[1:].lstrip()[:1]
+    found = _FIRST.match(data)
+    first = b"" if found is None else found[1]
     if first.isdigit() or first == b"-":
         call.prompt_tokens_total = call.longest_tokens = data.count(b",") + 1
         call.ids = data
     elif first == b"[":
+        _check_prompts(data.count(b"[") - 1)
         lists = data.split(b"]")[:-2]
         counts = [part.count(b",") + 1 - (index > 0) for index, part in enumerate(lists)]
         call.prompts = max(1, len(lists))
@@ -191,8 +202,22 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
     else:
         _read_text(call, data)
         if first == b'"':
-            # Between two strings of a list stands `","` (or with blanks); inside one it would be escaped.
-            call.prompts = len(re.findall(rb'"\s*,\s*"', data)) + 1
+            call.prompts = max(1, _quotes(data) // 2)
+            _check_prompts(call.prompts)
+
+
+def _check_prompts(count: int) -> None:
+    if count > MAX_PROMPTS:
+        raise _invalid(f"prompt: expected at most {MAX_PROMPTS} prompts in one request, got {count}.")
+
+
+def _quotes(data: bytes) -> int:
+    """Quotes that begin or end a string, of valid JSON."""
+    if b"\\" not in data:
+        return data.count(b'"')
+    if b"\\\\" in data:
+        data = data.replace(b"\\\\", b"")
+    return data.count(b'"') - data.count(b'\\"')
 
 
 def _read_text(call: Call, raw: bytes) -> None:

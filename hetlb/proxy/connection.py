@@ -1,8 +1,9 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
 Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
-and none dispatched before its whole body passed the reader, but for large forms that are about to be whole
-(`proxy/upload.py`); what is held of bodies and of requests behind the one being answered is bounded.
+nor before its whole body passed the reader; what is held of bodies and of requests behind the one being
+answered is bounded. No connection has more than one read, or `TURN_BYTES` of what is costly to read, looked
+at before the others have their turn; its time limits run from the first byte.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import asyncio
 import resource
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
 from hetlb.config import ProxyTable
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http1 import (
+    MAX_SMALL_CHUNKS,
     ChunkedDecoder,
     GateError,
     KnownHeads,
@@ -28,13 +31,27 @@ from hetlb.proxy.http1 import (
     parse_request_head,
 )
 from hetlb.proxy.intake import Intake
+from hetlb.proxy.multipart import FormReader
 from hetlb.proxy.replies import Refusal
-from hetlb.proxy.upload import LEAST_BYTES, REST_S, Upload
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
+#: Bytes of a chunked body that are decoded before other connections have their turn.
+TURN_BYTES: Final = 64 << 10
+#: So many connections that have much to read go on in one turn of the loop.
+AT_ONCE: Final = 8
+#: A read of this size or more is a turn of its own: more is waiting in the kernel.
+_LARGE_READ: Final = 128 << 10
+#: So large a body is looked at in a turn of its own.
+_LARGE_BODY: Final = 256 << 10
+#: Empty lines before a request: RFC 9112, 2.2 asks to ignore one at least.
+MAX_BLANK_LINES: Final = 8
+#: Smaller pieces of a body are kept in one buffer: an object for each would take more memory than they.
+_SMALL_PIECE: Final = 4 << 10
 #: A body that has just begun may be as slow as it likes.
 _BODY_GRACE_S: Final = 5.0
+#: No body may stop for longer.
+_BODY_STOP_S: Final = 10.0
 #: How long a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
 #: What the kernel may hold of an answer for a client that does not read.
@@ -44,7 +61,7 @@ _SEND_BUFFER: Final = 64 << 10
 class Clients:
     """All open connections, and what they share."""
 
-    def __init__(self, driver: Driver, intake: Intake) -> None:
+    def __init__(self, driver: ExchangeDriver, intake: Intake) -> None:
         self.driver = driver
         self.intake = intake
         self.table: ProxyTable = driver.table
@@ -55,6 +72,9 @@ class Clients:
         self.held_bytes = 0
         #: Whether each connection ends with the answer it is at.
         self.stopping = False
+        #: Those with more to read than one turn takes, in the order in which they asked for another.
+        self._turns: deque[ClientConnection] = deque()
+        self._turning = False
 
     def admit(self, connection: ClientConnection) -> bool:
         """Whether there is room for a new connection; where not, the oldest without a request makes it."""
@@ -71,6 +91,23 @@ class Clients:
     def left(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.open.pop(connection, None)
+
+    def have_turn(self, connection: ClientConnection) -> None:
+        """A connection has more to read: it goes on when those before it have, a few in each turn."""
+        self._turns.append(connection)
+        if len(self._turns) == 1 and not self._turning:
+            self.driver.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        turns = self._turns
+        self._turning = True
+        try:
+            for _ in range(min(AT_ONCE, len(turns))):
+                turns.popleft().go_on()
+        finally:  # an error in one of them holds up no other
+            self._turning = False
+            if turns:
+                self.driver.loop.call_soon(self._next_turn)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
@@ -99,27 +136,41 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_body", "_body_left", "_buffer", "_clients", "_closing", "_decoder", "_exchange", "_head", "_held",
-        "_now", "_paused", "_reading_paused", "_since", "_stalled_since", "_tenant", "_transport",
-        "_upload",
+        "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
+        "_decoder", "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_partial", "_paused",
+        "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
+        "_transport",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._transport: asyncio.Transport | None = None
+        #: What is being read, and how much of it was.
         self._buffer = b""
+        self._at = 0
+        #: What came while something else was done; with `_partial` the beginning of a head.
+        self._backlog = bytearray()
+        self._partial = False
+        self._blank_lines = 0
+        #: Whether a large body is whole and its turn has come.
+        self._ripe = False
+        #: Whether reading goes on in a later turn of the loop.
+        self._scheduled = False
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
+        #: The body so far: whole pieces, then what came in small ones.
         self._body: list[bytes] = []
+        self._small = bytearray()
         self._body_left = self._held = 0
         self._decoder: ChunkedDecoder | None = None
-        #: The body in place of `_body` while it may be served before it is whole.
-        self._upload: Upload | None = None
+        self._form: FormReader | None = None
         self._exchange: Exchange | None = None
         self._now = clients.driver.now
         self._closing = False
         self._paused = False
         self._reading_paused = False
+        #: When the body began, or when the last piece of it came.
+        self._fed_at = 0.0
         self._since = 0.0
         self._stalled_since = 0.0
 
@@ -139,20 +190,25 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            transport = self._transport
+            if len(data) >= _LARGE_READ and transport is not None and not transport.is_closing():
+                transport.pause_reading()  # what is thrown away has its turn like anything else
+                self._clients.driver.loop.call_soon(self._throw_away)
             return
-        if self._exchange is not None or self._paused:
-            self._buffer += data
-            if self._upload is not None and self._exchange is not None:
-                self._read_on()
+        if self._exchange is not None or self._paused or self._scheduled:
+            self._backlog += data
             self._bound_reading()
             return
-        if self._buffer:
-            self._buffer += data
-        else:
-            self._buffer = data
-            if self._head is None:
-                self._since = self._now()  # the head's time begins with its first byte
+        if self._head is None and not self._begun:
+            self._since = self._now()  # the head's time begins with its first byte
+        self._buffer, self._at = data, 0
+        if len(data) >= _LARGE_READ:
+            self._continue_later()
         self._advance()
+
+    def _throw_away(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         if self._closing:
@@ -183,8 +239,8 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.resume()
             return
         self._bound_reading()
-        if self._buffer:
-            self._clients.driver.loop.call_soon(self._advance)
+        if self._unread:
+            self._continue_later()
 
     # --- the exchange's side ---
 
@@ -201,15 +257,14 @@ class ClientConnection(asyncio.Protocol):
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
-        unread = self._upload is not None  # the rest of the body is no request
-        if not keep or unread or head is None or not head.keep_alive or self._clients.stopping:
+        if not keep or head is None or not head.keep_alive or self._clients.stopping:
             self._close()
             return
         self._since = self._now()
-        self._bound_reading()
-        if self._buffer:
-            # In a turn of its own: pipelined requests must not nest.
-            self._clients.driver.loop.call_soon(self._advance)
+        if self._unread:
+            self._continue_later()  # in a turn of its own: pipelined requests must not nest
+        else:
+            self._bound_reading()
 
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
@@ -218,13 +273,35 @@ class ClientConnection(asyncio.Protocol):
 
     # --- from the listener ---
 
+    @property
+    def _unread(self) -> bool:
+        """Whether something is there that can be read on."""
+        return self._at < len(self._buffer) or (len(self._backlog) > 0 and not self._partial)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether something of a head is there, were it an empty line."""
+        return self._partial or self._blank_lines > 0
+
+    def _continue_later(self) -> None:
+        """Read on when the others have had their turn."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._clients.have_turn(self)
+        self._bound_reading()
+
+    def go_on(self) -> None:
+        """The turn of this connection has come."""
+        self._scheduled = False
+        self._advance()
+
     def _bound_reading(self) -> None:
-        """Read on only while few requests wait behind the one being answered.
+        """Read from the socket only while few requests wait behind the one being answered.
 
         A head is smaller than the bound and a body leaves the buffer as it comes, so more than that can
         only be requests whose turn has not come.
         """
-        full = len(self._buffer) > _MAX_PIPELINED
+        full = self._scheduled or len(self._buffer) - self._at + len(self._backlog) > _MAX_PIPELINED
         if full is self._reading_paused or self._closing or self._transport is None:
             return
         self._reading_paused = full
@@ -242,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """Close a connection that has no request."""
-        if self._exchange is None and self._head is None and not self._buffer:
+        if self._exchange is None and self._head is None and not self._unread and not self._begun:
             self._close()
 
     def abort(self) -> None:
@@ -255,7 +332,7 @@ class ClientConnection(asyncio.Protocol):
         table = self._clients.table
         if self._paused and now - self._stalled_since > table.write_timeout_s:
             self.abort()
-        elif self._exchange is not None and self._upload is None:
+        elif self._exchange is not None:
             return
         elif self._closing:
             # A slow client may still be reading the end of its answer.
@@ -265,12 +342,10 @@ class ClientConnection(asyncio.Protocol):
         elif self._head is not None:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            exchange = self._exchange
-            chosen_at = None if exchange is None or exchange.lease is None else exchange.dispatched_at
-            late = chosen_at is not None and now - chosen_at > REST_S
-            if slow or late or took_s > table.body_timeout_s:
+            stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
+            if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
-        elif self._buffer:
+        elif self._begun:
             if now - self._since > table.head_timeout_s:
                 self._refuse(GateError(408, "The request head took too long."))
         elif now - self._since > table.keepalive_timeout_s:
@@ -283,39 +358,74 @@ class ClientConnection(asyncio.Protocol):
         # A client that does not read its answers gets no further ones: they would pile up here.
         if self._closing or self._paused or self._exchange is not None:
             return
+        if self._at >= len(self._buffer) and self._backlog and not self._partial:
+            self._buffer, self._at = bytes(self._backlog), 0
+            self._backlog.clear()
         try:
             if (self._head is not None or self._read_head()) and self._read_body():
-                self._serve()
+                if self._held >= _LARGE_BODY and not self._ripe:
+                    self._ripe = True  # to look at it is a turn of its own
+                    self._continue_later()
+                else:
+                    self._serve()
+            elif self._unread:
+                self._continue_later()
         except GateError as error:
             self._refuse(error)
+        if self._at >= len(self._buffer):
+            self._buffer, self._at = b"", 0  # a connection that waits keeps no read in memory
         self._bound_reading()
 
     def _read_head(self) -> bool:
-        buffer, clients = self._buffer, self._clients
-        while buffer.startswith(b"\r\n"):
-            buffer = buffer[2:]  # RFC 9112, 2.2: an empty line before a request is skipped
-        if buffer and not 65 <= buffer[0] <= 90 and buffer != b"\r":
-            raise GateError(400, "This is not the beginning of an HTTP request.")  # TLS, say
-        end = head_end(buffer)
+        end = self._find_head()
         if not end:
-            self._buffer = buffer
             return False
-        self._buffer = buffer[end:]
-        head, length = clients.heads.find(buffer[:end])
+        clients, raw = self._clients, self._buffer[self._at : end]
+        self._at = end
+        self._blank_lines = 0
+        head, length = clients.heads.find(raw)
         self._tenant = clients.intake.recognise(head)
         self._head = head
-        self._since = self._now()
+        self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
-        self._decoder = ChunkedDecoder() if head.chunked else None
-        if length is not None:
-            if length > self._body_limit(head):
-                raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
-            if length >= LEAST_BYTES:
-                self._upload = clients.intake.upload(head, length)
+        self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
+        if length is not None and length > self._body_limit(head):
+            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+        self._form = clients.intake.form(head)
         if head.expects is not None:
             self._expected(head)
         return True
+
+    def _find_head(self) -> int:
+        """Where the next head ends in the buffer, 0 if it is not whole. Raises `GateError`."""
+        seen = 0
+        if self._partial:
+            backlog, seen = self._backlog, len(self._backlog)
+            backlog += self._buffer[self._at :]
+            self._buffer, self._at = b"", 0
+            if backlog[0] != 13 and not head_end(backlog, seen=seen):
+                return 0
+            self._buffer = bytes(backlog)
+            backlog.clear()
+            self._partial = False
+        buffer, at = self._buffer, self._at
+        while buffer[at : at + 2] == b"\r\n":
+            self._blank_lines += 1
+            if self._blank_lines > MAX_BLANK_LINES:
+                raise GateError(400, f"More than {MAX_BLANK_LINES} empty lines stand before the request.")
+            at += 2
+        self._at = at
+        if at >= len(buffer):
+            return 0
+        if not 65 <= buffer[at] <= 90 and buffer[at:] != b"\r":
+            raise GateError(400, "This is not the beginning of an HTTP request.")  # TLS, say
+        end = head_end(buffer, begin=at)
+        if not end:
+            self._backlog += buffer[at:]
+            self._partial = True
+            self._buffer, self._at = b"", 0
+        return end
 
     def _expected(self, head: RequestHead) -> None:
         """Somebody waits to be told to send the body."""
@@ -323,7 +433,7 @@ class ClientConnection(asyncio.Protocol):
             raise GateError(417, "The only expectation understood is 100-continue.")
         if not self._clients.intake.knows(head.path):
             raise GateError(404, "Not Found")  # before the body is asked for
-        if head.http11 and (self._body_left or self._decoder) and not self._buffer:
+        if head.http11 and (self._body_left or self._decoder) and not self._unread:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _body_limit(self, head: RequestHead) -> int:
@@ -332,92 +442,75 @@ class ClientConnection(asyncio.Protocol):
         return table.max_multipart_bytes if multipart else table.max_body_bytes
 
     def _read_body(self) -> bool:
-        """Take the body out of the buffer; True when it is whole, or is to be served before."""
-        buffer, decoder = self._buffer, self._decoder
+        """Take the body out of the buffer; True when it is whole."""
+        buffer, at, decoder = self._buffer, self._at, self._decoder
         if decoder is None:
             left = self._body_left
             if not left:
                 return True
-            if self._upload is not None:
-                return self._read_upload(self._upload)
-            if len(buffer) < left:
-                self._take(buffer)
-                self._body_left = left - len(buffer)
-                self._buffer = b""
-                return False
-            self._body.append(buffer[:left])
-            self._buffer = buffer[left:]
-            self._body_left = 0
-            return True
-        if not buffer:
-            return False
-        self._buffer = b""
-        payload = decoder.feed(buffer)
+            end = at + left
+            piece = buffer if not at and len(buffer) <= left else buffer[at:end]
+            self._at = at + len(piece)
+            self._body_left = left - len(piece)
+            if piece:
+                self._take(piece, last=not self._body_left)
+            return not self._body_left
+        data = b"" if decoder.done else buffer[at : at + TURN_BYTES]
+        if not data:
+            return decoder.done
+        payload = decoder.feed(data)
+        self._at = at + len(data) - len(decoder.surplus)
         if payload:
-            self._take(payload)
             self._body_left += len(payload)
             assert self._head is not None
             if self._body_left > self._body_limit(self._head):
                 raise GateError(413, "The request body is too large.")
-        if not decoder.done:
-            return False
-        self._buffer = decoder.surplus
-        return True
+            self._take(payload, last=decoder.done)
+        return decoder.done
 
-    def _read_upload(self, upload: Upload) -> bool:
-        """Take what came of a form out of the buffer; True when it is time to serve it."""
-        buffer, left = self._buffer, self._body_left
-        piece, self._buffer = buffer[:left], buffer[left:]
-        if piece:
-            self._body_left = left - len(piece)
-            upload.add(piece)
-            self._hold(piece)
-            if self._exchange is not None:
-                self._exchange.more_came(piece)
-        return upload.choosable(self._now() - self._since)
-
-    def _read_on(self) -> None:
-        """Take more of a form that is being served."""
-        upload = self._upload
-        assert upload is not None
-        try:
-            self._read_upload(upload)
-        except GateError as error:
-            self._refuse(error)
+    def _take(self, piece: bytes, *, last: bool) -> None:
+        """Keep a piece of the body; until the `last` one they count as held. Raises `GateError`."""
+        if self._form is not None:
+            self._form.feed(piece)
+        if len(piece) < _SMALL_PIECE and (not last or self._small):
+            self._small += piece
+            if len(self._small) >= TURN_BYTES:
+                self._flush_small()
+        else:
+            self._flush_small()
+            self._body.append(piece)
+        if last:
             return
-        if upload.whole:
-            self._release()
-
-    def _take(self, piece: bytes) -> None:
-        """Keep a piece of a body of which more is to come."""
-        self._body.append(piece)
-        self._hold(piece)
-
-    def _hold(self, piece: bytes) -> None:
-        """Count what is kept of a body that is not whole."""
+        self._fed_at = self._now()
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:
             raise Refusal(replies.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
+
+    def _flush_small(self) -> None:
+        if self._small:
+            self._body.append(bytes(self._small))
+            self._small.clear()
 
     def _release(self) -> None:
         """What was kept of a body is whole, or of no use any more."""
         self._clients.held_bytes -= self._held
         self._held = 0
         self._body = []
-        self._upload = None
+        self._small.clear()
+        self._form = None
+        self._ripe = False
 
     # --- answering ---
 
     def _serve(self) -> None:
-        head, clients, pieces, upload = self._head, self._clients, self._body, self._upload
+        self._flush_small()
+        head, clients, pieces, form = self._head, self._clients, self._body, self._form
         assert head is not None
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if upload is None or upload.whole:
-            self._release()
+        self._release()
         if clients.stopping:
             raise Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = clients.intake.take(self, head, body, self._tenant, upload)
+        taken = clients.intake.take(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):
             self._reply(taken)
         else:
@@ -435,9 +528,6 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
         answer = error.answer if isinstance(error, Refusal) else replies.bad_request(error.status)
-        if self._exchange is not None:  # of a body that is served while it comes
-            self._exchange.body_refused(answer, error.message)
-            return
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
@@ -473,10 +563,6 @@ class ClientConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         """End the connection when what was written is out."""
-        if self._upload is not None:
-            self._release()
-            self._linger()
-            return
         self._closing = True
         self._since = self._now()
         if self._transport is not None:

@@ -1,82 +1,96 @@
-"""The proxy's driver of the scheduler: it owns the clock, reports facts and carries out commands.
+"""Drivers between the exchanges of this process and the scheduler.
 
-Promise: the scheduler is called from the event loop only, and what it says is done in the same turn; every
-accepted request has one exchange until its one terminal outcome, every lease ends once; when nothing is in
-flight, every figure is zero. What is only counted, kept or logged of a request is done for many of them at
-once (`settle`), and before anybody looks.
+`ExchangeDriver` owns the clock, the exchanges, the connections to engines and the counters; `Driver` adds a
+scheduler in this process: it reports facts to it and carries out its commands in the same turn of the event
+loop. A relay's driver (`workers/relay_driver.py`) does so over a socket. Every accepted request has one
+exchange until its one terminal outcome, every lease ends once; with nothing in flight, every figure is zero.
+What is only counted, kept or logged of a request is done for many at once (`settle`), and before the counters
+are read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 from hetlb.config import ProxyTable
 from hetlb.core.block_index import KvEventBatch
-from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
+    AdminState,
+    AdminStateSet,
     Command,
     Dispatch,
     EngineSample,
-    Health,
     HealthChanged,
+    InstanceAdded,
     InstanceChange,
+    InstanceRemoved,
     Lease,
     Outcome,
     PassOn,
     Probed,
     ProbeResult,
     Reject,
-    RejectReason,
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
+from hetlb.proxy.onward import ForwardRules
 from hetlb.proxy.retryafter import DrainRate
+from hetlb.proxy.scheduling import (
+    Decisions,
+    Responses,
+    StallWatch,
+    log_health,
+    log_loop,
+    only_model,
+    retry_after_s,
+    served_at,
+    several_models,
+)
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.telemetry.request_record import Phase
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
-logger = logging.getLogger("hetlb.proxy")
-
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
-#: After a pause of the process this long, what came meanwhile is read before anybody is told of a timeout.
+#: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
 #: An instance from which something came within so many seconds is not failed by a probe.
 EMITS_S: Final = 2.0
-DECISIONS_KEPT: Final = 1000
-#: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
-CANDIDATES_KEPT: Final = 50_000
-RESPONSES_KEPT: Final = 10_000
 
 
-class Driver:
-    """Between exchanges and scheduler."""
+class Target(NamedTuple):
+    """One incarnation of an instance, as its connections need it."""
+
+    name: str
+    incarnation: int
+    url: str
+
+
+class ExchangeDriver(ABC):
+    """Exchanges, connections to engines and counters of one process, wherever its scheduler is."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
         table: ProxyTable,
         token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
-        self.scheduler = scheduler
         self.table = table
         self.token_estimator = token_estimator
         self.loop = loop
@@ -86,21 +100,91 @@ class Driver:
         self._end_s: list[float] = []
         #: Requests that ended and were not counted yet.
         self._ended: list[Exchange] = []
-        self.decisions: deque[Dispatch] = deque()
-        self._bound_decisions()
         self.exchanges: dict[RequestId, Exchange] = {}
-        #: Where, and for whom, an answer that can be asked for again was made: by response id.
-        self.made_at: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        self.forward_rules = ForwardRules(table.forward_headers)
+        #: Called with an instance's name and its `/v1/models` after its engine closed connections.
+        self.on_reconnect: Callable[[str, bytes], None] | None = None
         #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
         self._access = {} if access is None else access
         self._on_ended = on_ended
         self._drain_rate = DrainRate(random.Random())
         self._pools: dict[int, EnginePool] = {}
         self._next_id = 1
-        self._ticker: asyncio.TimerHandle | None = None
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
+        self.stalls = StallWatch(loop)
         self._idle_waiters: list[asyncio.Future[None]] = []
+
+    # --- the scheduler, here or in another process ---
+
+    @property
+    @abstractmethod
+    def models(self) -> Collection[str]:
+        """Every name that some instance answers to."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that wait for an instance."""
+
+    @abstractmethod
+    def submit(self, exchange: Exchange) -> None:
+        """A whole request came in."""
+
+    @abstractmethod
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The answer of a lease began."""
+
+    @abstractmethod
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        """A lease ended; with `retry` the scheduler says what becomes of its request.
+
+        `server_error`: the engine answered in full, with a status of 500 or more.
+        """
+
+    @abstractmethod
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+        """An engine has no room for a request and says when to come again: another instance may get it."""
+
+    @abstractmethod
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        """The client of a waiting request left."""
+
+    @abstractmethod
+    def retry_after_s(self, reject: Reject) -> float | None:
+        """When the client of a rejected request should come again, None where that would be of no use."""
+
+    @abstractmethod
+    def targets(self) -> Iterable[Target]:
+        """The engines that may get requests."""
+
+    @abstractmethod
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        """An answer that can be asked for again was made at `instance`, for `tenant`."""
+
+    @abstractmethod
+    def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
+        """The instance to pin a request to that continues or asks for an earlier answer.
+
+        Raises `GateError` (404) where it is not known, or not `tenant`'s. Unless `strict`, None where it is
+        not known and may have been made before: the engine decides.
+        """
+
+    @abstractmethod
+    def pinned_serves(self, pinned: str, model: str) -> bool:
+        """Whether the instance that a request is pinned to answers to a model."""
+
+    @abstractmethod
+    def serves(self, lease: Lease) -> bool:
+        """Whether the instance of a lease serves its model, as far as is known."""
+
+    @abstractmethod
+    def came_back(self, instance: str) -> None:
+        """A request to an instance came back to this proxy: nothing goes there any more."""
+
+    @abstractmethod
+    def model_at(self, pinned: str | None) -> str:
+        """The model of a request that names none. Raises `GateError` (400) where there are several."""
 
     # --- requests ---
 
@@ -110,54 +194,11 @@ class Driver:
         self._next_id += 1
         return request_id
 
-    def submit(self, exchange: Exchange) -> None:
-        """A whole request came in."""
-        self.exchanges[exchange.request.id] = exchange
-        started = perf_counter()
-        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
-        self._arrival_s.append(perf_counter() - started)
-        self.carry_out(commands)
-
-    def first_token(self, lease: Lease, now: float) -> None:
-        """The answer of a lease began."""
-        if commands := self.scheduler.on_first_token(lease, now):
-            self.carry_out(commands)
-
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
-        """A lease ended; with `retry` the scheduler says what becomes of its request.
-
-        `server_error`: the engine answered in full, with a status of 500 or more.
-        """
-        if retry:
-            self._totals.tried_again(lease.instance, outcome)
-        started = perf_counter()
-        commands = self.scheduler.on_lease_ended(
-            lease, outcome, self.now(), retry=retry, server_error=server_error
-        )
-        self._end_s.append(perf_counter() - started)
-        if commands or self._ticker is None:
-            self.carry_out(commands)
-
-    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
-        """An engine has no room for a request and says when to come again."""
-        commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
-        if lease.ended:
-            exchange.turned_away()
-            self._totals.tried_again(lease.instance, Outcome.UPSTREAM_ERROR)
-        self.carry_out(commands)
-
     def give_up(self, exchange: Exchange) -> float:
-        """Nobody waits for this request much longer: take it out of the queue. When to try again, seconds."""
-        self.carry_out(self.scheduler.on_cancelled(exchange.request.id, self.now()))
-        return self._drain_rate.retry_after_s(len(self.scheduler.queue), self.now())
-
-    def retry_after_s(self, reject: Reject) -> float | None:
-        """When the client of a rejected request should come again, None where that would be of no use."""
-        if reject.retry_after_s is None:
-            return None
-        if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):
-            return self._drain_rate.retry_after_s(len(self.scheduler.queue), self.now())
-        return self._drain_rate.spread(reject.retry_after_s)
+        """A request's client waits no longer: take it out of the queue. When to try again, in seconds."""
+        now = self.now()
+        self.cancelled(exchange.request.id, now)
+        return self._drain_rate.retry_after_s(self.waiting, now)
 
     def finished(self, exchange: Exchange) -> None:
         """An exchange has its terminal outcome."""
@@ -172,9 +213,11 @@ class Driver:
             self.settle()
         if lease is not None:
             self._drain_rate.ended(ended_at)
-            self.lease_ended(lease, outcome, retry=False, server_error=exchange.server_error)
+            end = exchange.end
+            assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
+            self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
         elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
-            self.carry_out(self.scheduler.on_cancelled(exchange.request.id, ended_at))
+            self.cancelled(exchange.request.id, ended_at)
         if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
                 if not waiter.done():
@@ -194,7 +237,7 @@ class Driver:
         if not self._ended:
             return
         ended, self._ended = self._ended, []
-        models = self.scheduler.models
+        models = self.models
         for exchange in ended:
             # A name that was never served is a client's: it must not become a label.
             totals.finished(exchange, exchange.lease is not None or exchange.request.model in models)
@@ -208,69 +251,29 @@ class Driver:
         return self._totals
 
     def gaps(self, model: str) -> Gaps:
-        """Where the times between the tokens of a model's streams are counted."""
+        """The counts of times between the tokens of a model's streams."""
         return self._totals.model(model).gaps
 
     def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
         """The engine counted `tokens` in the prompts of a body that were estimated."""
         self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
 
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made at `instance`, for `tenant`."""
-        self.made_at[response_id] = instance, tenant
-        if len(self.made_at) > RESPONSES_KEPT:
-            del self.made_at[next(iter(self.made_at))]
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of engines that tell of their blocks, 0 where none does or it is not known here."""
+        return 0
 
-    def kept_at(self, response_id: str, owner: str | None) -> tuple[str, str | None] | None:
-        """Which instance keeps an answer, and whose it is; None where it is not known. `owner` asks."""
-        return self.made_at.get(response_id)
-
-    # --- instances ---
-
-    def change(self, change: InstanceChange) -> None:
-        """Something about an instance changed."""
-        if isinstance(change, Probed) and change.result is ProbeResult.FAILED and self._emits(change.name):
-            return  # busy, not dead: its probes wait behind its work
-        self.carry_out(self.scheduler.on_instance(change, self.now()))
-        self._drop_unused_pools()
-        self._bound_decisions()
-
-    def _emits(self, name: str) -> bool:
-        """Whether part of an answer came from an instance lately."""
-        since = self.now() - EMITS_S
-        return any(
-            exchange.phase is Phase.STREAM and exchange.since >= since
+    def streaming(self, since: float) -> set[str]:
+        """The instances of which part of an answer came since then."""
+        return {
+            exchange.lease.instance
             for exchange in self.exchanges.values()
-            if exchange.lease is not None and exchange.lease.instance == name
-        )
+            if exchange.lease is not None and exchange.phase is Phase.STREAM and exchange.since >= since
+        }
 
-    def _bound_decisions(self) -> None:
-        kept = min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, len(self.scheduler.instances)))
-        if self.decisions.maxlen != kept:
-            self.decisions = deque(self.decisions, maxlen=kept)
-
-    def sample(self, name: str, sample: EngineSample) -> None:
-        """An engine's metrics were read."""
-        self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
-
-    def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        """An engine told what came into its prefix cache and what left it."""
-        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
-
-    def set_policy(self, name: str) -> None:
-        """Switch the policy."""
-        self.carry_out(self.scheduler.set_policy(name, self.now()))
-
-    def configure(self, table: ProxyTable) -> None:
-        """New limits, times and keys, for what begins from now on."""
-        self.table = table
-        for instance in self.scheduler.instances:
-            if (pool := self._pools.get(instance.incarnation)) is not None:
-                pool.configure(
-                    self._access.get(instance.name, PLAIN_ACCESS),
-                    connect_timeout_s=table.connect_timeout_s,
-                    idle_s=table.upstream_idle_s,
-                )
+    def identify(self, own: str, table: ProxyTable | None = None) -> None:
+        """Be known by this name in `Via`: processes that serve one fleet have one."""
+        self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
 
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
@@ -278,6 +281,21 @@ class Driver:
         if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
             return lease.output_tokens
         return exchange.tokens_so_far
+
+    # --- connections to engines ---
+
+    def configure(self, table: ProxyTable) -> None:
+        """New limits, times and keys, for what begins from now on."""
+        if table.forward_headers != self.table.forward_headers:
+            self.identify(self.forward_rules.own.decode("ascii"), table)
+        self.table = table
+        for target in self.targets():
+            if (pool := self._pools.get(target.incarnation)) is not None:
+                pool.configure(
+                    self._access.get(target.name, PLAIN_ACCESS),
+                    connect_timeout_s=table.connect_timeout_s,
+                    idle_s=table.upstream_idle_s,
+                )
 
     def pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
@@ -288,68 +306,29 @@ class Driver:
         """Connections to engines, in use or idle."""
         return sum(pool.open_connections for pool in self._pools.values())
 
-    def _pool_of(self, instance: Instance) -> EnginePool:
-        pool = self._pools.get(instance.incarnation)
-        if pool is None:
-            table = self.table
-            pool = self._pools[instance.incarnation] = EnginePool(
-                instance.spec.url,
-                self.loop,
-                self._access.get(instance.name, PLAIN_ACCESS),
-                connect_timeout_s=table.connect_timeout_s,
-                idle_s=table.upstream_idle_s,
-            )
-        return pool
+    def open_pool(self, incarnation: int, name: str, url: str) -> None:
+        """Have a pool for an instance that gets its first request."""
+        table, read = self.table, self.on_reconnect
+        self._pools[incarnation] = EnginePool(
+            url,
+            self.loop,
+            self._access.get(name, PLAIN_ACCESS),
+            connect_timeout_s=table.connect_timeout_s,
+            idle_s=table.upstream_idle_s,
+            stalled_since=self.stalls.since,
+            on_reconnect=None if read is None else lambda body: read(name, body),
+        )
 
-    def _drop_unused_pools(self) -> None:
-        if len(self._pools) <= len(self.scheduler.instances):
-            return
-        live = {instance.incarnation for instance in self.scheduler.instances}
+    def drop_unused_pools(self) -> None:
+        """Close the connections to instances that left, as soon as they carry nothing."""
+        live = {target.incarnation for target in self.targets()}
         for incarnation, pool in list(self._pools.items()):
             if incarnation not in live:
                 pool.close()
                 if not pool.open_connections:
                     del self._pools[incarnation]
 
-    # --- commands ---
-
-    def carry_out(self, commands: list[Command]) -> None:
-        """Do what the scheduler said."""
-        for command in commands:
-            if type(command) is Dispatch:
-                self._dispatch(command)
-            elif isinstance(command, Reject):
-                self.exchanges[command.request_id].rejected(command)
-            elif isinstance(command, HealthChanged):
-                self._health_changed(command)
-            elif isinstance(command, Abort):
-                self.exchanges[command.request_id].client_gone()
-            else:
-                assert isinstance(command, PassOn)  # what the engine says goes on by itself
-        if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
-            self._ticker = self.loop.call_at(deadline, self._tick)
-
-    def _health_changed(self, command: HealthChanged) -> None:
-        if command.health is Health.EJECTED:
-            self._totals.instance(command.instance).ejections += 1
-        level = logging.INFO if command.health.value == "up" else logging.WARNING
-        logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
-
-    def _dispatch(self, command: Dispatch) -> None:
-        self._totals.decisions += 1
-        self.decisions.append(command)
-        lease = command.lease
-        instance = self.scheduler.holder(lease)
-        if lease.incarnation not in self._pools:
-            self._pool_of(instance)
-        exchange = self.exchanges[command.request_id]
-        exchange.dispatched(lease, lease.dispatched_at, expected_s(instance, lease))
-
     # --- time ---
-
-    def _tick(self) -> None:
-        self._ticker = None
-        self.carry_out(self.scheduler.on_tick(self.now()))
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
@@ -364,7 +343,7 @@ class Driver:
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
         for pool in self._pools.values():
             pool.sweep(now)
-        self._drop_unused_pools()
+        self.drop_unused_pools()
 
     # --- the end ---
 
@@ -374,6 +353,10 @@ class Driver:
             waiter: asyncio.Future[None] = self.loop.create_future()
             self._idle_waiters.append(waiter)
             await asyncio.wait([waiter], timeout=grace_s)
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """End every request that is open."""
         for exchange in list(self.exchanges.values()):
             if exchange.phase is not Phase.DONE:
                 exchange.shut_down()
@@ -381,9 +364,179 @@ class Driver:
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
-        for timer in (self._ticker, self._sweeper):
-            if timer is not None:
-                timer.cancel()
-        self._ticker = self._sweeper = None
+        self.stalls.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
         for pool in self._pools.values():
             pool.close()
+
+
+class Driver(ExchangeDriver):
+    """A driver whose scheduler is in this process."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        on_ended: Callable[[list[Exchange]], None] | None = None,
+        access: Mapping[str, EngineAccess] | None = None,
+    ) -> None:
+        super().__init__(table, token_estimator, loop, on_ended, access)
+        self.scheduler = scheduler
+        self.decisions = Decisions(len(scheduler.instances))
+        self.responses = Responses()
+        #: Called with the name of an instance that turned out to be this proxy.
+        self.on_loop: Callable[[str], None] | None = None
+        #: How long a probe may take, in seconds.
+        self.probe_timeout_s = 0.0
+        self._ticker: asyncio.TimerHandle | None = None
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.scheduler.models
+
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.queue)
+
+    # --- requests ---
+
+    def submit(self, exchange: Exchange) -> None:
+        self.exchanges[exchange.request.id] = exchange
+        started = perf_counter()
+        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
+        self._arrival_s.append(perf_counter() - started)
+        self.carry_out(commands)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        if commands := self.scheduler.on_first_token(lease, now):
+            self.carry_out(commands)
+
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        if retry:
+            self._totals.tried_again(lease.instance, outcome)
+        started = perf_counter()
+        commands = self.scheduler.on_lease_ended(
+            lease, outcome, self.now(), retry=retry, server_error=server_error
+        )
+        self._end_s.append(perf_counter() - started)
+        if commands or self._ticker is None:
+            self.carry_out(commands)
+
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+        commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
+        if lease.ended:
+            exchange.turned_away()
+            self._totals.tried_again(lease.instance, Outcome.UPSTREAM_ERROR)
+        self.carry_out(commands)
+
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        self.carry_out(self.scheduler.on_cancelled(request_id, now))
+
+    def retry_after_s(self, reject: Reject) -> float | None:
+        return retry_after_s(reject, self._drain_rate, self.waiting, self.now())
+
+    # --- answers that can be asked for again ---
+
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        self.responses.add(response_id, instance, tenant)
+
+    def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
+        return self.responses.find(response_id, tenant, self.scheduler, strict=strict)
+
+    def pinned_serves(self, pinned: str, model: str) -> bool:
+        return model in served_at(self.scheduler, pinned)
+
+    def model_at(self, pinned: str | None) -> str:
+        if pinned is not None and (served := served_at(self.scheduler, pinned)):
+            return served[0]
+        return only_model(self.scheduler) or several_models()
+
+    # --- instances ---
+
+    def targets(self) -> Iterable[Target]:
+        return [Target(each.name, each.incarnation, each.spec.url) for each in self.scheduler.instances]
+
+    def change(self, change: InstanceChange) -> None:
+        """Something about an instance changed."""
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
+            if self._emits(change.name):
+                return  # busy, not dead: its probes wait behind its work
+            if self.stalls.since(self.now() - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
+        self.carry_out(self.scheduler.on_instance(change, self.now()))
+        if isinstance(change, InstanceAdded | InstanceRemoved):
+            self.drop_unused_pools()
+            self.decisions.bound(len(self.scheduler.instances))
+
+    def serves(self, lease: Lease) -> bool:
+        served = self.scheduler.holder(lease).served
+        return served is None or lease.request.model in served
+
+    def came_back(self, instance: str) -> None:
+        log_loop(instance)
+        if self.on_loop is not None:
+            self.on_loop(instance)
+        else:
+            self.change(AdminStateSet(instance, AdminState.MAINT))
+
+    def _emits(self, name: str) -> bool:
+        """Whether part of an answer came from an instance lately."""
+        return name in self.streaming(self.now() - EMITS_S)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.scheduler.block_tokens
+
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+        """An engine told what came into its prefix cache and what left it."""
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        """An engine's metrics were read."""
+        self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+
+    def set_policy(self, name: str) -> None:
+        """Switch the policy."""
+        self.carry_out(self.scheduler.set_policy(name, self.now()))
+
+    # --- commands ---
+
+    def carry_out(self, commands: list[Command]) -> None:
+        """Do what the scheduler said."""
+        for command in commands:
+            if type(command) is Dispatch:
+                self._dispatch(command)
+            elif isinstance(command, Reject):
+                self.exchanges[command.request_id].rejected(command)
+            elif isinstance(command, HealthChanged):
+                log_health(command, self._totals)
+            elif isinstance(command, Abort):
+                self.exchanges[command.request_id].client_gone()
+            else:
+                assert isinstance(command, PassOn)  # what the engine says goes on by itself
+        if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
+            self._ticker = self.loop.call_at(deadline, self._tick)
+
+    def _dispatch(self, command: Dispatch) -> None:
+        self._totals.decisions += 1
+        self.decisions.add(command)
+        lease = command.lease
+        instance = self.scheduler.holder(lease)
+        if lease.incarnation not in self._pools:
+            self.open_pool(lease.incarnation, instance.name, instance.spec.url)
+        exchange = self.exchanges[command.request_id]
+        exchange.dispatched(lease, lease.dispatched_at, expected_s(instance, lease))
+
+    def _tick(self) -> None:
+        self._ticker = None
+        self.carry_out(self.scheduler.on_tick(self.now()))
+
+    def close(self) -> None:
+        super().close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None

@@ -16,22 +16,24 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
-from hetlb.proxy import replies
+from hetlb.proxy import ends, replies
 from hetlb.proxy.body import Call
 from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.ends import End
 from hetlb.proxy.http1 import RequestHead, ResponseHead
-from hetlb.proxy.onward import request_lines, response_lines
+from hetlb.proxy.onward import ForwardRules, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
-from hetlb.proxy.upload import Upload
-from hetlb.proxy.upstream import EngineConnection, EnginePool
+from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
 
 
 class DriverSide(Protocol):
     """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
 
+    @property
+    def forward_rules(self) -> ForwardRules: ...
     def now(self) -> float: ...
     def pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
@@ -43,6 +45,8 @@ class DriverSide(Protocol):
     def gaps(self, model: str) -> Gaps: ...
     def learn_prompt(self, model: str, call: Call, tokens: int) -> None: ...
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
+    def came_back(self, instance: str) -> None: ...
+    def serves(self, lease: Lease) -> bool: ...
 
 
 class ClientSide(Protocol):
@@ -73,6 +77,8 @@ _RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
 
 
+#: RFC 5842, 7.2.
+LOOP_STATUS: Final = 508
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 
 
@@ -81,9 +87,10 @@ class Exchange(RequestRecord):
 
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
-        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine", "_fine",
-        "_head", "_now", "_tail", "_text_at", "_text_beginning", "_upload", "_watcher", "_write", "phase",
-        "since",
+        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine",
+        "_engine_label", "_fine",
+        "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning", "_watcher",
+        "_write", "end", "phase", "since",
     )  # fmt: skip
 
     def __init__(
@@ -94,13 +101,13 @@ class Exchange(RequestRecord):
         kind: Kind,
         call: Call,
         request: Request,
-        body: bytes,
+        body: list[bytes],
         label: str,
         now: float,
         tenant: str | None = None,
-        upload: Upload | None = None,
+        engine_label: str | None = None,
     ) -> None:
-        """`upload` takes the place of `body` where that goes on while it arrives."""
+        """`engine_label` is its id for engines, where that is not `label`."""
         super().__init__(
             request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
         )
@@ -111,7 +118,7 @@ class Exchange(RequestRecord):
         self._head = head
         self._call = call
         self._body = body
-        self._upload = upload
+        self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
         self.phase = Phase.QUEUE
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
@@ -128,6 +135,11 @@ class Exchange(RequestRecord):
         #: `_closes`: the client was told that the connection ends with this answer.
         self._committed = self._early = self._dropped = self._chunked_out = self._closes = False
         self._tail = b""
+        #: Since when the client does not read, and for how long it did not before.
+        self._held_since: float | None = None
+        self._held_s = 0.0
+        #: How its last lease ended.
+        self.end: End | None = None
         #: How the events of this stream begin; those that do go on as the engine framed them.
         self._text_beginning: bytes | None = None
 
@@ -139,15 +151,14 @@ class Exchange(RequestRecord):
         self.lease = lease
         self.expected_s = expected_s
         self.dispatched_at = now
-        if self._arriving:
-            lease.mark = None  # when the engine begins is not known
         self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)
 
     def turned_away(self) -> None:
         """The engine is busy and the scheduler found another instance: `dispatched` comes next."""
         self._drop_engine()
-        self.lease = None
+        self._answer_head = self._answer_length = self.lease = None
+        self.status = 0
         self.retries += 1
         self._enter(Phase.QUEUE, self._now())
 
@@ -155,6 +166,10 @@ class Exchange(RequestRecord):
         """The scheduler turned the request down."""
         answer = replies.REJECTIONS[reject.reason]
         self._answer(answer, reject.detail, self._driver.retry_after_s(reject))
+
+    def refused(self, answer: Answer, message: str) -> None:
+        """The scheduler process does not know what the request asks for."""
+        self._answer(answer, message)
 
     # --- from the engine's connection ---
 
@@ -166,25 +181,30 @@ class Exchange(RequestRecord):
         """
         self._engine = connection
         self._enter(Phase.WAIT, self._now())
-        head, body, upload = self._head, self._body, self._upload
-        lines = request_lines(head, passthrough=passthrough)
+        head, body = self._head, self._body
+        lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
-        if not body and head.method in (b"GET", b"HEAD", b"DELETE"):
-            connection.send(
-                b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self.label.encode("ascii")), b""
-            )
+        length = self.request.body_bytes
+        if not length and head.method in (b"GET", b"HEAD", b"DELETE"):
+            connection.send(b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self._engine_label), body)
             return
         first = b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             lines,
             own_headers,
-            self.label.encode("ascii"),
-            len(body) if upload is None else upload.length,
+            self._engine_label,
+            length,
         )
-        if upload is None:
-            connection.send(first, body)
+        connection.send(first, body)
+
+    def engine_identified(self) -> None:
+        """After a reconnect it was looked at what the engine serves: it may be another by now."""
+        lease = self.lease
+        assert lease is not None
+        if self._driver.serves(lease):
+            self._driver.pool(lease).send(self)
         else:
-            connection.send_upload(first, upload)
+            self.engine_failed(ends.MOVED, "another model is served there")
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one, same instance.
@@ -193,7 +213,7 @@ class Exchange(RequestRecord):
         this, too, is one of the two times that a request is run.
         """
         if self._dropped:
-            self.engine_failed(Outcome.NO_RESPONSE, "the engine closed the connection")
+            self.engine_failed(ends.DROPPED, "the engine closed the connection")
             return
         assert self.lease is not None
         self._dropped = True
@@ -206,18 +226,23 @@ class Exchange(RequestRecord):
         if 300 <= head.status < 400:
             # An engine has no business sending clients elsewhere.
             self._drop_engine()
-            self.engine_failed(Outcome.NO_RESPONSE, "the engine redirected", bad=True)
+            self.engine_failed(ends.JUNK, "the engine redirected")
             return
+        if head.status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
+            self._drop_engine()
+            lease = self.lease
+            assert lease is not None
+            self._driver.came_back(lease.instance)
+            self._try_again(ends.LOOP)
+            return
+        self._answer_head, self._answer_length = head, length
+        self.status = head.status
         if head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
             lease = self.lease
             assert lease is not None
             if _NUMBER.fullmatch(again) is not None:
                 self._driver.busy(self, lease, float(again))
-                if self.lease is not lease:
-                    return  # another instance has it now
-        self._answer_head, self._answer_length = head, length
-        self.status = head.status
-        if head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
+        elif head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._watcher = SseWatcher(self._call.hold_usage)
 
     def engine_events(self, chunks: bytes) -> bool:
@@ -281,7 +306,7 @@ class Exchange(RequestRecord):
                     self._first_byte(payload)
                 payload = watcher.feed(payload)
             if not watcher.done and not watcher.failed and self.kind in _WITH_END:
-                self._break(Outcome.BROKEN_STREAM, "the stream ended without [DONE]", payload)
+                self._break(ends.BROKEN, "the stream ended without [DONE]", payload)
                 return
             payload += watcher.flush()
         elif payload:
@@ -296,30 +321,53 @@ class Exchange(RequestRecord):
         if out:
             self._write(out)
         self._take_usage()
-        if watcher is not None and watcher.failed:
-            outcome = Outcome.BROKEN_STREAM
-        else:
-            outcome = Outcome.OK if self.status < 400 else Outcome.UPSTREAM_ERROR
-        self._finish(outcome, keep=self._delimited)
+        self._finish(self._whole, keep=self._delimited)
 
-    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None:
-        """The engine (or this machine) failed at `outcome`; `bad`: it did answer, but not HTTP."""
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The engine, or this machine, failed: `end` says how."""
         self._engine = None
-        if self._committed and not self._early:
-            self._break(Outcome.BROKEN_STREAM, detail)
-        elif outcome is Outcome.LOCAL_FAULT:
-            self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0)
-        elif not bad and self._unbegun:
-            # vLLM sends the head of a stream before it has read the prompt: nobody has answered yet.
+        if self._committed and (not self._early or self._held_up):
+            self._break(ends.BROKEN, detail)
+        elif end is ends.LOCAL:
+            self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
+        elif end is not ends.JUNK and self._unbegun:
+            # vLLM sends the head of a stream before it has read the prompt: no answer has begun.
             self._answer_head = self._answer_length = self._watcher = None
             self.status = 0
-            self._try_again(Outcome.NO_RESPONSE)
-        elif bad or self._answer_head is not None:
+            self._try_again(ends.DROPPED)
+        elif end is ends.JUNK or end is ends.UNREAD or self._answer_head is not None:
             self._answer(
-                replies.BAD_UPSTREAM, f"The instance gave no valid answer: {detail.removesuffix('.')}."
+                replies.BAD_UPSTREAM,
+                f"The instance gave no valid answer: {detail.removesuffix('.')}.",
+                end=end if end is ends.UNREAD else ends.JUNK,
             )
         else:
-            self._try_again(outcome)
+            self._try_again(end)
+
+    @property
+    def _whole(self) -> End:
+        """What the end of a whole answer says."""
+        watcher = self._watcher
+        if watcher is not None and watcher.failed:
+            return ends.REFUSED_IN_STREAM if watcher.refused else ends.ERROR_EVENT
+        if self.status < 400:
+            return ends.ANSWERED
+        head = self._answer_head
+        if self.status in _BUSY and head is not None and b"retry-after" in head.fields:
+            return ends.BUSY
+        # A loop behind another proxy is no failure of that one.
+        return ends.REFUSED if self.status < 500 or self.status == LOOP_STATUS else ends.SERVER_ERROR
+
+    def divert(self, taker: Carried) -> EngineConnection:
+        """Have `taker` get what the engine still sends, until it gives the connection back."""
+        engine = self._engine
+        assert engine is not None, "expected an engine that is answering"
+        engine.exchange = taker
+        return engine
+
+    def engine_done(self) -> None:
+        """The engine's connection is free for others, or gone."""
+        self._engine = None
 
     @property
     def _unbegun(self) -> bool:
@@ -332,11 +380,9 @@ class Exchange(RequestRecord):
         return 0 if self._watcher is None else self._watcher.events
 
     @property
-    def server_error(self) -> bool:
-        """Whether an engine answered in full that it failed; one that is busy has not."""
-        head = self._answer_head
-        busy = self.status in _BUSY and head is not None and b"retry-after" in head.fields
-        return self.status >= 500 and not busy
+    def plain(self) -> bool:
+        """Whether what comes of the answer is passed on as it stands."""
+        return self._watcher is None
 
     @property
     def events(self) -> int:
@@ -345,38 +391,26 @@ class Exchange(RequestRecord):
 
     # --- from the client's connection ---
 
-    def more_came(self, piece: bytes) -> None:
-        """More of the body came, and passed the reader."""
-        upload = self._upload
-        assert upload is not None, "expected a body that is arriving"
-        if self._engine is not None:
-            self._engine.send_more(piece, last=upload.whole)
-        if upload.whole and self.phase is Phase.WAIT:
-            self.since = self._now()  # the engine can begin now
-
-    def body_refused(self, answer: Answer, message: str) -> None:
-        """The rest of the body did not pass, or did not come: no engine got all of it."""
-        if self.phase is Phase.QUEUE:
-            self._driver.give_up(self)
-        self._stop_engine()
-        if self._committed and not self._early:
-            self._break(answer.outcome, "the rest of the request was refused")
-        else:
-            self._answer(answer, message)
-
     def client_gone(self) -> None:
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
             self._stop_engine()
-            self._finish(Outcome.CLIENT_GONE, client_gone=True)
+            self._finish(ends.LEFT, client_gone=True)
 
     def pause(self) -> None:
-        """The client reads too slowly."""
+        """The client reads too slowly: the engine is not read either, and its silence is not its own."""
+        if self._held_since is None:
+            self._held_since = self._now()
         if self._engine is not None:
             self._engine.pause()
 
     def resume(self) -> None:
         """The client has caught up."""
+        if self._held_since is not None:
+            now = self._now()
+            self._held_s += now - self._held_since
+            self._held_since = None
+            self.since = now
         if self._engine is not None:
             self._engine.resume()
 
@@ -389,22 +423,25 @@ class Exchange(RequestRecord):
             detail = "No instance became free in the time that the client waits."
             self._answer(replies.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
+        if self._held_since is not None:
+            return  # `ClientConnection.sweep` ends a client that does not read
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.phase is Phase.WAIT and now - self.since > first_byte_s and not self._arriving:
+        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
             self._stop_engine()
-            self._answer(replies.FIRST_BYTE_TIMEOUT, "The instance did not begin to answer in time.")
+            text = "The instance did not begin to answer in time."
+            self._answer(replies.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
             self._stop_engine()
-            self._break(Outcome.BROKEN_STREAM, "the instance stopped in the middle of its answer")
+            self._break(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
         if self._committed and not self._early:
-            self._break(Outcome.SHUTDOWN, "the proxy is shutting down")
+            self._break(ends.STOPPED, "the proxy is shutting down")
         else:
-            self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0)
+            self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
 
     # --- inside ---
 
@@ -414,9 +451,9 @@ class Exchange(RequestRecord):
         return self._chunked_out or self._answer_length is not None
 
     @property
-    def _arriving(self) -> bool:
-        """Whether there is more of the body to come."""
-        return self._upload is not None and not self._upload.whole
+    def _held_up(self) -> bool:
+        """Whether the client did not read for so long that the answer may have broken off for it."""
+        return self._held_since is not None or self._held_s >= ends.HELD_UP_S
 
     @property
     def _may_have_run(self) -> bool:
@@ -490,10 +527,11 @@ class Exchange(RequestRecord):
             event = replies.upstream_error_event(self.status, self._tail)
         else:
             event = replies.error_event(replies.BAD_UPSTREAM, "The instance did not answer with a stream.")
+        end = self._whole if self.status >= 400 else ends.REFUSED if watcher is None else ends.BROKEN
         self.status = 200
         self._write(self._frame(event))
         # A whole answer of another kind may be what the request asked for: no failure of the instance.
-        self._finish(Outcome.UPSTREAM_ERROR if watcher is None else Outcome.BROKEN_STREAM, broken=True)
+        self._finish(end, broken=True)
 
     def _commit(self) -> bytes:
         """The client's response head. From here on the answer is what it is."""
@@ -514,7 +552,7 @@ class Exchange(RequestRecord):
         elif asked.http11:
             self._chunked_out = True
             out += b"transfer-encoding: chunked\r\n"
-        if not asked.keep_alive or not self._delimited or self._arriving:
+        if not asked.keep_alive or not self._delimited:
             self._closes = True
             out += b"connection: close\r\n"
         elif not asked.http11:
@@ -557,26 +595,30 @@ class Exchange(RequestRecord):
         if self.lease is not None and self.phase is Phase.CONNECT:
             self._driver.pool(self.lease).cancel(self)
 
-    def _try_again(self, outcome: Outcome) -> None:
+    def _try_again(self, end: End) -> None:
         """Nothing has reached the client: the scheduler decides what becomes of the request."""
-        if outcome is Outcome.NO_RESPONSE and self._dropped:
+        dropped = end.outcome is Outcome.NO_RESPONSE
+        if dropped and self._dropped:
             # Run twice, dropped twice: the request itself may be what kills engines.
-            self._answer(replies.REJECTIONS[RejectReason.NO_RESPONSE], "The instances dropped the request.")
+            text = "The instances dropped the request."
+            self._answer(replies.REJECTIONS[RejectReason.NO_RESPONSE], text, end=end)
             return
         lease, self.lease = self.lease, None
         assert lease is not None
         self.retries += 1
-        self._dropped = self._dropped or outcome is Outcome.NO_RESPONSE
+        self._dropped = self._dropped or dropped
         self._enter(Phase.QUEUE, self._now())
-        self._driver.lease_ended(lease, outcome, retry=True)
+        self._driver.lease_ended(lease, end.told, retry=True)
 
-    def _answer(self, answer: Answer, message: str, retry_after_s: float | None = None) -> None:
-        """Answer in our own words; nothing has reached the client yet."""
+    def _answer(
+        self, answer: Answer, message: str, retry_after_s: float | None = None, *, end: End | None = None
+    ) -> None:
+        """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
         assert not self._committed or self._early, "expected an answer before the response began"
         if self._early:
             self.status = 200
             self._write(self._frame(replies.error_event(answer, message)))
-            self._finish(answer.outcome, broken=True)
+            self._finish(end, answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
             answer = replace(answer, should_retry=False)
@@ -589,14 +631,16 @@ class Exchange(RequestRecord):
                     *replies.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
                 ),
-                close=not self._head.keep_alive or self._arriving,
+                close=not self._head.keep_alive,
                 head_only=self.method == b"HEAD",
             )
         )
-        self._finish(answer.outcome)
+        self._finish(end, answer.outcome)
 
-    def _break(self, outcome: Outcome, detail: str, rest: bytes = b"") -> None:
+    def _break(self, end: End, detail: str, rest: bytes = b"") -> None:
         """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
+        if end is not ends.STOPPED and self._held_up:
+            end = ends.HELD_UP
         if not self._committed:
             self._write(self._commit())
         if self._watcher is not None:
@@ -606,22 +650,28 @@ class Exchange(RequestRecord):
         if self._watcher is not None or self._early:
             event = replies.error_event(replies.BROKEN_STREAM, f"The answer broke off: {detail}.")
             self._write(self._frame(event))
-        self._finish(outcome, broken=True)
+        self._finish(end, broken=True)
 
     def _finish(
-        self, outcome: Outcome, *, keep: bool = True, broken: bool = False, client_gone: bool = False
+        self,
+        end: End | None,
+        outcome: Outcome | None = None,
+        *,
+        keep: bool = True,
+        broken: bool = False,
+        client_gone: bool = False,
     ) -> None:
-        """The one way out."""
+        """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
         assert self.phase is not Phase.DONE, f"request {self.request.id} ended twice"
         self.ended_in, self.phase = self.phase, Phase.DONE
-        self.outcome = outcome
+        self.end = end
+        self.outcome = outcome if end is None else end.outcome
         self.ended_at = self._now()
         watcher, lease = self._watcher, self.lease
         self.streamed = watcher is not None
         if watcher is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = watcher.events
-        self._body = self._tail = b""
-        self._upload = None
+        self._body, self._tail = [], b""
         self._driver.finished(self)
         if client_gone:
             return

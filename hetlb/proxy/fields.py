@@ -26,6 +26,7 @@ class RequestFields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     previous_response_id: str | None = None
+    request_id: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: str | None = None
 
 

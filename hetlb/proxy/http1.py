@@ -28,6 +28,9 @@ _TARGET = re.compile(rb"/[!-~]*")
 _REQUEST_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r\n")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
+#: Of these two readers could take different ones.
+_ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
 
 
@@ -49,7 +52,7 @@ class RequestHead:
 
     __slots__ = (
         "chunked", "content_type", "expects", "fields", "headers", "http11", "keep_alive", "method",
-        "onward", "path", "query", "sized",
+        "onward", "onward_rules", "path", "query", "sized",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,6 +69,7 @@ class RequestHead:
         self.expects: bytes | None = None
         #: What goes on to an engine (see `proxy.onward`), by whether the client's key goes along.
         self.onward: dict[bool, bytes] = {}
+        self.onward_rules: object = None
 
 
 class ResponseHead:
@@ -108,15 +112,16 @@ class _Collector:
         self.headers.append((name.lower(), value))
 
 
-def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES) -> int:
-    """Where the head that begins `buffer` ends (after its empty line), 0 if it is not whole yet.
+def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES, *, begin: int = 0, seen: int = 0) -> int:
+    """End (after its empty line) of the head that begins at `begin`, 0 if it is not whole yet.
 
-    Raises `GateError` (431) for a head beyond `limit` bytes.
+    `seen` bytes of it were looked at before: a head that comes byte by byte is searched once. Raises
+    `GateError` (431) for a head beyond `limit` bytes.
     """
-    end = buffer.find(b"\r\n\r\n", 0, limit + 4)
+    end = buffer.find(b"\r\n\r\n", begin + max(0, seen - 3), begin + limit + 4)
     if end >= 0:
         return end + 4
-    if len(buffer) > limit:
+    if len(buffer) - begin > limit:
         raise GateError(431, "The request head is too large.")
     return 0
 
@@ -183,6 +188,8 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
             encoding = value
         elif name == b"connection":
             connection += b"," + value.lower()
+        elif name in _ONCE and sum(other == name for other, _ in headers) > 1:
+            raise GateError(400, f"More than one {name.decode()} header.")
         elif name == b"expect":
             result.expects = value.lower()
         elif name == b"content-encoding" and value.lower() != b"identity":
@@ -216,6 +223,8 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
         _check_raw(head)
     except GateError as error:
         raise GateError(502, error.message) from error
+    if _CONTROL.search(head) is not None:
+        raise GateError(502, "The head of the engine's answer has control characters.")
     if not head.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
         raise GateError(502, "The engine does not speak HTTP/1.")
     collector = _Collector()
@@ -317,6 +326,9 @@ def _begins_length(raw: bytes, at: int) -> bool:
     return raw[at - len(_LENGTH_FIELD) : at].lower() == _LENGTH_FIELD
 
 
+#: A request body may have so many chunks of any size; the others hold so many bytes on average.
+MAX_SMALL_CHUNKS: Final = 16 << 10
+LEAST_CHUNK_BYTES: Final = 64
 #: What a decoder of chunks reads next.
 _SIZE: Final = 0
 _DATA: Final = 1
@@ -328,12 +340,17 @@ class ChunkedDecoder:
     """Strict decoder of chunked bodies: no extensions, no trailers, nothing but CR LF.
 
     `feed` returns the payload in what it was given; `done` is True after the last chunk and `surplus`
-    then holds the bytes behind it. Raises `GateError` (400) on anything else.
+    then holds the bytes behind it. Raises `GateError` (400) on anything else. With `most_small`, a body of
+    more chunks than that must have `LEAST_CHUNK_BYTES` in each of the others on average.
     """
 
-    __slots__ = ("_left", "_line", "_state", "between", "done", "surplus")
+    __slots__ = (
+        "_chunks", "_left", "_line", "_most_small", "_payload", "_state", "between", "done", "surplus",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, most_small: int = 0) -> None:
+        self._most_small = most_small
+        self._chunks = self._payload = 0
         self._state = _SIZE
         self._line = b""  # what is known of an unfinished size line or line end
         self._left = 0
@@ -347,6 +364,17 @@ class ChunkedDecoder:
         pieces: list[bytes] = []
         position, length = 0, len(data)
         while position < length:
+            if self._state == _SIZE and not self._line:
+                # Nearly all chunks: a usual size, and whole.
+                line_end = data.find(b"\r\n", position, position + 5)
+                if line_end > 0:
+                    size = CHUNK_SIZES.get(data[position:line_end], 0)
+                    end = line_end + 2 + size
+                    if size and data[end : end + 2] == b"\r\n":
+                        pieces.append(data[line_end + 2 : end])
+                        self._chunks += 1
+                        position = end + 2
+                        continue
             if self._state == _DATA:
                 piece = data[position : position + self._left]
                 pieces.append(piece)
@@ -367,6 +395,7 @@ class ChunkedDecoder:
                     continue
                 line = self._take_line()
                 self._left = self._size(line)
+                self._chunks += 1
                 self._state = _DATA if self._left else _LAST
             else:
                 # Behind a chunk's data, and behind the last chunk, nothing but CR LF may stand.
@@ -381,7 +410,11 @@ class ChunkedDecoder:
                     break
                 self._state = _SIZE
         self.between = self._state == _SIZE and not self._line
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        payload = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._payload += len(payload)
+        if self._most_small and self._chunks > self._most_small + self._payload // LEAST_CHUNK_BYTES:
+            raise GateError(400, "The body comes in too many small chunks.")
+        return payload
 
     def _take_line(self) -> bytes:
         line, self._line = self._line, b""

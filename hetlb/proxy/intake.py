@@ -22,14 +22,13 @@ from hetlb.core.types import Request
 from hetlb.proxy import replies
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.body import Call, inject_usage, read_json
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
-from hetlb.proxy.multipart import read_multipart
+from hetlb.proxy.multipart import FormReader
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.telemetry.tracing import Tracing
-from hetlb.proxy.upload import Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -54,7 +53,7 @@ class FleetView(Protocol):
 class Intake:
     """Takes whole requests in. On the event loop only."""
 
-    def __init__(self, driver: Driver, view: FleetView) -> None:
+    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
@@ -93,26 +92,30 @@ class Intake:
         """Whether something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
-    def upload(self, head: RequestHead, length: int) -> Upload | None:
-        """What reads a large body that may go on while it arrives, if any. Raises `GateError` (400)."""
-        if head.method != b"POST" or ENDPOINTS.get(head.path) is not _AUDIO:
-            return None
+    def form(self, head: RequestHead) -> FormReader | None:
+        """Reader of a body that is a form, fed while it arrives. Raises `GateError` (400)."""
         if not head.content_type.startswith(_MULTIPART):
             return None
-        return Upload(head.fields[b"content-type"], length)
+        if head.path in self._extra_paths or (head.method == b"POST" and head.path in ENDPOINTS):
+            return FormReader(head.fields[b"content-type"])
+        return None
 
     def take(
         self,
         client: ClientSide,
         head: RequestHead,
-        body: bytes,
+        pieces: list[bytes],
         tenant: Tenant | None,
-        upload: Upload | None = None,
+        form: FormReader | None = None,
     ) -> Exchange | bytes:
         """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
 
-        Its body is `body`, or what came and will come of `upload`.
+        Its body is in `pieces`, which `form` has read where it is one.
         """
+        if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
+            return self._loop(head)
+        if form is None and len(pieces) != 1:
+            pieces = [b"".join(pieces)]
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -124,40 +127,26 @@ class Intake:
             allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
             if head.method not in allowed:
                 return _method_not_allowed(head, allowed)
-            where = self._place_of(kept[0], tenant, strict=True)
-            return self._exchange(client, head, _PINNED, Call(), body, where, tenant)
+            where = self._driver.pin(kept[0], None if tenant is None else tenant.name, strict=True)
+            return self._exchange(client, head, _PINNED, Call(), pieces, where, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             return _method_not_allowed(head, (b"POST",))
-        if upload is not None:
-            call = upload.call
-        elif head.content_type.startswith(_MULTIPART):
-            call = read_multipart(head.fields[b"content-type"], body)
+        if form is not None:
+            call = form.finish()
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
-        elif kind is _PLAIN and not body:
+        elif kind is _PLAIN and not pieces[0]:
             call = Call()
         else:
-            call = read_json(kind, body)
+            call = read_json(kind, pieces[0])
+            pieces = [inject_usage(kind, call, pieces[0])]
         pinned: str | None = None
         if call.continues is not None:
-            pinned = self._place_of(call.continues, tenant, strict=False)
-            if pinned is not None and call.model is not None and call.model not in self._served(pinned):
-                pinned = None  # of another model: nobody has it there, and the engine says so
-        return self._exchange(client, head, kind, call, body, pinned, tenant, upload)
-
-    def _place_of(self, response_id: str, tenant: Tenant | None, *, strict: bool) -> str | None:
-        """The instance that keeps an answer, for whom it was made for. Raises `GateError` (404).
-
-        Unless `strict`, None where it is not known and anybody may have made it: the engine decides.
-        """
-        driver = self._driver
-        owner = None if tenant is None else tenant.name
-        known = driver.kept_at(response_id, owner)
-        if known is None and owner is None and not strict:
-            return None
-        if known is None or known[1] != owner or all(i.name != known[0] for i in driver.scheduler.instances):
-            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
-        return known[0]
+            driver = self._driver
+            pinned = driver.pin(call.continues, None if tenant is None else tenant.name, strict=False)
+            if pinned is not None and call.model is not None and not driver.pinned_serves(pinned, call.model):
+                pinned = None  # of another model: it is not there, and the engine says so
+        return self._exchange(client, head, kind, call, pieces, pinned, tenant)
 
     def _exchange(
         self,
@@ -165,16 +154,14 @@ class Intake:
         head: RequestHead,
         kind: Kind,
         call: Call,
-        body: bytes,
+        pieces: list[bytes],
         pinned: str | None,
         tenant: Tenant | None,
-        upload: Upload | None = None,
     ) -> Exchange:
         driver = self._driver
-        model = call.model or self._only_model(pinned)
+        model = call.model or driver.model_at(pinned)
         if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
-        body = inject_usage(kind, call, body)
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
@@ -184,12 +171,16 @@ class Intake:
             )
         prompts = call.prompts
         each = max(1, -(-call.prompt_tokens_total // prompts))
+        body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         request_id = driver.next_id()
         label = head.fields.get(b"x-request-id")
+        engine_text: str | None = None
         if label is None or _LABEL.fullmatch(label) is None:
             text = self._label_prefix + hex(request_id)[2:]
         else:
             text = label.decode("ascii")
+            if tenant is not None:  # engines take it for their own id: no tenant may choose that of another
+                engine_text = f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
         owner = None if tenant is None else tenant.name
         prefix_keys: tuple[PrefixKey, ...] = ()
@@ -197,7 +188,7 @@ class Intake:
         if generates:
             ids = token_ids(call) if call.ids else None
             prefix_keys = id_keys(ids, model, call.cache_salt) if ids else text_keys(call, model)
-            if ids and prompts == 1 and (block_tokens := driver.scheduler.block_tokens):
+            if ids and prompts == 1 and (block_tokens := driver.block_tokens):
                 salt = () if call.cache_salt is None else (call.cache_salt,)
                 # The last token of a prompt is always computed.
                 blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
@@ -214,7 +205,7 @@ class Intake:
             samples=call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=len(body) if upload is None else upload.length,
+            body_bytes=body_bytes,
             prompt_exact=exact,
             pinned=pinned,
             prefix_keys=prefix_keys,
@@ -223,7 +214,7 @@ class Intake:
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
         )
         exchange = Exchange(
-            driver, client, head, kind, call, request, body, text, driver.now(), owner, upload
+            driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
         )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
@@ -238,23 +229,18 @@ class Intake:
         claimed = name.decode("ascii")
         return claimed if owner is None else f"{owner}/{claimed}"
 
-    def _served(self, name: str) -> tuple[str, ...]:
-        """What an instance answers to."""
-        for instance in self._driver.scheduler.instances:
-            if instance.name == name:
-                return instance.served or (instance.spec.model,)
-        return ()
-
-    def _only_model(self, pinned: str | None) -> str:
-        driver = self._driver
-        if pinned is not None and (served := self._served(pinned)):
-            return served[0]
-        models = driver.scheduler.models
-        if len({instance.spec.model for instance in driver.scheduler.instances}) == 1 and models:
-            return models[0]
-        raise GateError(400, "model: expected the name of a model, since several are served here.")
-
     # --- answers of hetlb's own ---
+
+    def _loop(self, head: RequestHead) -> bytes:
+        """A request of our own came back: an instance leads here."""
+        self._driver.refused(replies.LOOP.outcome)
+        return replies.response(
+            replies.LOOP.status,
+            replies.error_body(replies.LOOP, "The request came back: an instance leads to this proxy."),
+            headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
+            close=not head.keep_alive,
+            head_only=head.method == b"HEAD",
+        )
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
         path, status, body = head.path, 200, b""

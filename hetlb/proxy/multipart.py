@@ -23,6 +23,9 @@ _PART_NAME = re.compile(
 _UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
 #: The line end behind a boundary, the headers of a part and the empty line.
 _MAX_PART_HEAD: Final = 4096
+#: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
+MAX_PART_LINES: Final = 16
+MAX_PARTS: Final = 256
 #: Of a longer value nothing is taken.
 _KEPT_BYTES: Final = MAX_MODEL_BYTES + 1
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
@@ -43,7 +46,7 @@ class FormReader:
     `call` holds what was read so far.
     """
 
-    __slots__ = ("_delimiter", "_is_file", "_name", "_rest", "_state", "_value", "call")
+    __slots__ = ("_delimiter", "_is_file", "_name", "_parts", "_rest", "_state", "_value", "call")
 
     def __init__(self, content_type: bytes) -> None:
         match = _BOUNDARY.search(content_type)
@@ -59,6 +62,7 @@ class FormReader:
         self._rest = b""
         self._name = self._value = b""
         self._is_file = False
+        self._parts = 0
 
     def feed(self, data: bytes) -> None:
         """Read on."""
@@ -123,6 +127,11 @@ class FormReader:
 
     def _read_part_head(self, head: bytes) -> None:
         name, is_file = b"", False
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise GateError(400, f"The multipart body has more than {MAX_PARTS} parts.")
+        if head.count(b"\r\n") >= MAX_PART_LINES:
+            raise GateError(400, f"A part of the multipart body has more than {MAX_PART_LINES} headers.")
         for line in head.split(b"\r\n"):
             if not line.lower().startswith(b"content-disposition"):
                 if line[:1] in (b" ", b"\t", b"") or b"\n" in line or b"\r" in line:
@@ -148,10 +157,3 @@ class FormReader:
             call.model = value.decode("utf-8", "replace")
         elif self._name == b"stream":
             call.stream = value.strip().lower() in (b"true", b"1")
-
-
-def read_multipart(content_type: bytes, body: bytes) -> Call:
-    """Read the form fields that matter of a whole body. Raises `GateError` (400)."""
-    reader = FormReader(content_type)
-    reader.feed(body)
-    return reader.finish()

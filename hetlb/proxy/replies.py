@@ -47,6 +47,7 @@ BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream"
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
+LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
 _TYPES = {404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
@@ -78,7 +79,7 @@ REASONS = {
     413: b"Content Too Large", 415: b"Unsupported Media Type",
     417: b"Expectation Failed", 426: b"Upgrade Required", 429: b"Too Many Requests",
     431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway",
-    503: b"Service Unavailable", 504: b"Gateway Timeout",
+    503: b"Service Unavailable", 504: b"Gateway Timeout", 508: b"Loop Detected",
 }  # fmt: skip
 
 

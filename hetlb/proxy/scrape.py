@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from hetlb.config import ScrapeTable
-from hetlb.core.engine_metrics import parse
+from hetlb.core.engine_metrics import parse, process_began
 from hetlb.core.types import (
     Capacity,
     CapacityLearned,
@@ -33,8 +33,10 @@ from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
 
-#: A metrics or models page beyond this is not one.
-_MAX_PAGE_BYTES = 4 << 20
+#: A page beyond this is none: vLLM's metrics have some 100 KiB, a list of a thousand models as much.
+_MAX_PAGE_BYTES = 1 << 20
+#: An engine with such a page is asked for its metrics this seldom.
+_TOO_LARGE_PAUSE_S = 60.0
 #: The model list is read again after this many rounds, and whenever an instance comes back.
 _MODELS_EVERY = 10
 
@@ -45,6 +47,10 @@ class Target:
 
     name: str
     url: str
+
+
+class _TooLargeError(Exception):
+    """A page beyond `_MAX_PAGE_BYTES`."""
 
 
 class _LocalTroubleError(Exception):
@@ -125,18 +131,33 @@ class Scraper:
     async def _watch(self, target: Target) -> None:
         loop = asyncio.get_running_loop()
         rounds_until_models = 0
+        metrics_after = 0.0
+        began: float | None = None
         told_missing = False
         while True:
             started = loop.time()
             result = await self._probe(target)
+            if result is ProbeResult.OK and rounds_until_models <= 0:
+                # What it serves is known before it is said to be up: another may be at its address by now.
+                rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
             if result is not None:
                 self._on_change(Probed(target.name, result))
             if result is ProbeResult.OK:
-                if rounds_until_models <= 0:
-                    rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
                 rounds_until_models -= 1
-                sample = await self._read_metrics(target)
+                sample = None
+                if started >= metrics_after:
+                    try:
+                        sample, since = await self._read_metrics(target)
+                    except _TooLargeError:
+                        metrics_after = started + _TOO_LARGE_PAUSE_S
+                        self._tell_once(target.name, f"its /metrics has more than {_MAX_PAGE_BYTES} bytes")
                 if sample is not None:
+                    if since is None:
+                        rounds_until_models = 0  # only its list tells whether it is the process it was
+                    elif since != began:
+                        if began is not None:
+                            await self._read_models(target)  # another process has its address
+                        began = since
                     self._on_sample(target.name, sample)
                     if sample.invalid:
                         self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
@@ -177,7 +198,7 @@ class Scraper:
                 async for piece in reply.content.iter_any():
                     body += piece
                     if len(body) > _MAX_PAGE_BYTES:
-                        return reply.status, b""
+                        raise _TooLargeError
                 return reply.status, bytes(body)
         except OSError as error:
             if error.errno in LOCAL_ERRNOS:
@@ -197,20 +218,26 @@ class Scraper:
             return ProbeResult.REFUSED if refused else ProbeResult.FAILED
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return ProbeResult.FAILED
+        except _TooLargeError:
+            status = 200
         return ProbeResult.OK if status == 200 else ProbeResult.FAILED
 
-    async def _read_metrics(self, target: Target) -> EngineSample | None:
+    async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
+        """What the engine's metrics say, and when its process began. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(target, "/metrics")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return None
-        return parse(body.decode("utf-8", "replace")) if status == 200 else None
+            return None, None
+        if status != 200:
+            return None, None
+        text = body.decode("utf-8", "replace")
+        return parse(text), process_began(text)
 
     async def _read_models(self, target: Target) -> bool:
         try:
             status, body = await self._get(target, "/v1/models")
             _, version = await self._get(target, "/version")
-        except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        except (_LocalTroubleError, _TooLargeError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return False
         if status in (401, 403):
             has_key = self._access.get(target.name, PLAIN_ACCESS).authorization is not None

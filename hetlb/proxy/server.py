@@ -10,7 +10,7 @@ from typing import Any
 
 from hetlb.config import ProxyTable
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.intake import FleetView, Intake
 
 _SWEEP_S = 0.5
@@ -19,7 +19,7 @@ _SWEEP_S = 0.5
 class ProxyServer:
     """Accepts connections of clients."""
 
-    def __init__(self, driver: Driver, view: FleetView) -> None:
+    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
         self._driver = driver
         self.intake = Intake(driver, view)
         self.clients = Clients(driver, self.intake)

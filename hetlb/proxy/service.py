@@ -1,8 +1,9 @@
 """`hetlb serve`, whole: start-up, the running fleet, reload, shutdown, in this order and in one file.
 
-Promise: the listener opens only after the first round of probes (at most `FIRST_ROUND_S`); an engine that
-is not there yet does not keep the others from being served; a bad file at reload changes nothing; after a
-stop no task, socket or thread is left.
+`FleetService` has the scheduler, the probes and the admin listener; `Service` adds the clients' side for one
+process that serves alone (several: `workers/`). The listener opens only after the first round of probes (at
+most `FIRST_ROUND_S`); an engine that is not there yet does not keep the others from being served; a bad file
+at reload changes nothing; after a stop no task, socket or thread is left.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import os
 import signal
 import socket
 import ssl
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,25 +40,24 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceSpec,
     Lease,
+    ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy import kv_events
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
-from hetlb.proxy.dashboard.decisions import find
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.front import Front
 from hetlb.proxy.kv_events import KvEventReader
-from hetlb.proxy.scrape import Scraper, Target
-from hetlb.proxy.server import ProxyServer
+from hetlb.proxy.scheduling import Decisions
+from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.state_file import StateFile
-from hetlb.proxy.telemetry.access_log import FORMATS, escape
+from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.prometheus import WorkerState
-from hetlb.proxy.telemetry.request_record import Phase
-from hetlb.proxy.telemetry.tracing import Tracing, check_installed
+from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 logger = logging.getLogger("hetlb.proxy")
@@ -72,12 +71,24 @@ READINESS_LAG_S = 5.0
 _RESOLVE_S = 5.0
 
 
-class Service:
-    """A running proxy: the driver, the listener, the watcher and the admin surface over one fleet."""
+class FleetDriver(Protocol):
+    """What a fleet's service needs of the driver of its scheduler."""
 
-    #: What is made of each; a process that is one of several has its own (see `hetlb.workers`).
-    driver_kind: type[Driver] = Driver
-    scraper_kind: type[Scraper] = Scraper
+    @property
+    def totals(self) -> Totals: ...
+    @property
+    def decisions(self) -> Decisions: ...
+    @property
+    def now(self) -> Callable[[], float]: ...
+    def change(self, change: InstanceChange) -> None: ...
+    def sample(self, name: str, sample: EngineSample) -> None: ...
+    def set_policy(self, name: str) -> None: ...
+
+
+class FleetService(ABC):
+    """A fleet and its scheduler: probes, reloads, the admin listener."""
+
+    driver: FleetDriver
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
         self.fleet = fleet
@@ -89,16 +100,9 @@ class Service:
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = event_log
-        self._lines: LogWriter | None = None
-        self._write_line = FORMATS[fleet.proxy.request_log_format]
         self._events: LogWriter | None = None
         self._event_fd: int | None = None
         self._runner: web.AppRunner | None = None
-        #: The requests that ended lately, for the dashboard.
-        self._history = History()
-        self._stop = asyncio.Event()
-        self._hurry = False
-        loop = asyncio.get_running_loop()
         setup = SchedulerSetup(
             specs=fleet.instances,
             policy=fleet.policy.name,
@@ -109,38 +113,32 @@ class Service:
             lengths=fleet.output_lengths(),
             initial_health=Health.SUSPECT,
             health=fleet.health_params,
-            now=loop.time(),
+            now=asyncio.get_running_loop().time(),
         )
-        self.driver = self.driver_kind(
-            self._build_scheduler(setup),
-            fleet.proxy,
-            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-            loop,
-            self._requests_ended,
-            self._engines,
-        )
-        self.server = ProxyServer(self.driver, self)
-        self.server.tls, self.server.intake.tenants = self._access.tls, self._access.tenants
-        self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
-        self.server.intake.tracing = self._tracing
-        self.scraper = self.scraper_kind(
+        #: The scheduler in use.
+        self.scheduler = self._build_scheduler(setup)
+        self.scraper = Scraper(
             fleet.scrape,
-            on_change=self._watched,
-            on_sample=self._sampled,
+            on_change=lambda change: self.driver.change(change),
+            on_sample=lambda name, sample: self.driver.sample(name, sample),
             access=self._engines,
         )
-        self._kv_events = KvEventReader(self.driver.kv_events)
-        self._learnt = StateFile(fleet, self.driver.scheduler, self.driver.token_estimator)
+        #: Reads engines' own KV events where one process serves the fleet.
+        self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
         self.admin_address = ("", 0)
 
-    def _watched(self, change: InstanceChange) -> None:
-        """The watcher found something out about an instance."""
-        self.driver.change(change)
+    def engine_reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
+            self.scraper.models[name] = entries
+            self.driver.change(ModelsLearned(name, names))
 
-    def _sampled(self, name: str, sample: EngineSample) -> None:
-        """The watcher read an engine's metrics."""
-        self.driver.sample(name, sample)
+    def take_out(self, name: str) -> None:
+        """An instance is this proxy itself: it stays out until an operator sets it ready."""
+        self.change(AdminStateSet(name, AdminState.MAINT))
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
@@ -161,32 +159,21 @@ class Service:
 
     # --- start-up ---
 
-    async def start(self) -> None:
-        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
-        self._open_log()
-        self._learnt.load()
-        self._read_kv_events(self.fleet)
+    async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
+        """Begin to probe; returns after the first round, after `most_s` at the latest."""
         await self.scraper.start(
-            (Target(spec.name, spec.url) for spec in self.fleet.instances), FIRST_ROUND_S
+            (
+                Target(each.name, each.spec.url)
+                for each in self.scheduler.instances
+                if each.admin is not AdminState.MAINT
+            ),
+            most_s,
         )
         self._say_what_is_missing()
-        listen = self.fleet.listen
-        with named("listen", listen.host, listen.port):
-            self.address = await self.server.start(listen.host, listen.port)
-        await self._open_admin()
-        self._learnt.start()
-
-    def _read_kv_events(self, fleet: Fleet) -> None:
-        for name, source in fleet.engines.items():
-            self._kv_events.set(name, source.kv_events)
-
-    def _open_log(self) -> None:
-        if self.fleet.proxy.request_log:
-            self._lines = LogWriter(sys.stderr.fileno(), "request log")
 
     def _say_what_is_missing(self) -> None:
-        """After the first round of probes: who is not there, or not what was expected."""
-        for instance in self.driver.scheduler.instances:
+        """Log, after the first round of probes, which instances are not there or not as expected."""
+        for instance in self.scheduler.instances:
             if instance.health.state is not Health.UP:
                 logger.warning(
                     "%s (%s) is not answering: %s; the others are served",
@@ -203,14 +190,16 @@ class Service:
                 )
             self._compare_profile(instance.name)
 
-    async def _open_admin(self) -> None:
-        admin = self.fleet.admin
-        self._runner = web.AppRunner(make_app(self), access_log=None, handle_signals=False)
-        await self._runner.setup()
+    async def _open_admin(self, listeners: Sequence[socket.socket] = ()) -> None:
+        """Open the admin listener, on sockets that are bound already if there are any."""
+        admin, tls = self.fleet.admin, self._admin_context()
+        runner = self._runner = web.AppRunner(make_app(self), access_log=None, handle_signals=False)
+        await runner.setup()
+        sites: list[web.BaseSite] = [web.SockSite(runner, each, ssl_context=tls) for each in listeners]
         with named("admin", admin.host, admin.port):
-            site = web.TCPSite(self._runner, admin.host, admin.port, ssl_context=self._admin_context())
-            await site.start()
-        self.admin_address = self._runner.addresses[0][:2]
+            for site in sites or [web.TCPSite(runner, admin.host, admin.port, ssl_context=tls)]:
+                await site.start()
+        self.admin_address = runner.addresses[0][:2]
 
     def _admin_context(self) -> ssl.SSLContext | None:
         """What the admin listener begins with; every handshake then takes the certificate read last."""
@@ -242,57 +231,6 @@ class Service:
             shown = escape(str(version))
             logger.warning("%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, shown)
 
-    @property
-    def ready_line(self) -> str:
-        """What `hetlb serve` prints once requests are accepted."""
-        main, admin = _url(self.address, self.server.tls), _url(self.admin_address, self._admin_tls)
-        return f"hetlb ready on {main} (admin {admin})"
-
-    # --- running ---
-
-    async def run(self) -> None:
-        """Serve until told to stop by SIGTERM or SIGINT, then stop. The service was started before."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
-        loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
-        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
-        try:
-            await self._stop.wait()
-            if not self._hurry and await self._connected():
-                self.stopping_soon = True
-                self._tell_stopping()
-                with contextlib.suppress(TimeoutError):
-                    self._stop.clear()
-                    async with asyncio.timeout(READINESS_LAG_S):
-                        await self._stop.wait()
-            await self.stop(0.0 if self._hurry else self.fleet.proxy.shutdown_grace_s)
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                loop.remove_signal_handler(number)
-
-    async def _connected(self) -> bool:
-        """Whether clients are connected."""
-        return bool(self.server.connections)
-
-    def _tell_stopping(self) -> None:
-        """Readiness says no from now on."""
-
-    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
-    stopping_soon = False
-
-    def _on_stop_signal(self, hurry: bool) -> None:
-        # A second signal, or SIGINT, ends at once.
-        self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
-        self._stop.set()
-        if self._hurry:
-            for exchange in list(self.driver.exchanges.values()):
-                if exchange.phase is not Phase.DONE:
-                    exchange.shut_down()
-
-    def _on_reload_signal(self) -> None:
-        with contextlib.suppress(InputError):  # it was logged
-            self.reload()
-
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
@@ -302,7 +240,7 @@ class Service:
     def models(self) -> list[dict[str, Any]]:
         """The union of the instances' models, of those alive or not yet known to be dead."""
         union: dict[str, dict[str, Any]] = {}
-        for instance in self.driver.scheduler.instances:
+        for instance in self.scheduler.instances:
             if instance.health.state is Health.EJECTED:
                 continue
             entries = self.scraper.models.get(instance.name)
@@ -318,11 +256,6 @@ class Service:
     # --- what the admin surface sees and does ---
 
     @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler in use."""
-        return self.driver.scheduler
-
-    @property
     def totals(self) -> Totals:
         """The driver's counters."""
         return self.driver.totals
@@ -334,22 +267,35 @@ class Service:
 
     @property
     def lost_lines(self) -> int:
-        """Lines of the request log and the event log that a slow reader made us drop."""
-        return sum(writer.lost for writer in (self._lines, self._events) if writer is not None)
+        """Lines of logs that a slow reader made us drop."""
+        return 0 if self._events is None else self._events.lost
 
     @property
-    def decisions(self) -> Sequence[Dispatch]:
+    def decisions(self) -> Reversible[Dispatch]:
         """The last dispatches."""
         return self.driver.decisions
 
+    @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
-        return self.driver.tokens_so_far(lease)
+
+    @property
+    @abstractmethod
+    def history(self) -> History:
+        """The requests that ended lately."""
+
+    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
+    stopping_soon = False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no further request is to be sent here."""
+        return self.stopping_soon
 
     @property
     def readiness(self) -> str:
         """`ready`, or why requests should go elsewhere."""
-        if self.stopping_soon or self.server.stopping:
+        if self.stopping:
             return "stopping"
         routable = any(instance.routable for instance in self.scheduler.instances)
         return "ready" if routable else "no instance is routable"
@@ -369,27 +315,29 @@ class Service:
         return self.driver.now()
 
     @property
+    @abstractmethod
     def workers(self) -> Sequence[WorkerState]:
         """The processes that serve, where there are several."""
-        return ()
 
+    @abstractmethod
     async def refresh(self) -> None:
-        """Have the counters of all processes here; those of one are."""
+        """Have the counters of all processes here."""
 
+    @abstractmethod
     async def settled(self) -> None:
-        """What an operator changed is in force in all processes; in one it is at once."""
+        """Return when what an operator changed is in force in all processes."""
 
+    @abstractmethod
     async def reload_everywhere(self) -> str:
         """As `reload`, in all processes."""
-        return self.reload()
 
     async def last_decisions(self, count: int) -> Sequence[Dispatch]:
         """The last dispatches of all processes, the oldest first."""
-        return list(self.driver.decisions)[-count:]
+        return self.driver.decisions.last(count)
 
     async def decision(self, lease: int) -> Dispatch | None:
         """The dispatch with this number, None where it is not kept any more."""
-        return find(self.driver.decisions, lease)
+        return self.driver.decisions.find(lease)
 
     def change(self, change: InstanceChange) -> None:
         """An operator changed an instance."""
@@ -412,7 +360,7 @@ class Service:
         if not isinstance(model, str):
             raise ConfigError(f"model: expected text, got {model!r}")
         for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
-            # Whoever may register must not learn what is on this machine.
+            # A right to register is none to learn what is on this machine.
             if fields.get(key) is not None:
                 raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
         instance = convert(fields, InstanceTable)
@@ -425,14 +373,14 @@ class Service:
         self._add_registered(spec, address)
 
     def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
-        self._add(
-            spec,
-            registered_access(
-                spec.url,
-                self._access.model_keys.get(spec.model),
-                passthrough=self.fleet.proxy.passthrough_authorization,
-                address=address,
-            ),
+        self._add(spec, self._access_of_registered(spec, address))
+
+    def _access_of_registered(self, spec: InstanceSpec, address: str | None) -> EngineAccess:
+        return registered_access(
+            spec.url,
+            self._access.model_keys.get(spec.model),
+            passthrough=self.fleet.proxy.passthrough_authorization,
+            address=address,
         )
 
     def unregister(self, name: str) -> None:
@@ -465,12 +413,12 @@ class Service:
         replace = msgspec.structs.replace
         return replace(
             read,
-            listen=replace(running.listen, tls=read.listen.tls if self.server.tls else None),
+            listen=replace(running.listen, tls=read.listen.tls if running.listen.tls else None),
             admin=replace(
                 read.admin,
                 host=running.admin.host,
                 port=running.admin.port,
-                tls=read.admin.tls if self._admin_tls else None,
+                tls=read.admin.tls if running.admin.tls else None,
             ),
         )
 
@@ -487,11 +435,7 @@ class Service:
         self._engines.update(access.engines)
         for spec in come:
             self._add(spec, access.engines[spec.name])
-        self.driver.configure(fleet.proxy)
-        self.server.configure(fleet.proxy)
-        self.server.intake.tenants = access.tenants
-        if access.tls is not None:
-            self.server.tls = access.tls
+        self._configure(fleet, access)
         if access.admin_tls is not None:
             self._admin_tls = access.admin_tls
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
@@ -503,6 +447,15 @@ class Service:
         done = "; ".join([done, *_twins(fleet)])
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
+
+    def _read_kv_events(self, fleet: Fleet) -> None:
+        if self._kv_events is not None:
+            for name, source in fleet.engines.items():
+                self._kv_events.set(name, source.kv_events)
+
+    @abstractmethod
+    def _configure(self, fleet: Fleet, access: Access) -> None:
+        """Have new limits, keys and certificates where clients are served."""
 
     def _needs_restart(self, fleet: Fleet) -> list[str]:
         """The keys of the file that differ from what this process was started with and cannot be swapped."""
@@ -537,55 +490,153 @@ class Service:
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
-        self._kv_events.set(name, None)
+        if self._kv_events is not None:
+            self._kv_events.set(name, None)
         self.driver.change(InstanceRemoved(name))
         del self._engines[name]
 
-    # --- what is kept of a request ---
+    # --- shutdown ---
+
+    async def close(self) -> None:
+        """Close everything now; harmless after a start that failed half-way."""
+        await self.scraper.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._events is not None:
+            self._events.close()
+        if self._event_fd is not None:
+            os.close(self._event_fd)
+            self._event_fd = None
+
+
+class Service(FleetService):
+    """A process that serves a fleet alone."""
+
+    driver: Driver
+
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+        super().__init__(fleet, event_log)
+        self._stop = asyncio.Event()
+        self._hurry = False
+        self.driver = Driver(
+            self.scheduler,
+            fleet.proxy,
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
+            asyncio.get_running_loop(),
+            lambda ended: self._front.requests_ended(ended),
+            self._engines,
+        )
+        self.driver.on_loop = self.take_out
+        self.driver.on_reconnect = self.engine_reconnected
+        self.driver.probe_timeout_s = fleet.scrape.timeout_s
+        self._front = Front(self.driver, self, fleet, self._access)
+        self.server = self._front.server
+        self._kv_events = KvEventReader(self.driver.kv_events)
+        self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
+
+    async def start(self) -> None:
+        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
+        self._front.open_log()
+        self._learnt.load()
+        self._read_kv_events(self.fleet)
+        await self._first_look()
+        listen = self.fleet.listen
+        with named("listen", listen.host, listen.port):
+            self.address = await self.server.start(listen.host, listen.port)
+        await self._open_admin()
+        self._learnt.start()
+
+    @property
+    def ready_line(self) -> str:
+        """What `hetlb serve` prints once requests are accepted."""
+        return ready_line(self.address, self.server.tls, self.admin_address, self._admin_tls)
+
+    # --- running ---
+
+    async def run(self) -> None:
+        """Serve until told to stop by SIGTERM or SIGINT, then stop. The service was started before."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
+        loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
+        try:
+            await self._stop.wait()
+            if not self._hurry and self.server.connections:
+                self.stopping_soon = True
+                with contextlib.suppress(TimeoutError):
+                    self._stop.clear()
+                    async with asyncio.timeout(READINESS_LAG_S):
+                        await self._stop.wait()
+            await self.stop(0.0 if self._hurry else self.fleet.proxy.shutdown_grace_s)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+    def _on_stop_signal(self, hurry: bool) -> None:
+        # A second signal, or SIGINT, ends at once.
+        self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
+        self._stop.set()
+        if self._hurry:
+            self.driver.shut_down()
+
+    def _on_reload_signal(self) -> None:
+        with contextlib.suppress(InputError):  # it was logged
+            self.reload()
+
+    # --- what the admin surface sees ---
+
+    @property
+    def lost_lines(self) -> int:
+        """Lines of logs that a slow reader made us drop."""
+        return super().lost_lines + self._front.lost_lines
+
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or those that came until now."""
+        return self.driver.tokens_so_far(lease)
 
     @property
     def history(self) -> History:
         """The requests that ended lately."""
         self.driver.settle()
-        return self._history
+        return self._front.history
 
-    def _requests_ended(self, ended: list[Exchange]) -> None:
-        now = self.driver.now()
-        epoch_s = time.time() - now
-        if self._tracing is not None:
-            for exchange in ended:
-                self._tracing.finished(exchange, now)
-        add, line = self._history.add, self._write_line
-        for exchange in ended:
-            add(exchange)
-        if self._lines is not None:
-            self._lines.write(*[line(exchange, epoch_s) for exchange in ended])
+    @property
+    def stopping(self) -> bool:
+        """Whether no further request is to be sent here."""
+        return self.stopping_soon or self.server.stopping
+
+    @property
+    def workers(self) -> Sequence[WorkerState]:
+        """None: this process serves alone."""
+        return ()
+
+    async def refresh(self) -> None:
+        """Nothing to do: the counters are here."""
+
+    async def settled(self) -> None:
+        """Nothing to do: a change is in force at once."""
+
+    async def reload_everywhere(self) -> str:
+        """As `reload`."""
+        return self.reload()
+
+    def _configure(self, fleet: Fleet, access: Access) -> None:
+        self._front.configure(fleet, access)
 
     # --- shutdown ---
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, let what is open end within `grace_s`, then close everything."""
-        self.server.stop_accepting()
-        await self.driver.drain(grace_s)
+        await self._front.stop(grace_s)
         await self.close()
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
         await self._learnt.close()
-        await self._kv_events.close()
-        await self.scraper.close()
-        await self.server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self.driver.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
-        for writer in (self._lines, self._events):
-            if writer is not None:
-                writer.close()
-        if self._event_fd is not None:
-            os.close(self._event_fd)
-            self._event_fd = None
+        if self._kv_events is not None:
+            await self._kv_events.close()
+        await super().close()
+        await self._front.close()
 
 
 def spare_collector() -> None:
@@ -655,7 +706,14 @@ def named(what: str, host: str, port: int) -> Iterator[None]:
         raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error
 
 
-def _url(address: tuple[str, int], tls: ssl.SSLContext | None) -> str:
+def ready_line(
+    address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
+) -> str:
+    """The line of a proxy that accepts requests; what the two listeners show is None without TLS."""
+    return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
+
+
+def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

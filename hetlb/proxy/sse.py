@@ -39,17 +39,20 @@ class SseWatcher:
         "events",
         "failed",
         "prompt_tokens",
+        "refused",
     )
 
     def __init__(self, hold_usage: bool) -> None:
         self._hold = hold_usage
-        self._tail = b""  # the unfinished event at the end of what was fed
+        self._tail = bytearray()  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
         #: Events that carry content: about one per token.
         self.events = 0
         self.done = False
         self.failed = False
+        #: Whether the error was the request's: its code is 4xx.
+        self.refused = False
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -70,40 +73,46 @@ class SseWatcher:
                 self.events += data.count(b"\ndata: ") + data.startswith(b"data: ")
                 return data
             return self._events(data.split(_END)[:-1])
-        # An event may end at a line end that lies across two reads.
-        *events, rest = (tail + data).split(_END)
-        if not events:
-            return self._keep(rest)
-        passed = self._passing
-        self._tail, self._passing = b"", 0
-        out = self._events(events, passed)
-        return out + self._keep(rest) if rest else out
+        if tail:
+            # An event may end at a line end that lies across two reads: nothing before that is new.
+            start = len(tail) - 1
+            tail += data
+            if tail.find(_END, start) < 0:
+                return self._keep()
+            data = bytes(tail)
+        *events, rest = data.split(_END)
+        passed = self._passing if tail else 0
+        self._tail, self._passing = bytearray(rest), 0
+        out = self._events(events, passed) if events else b""
+        return out + self._keep() if rest else out
 
     def flush(self) -> bytes:
         """The stream is over: what was held of an unfinished event."""
-        rest, self._tail = self._tail[self._passing :], b""
+        rest = bytes(self._tail[self._passing :])
+        self._tail.clear()
         self._passing = 0
         return rest
 
     def cut(self) -> bytes:
         """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
         part_is_out = self._passing > 0
-        self._tail, self._passing = b"", 0
+        self._tail.clear()
+        self._passing = 0
         return b"\n\n" if part_is_out else b""
 
-    def _keep(self, tail: bytes) -> bytes:
-        """Remember an unfinished event and pass on of it what cannot be held for good."""
-        self._tail = tail
+    def _keep(self) -> bytes:
+        """Pass on of an unfinished event what cannot be held for good."""
+        tail = self._tail
         if len(tail) <= MAX_HELD_BYTES and not self._passing:
             return b""
-        out = tail[self._passing :]
+        out = bytes(tail[self._passing :])
         if len(tail) > MAX_HELD_BYTES + 1:
             # Too long to be any event we must read: keep enough to see its end. (One more than an event
             # may have, since the first line feed of its end may be there already.)
             if not self._long:
                 self._long = True
                 self.events += tail.startswith(b"data: ")
-            tail = self._tail = tail[-1:]
+            del tail[:-1]
         self._passing = len(tail)
         return out
 
@@ -144,6 +153,7 @@ class SseWatcher:
             return False
         if bytes(decoded.error) not in (b"", b"null"):
             self.failed = True
+            self.refused = _is_refusal(bytes(decoded.error))
             return False
         usage = decoded.usage or (decoded.response.usage if decoded.response else None)
         if usage is not None:
@@ -197,6 +207,14 @@ def text_events(chunks: bytes, beginning: bytes) -> int:
             return 0
         events += 1
     return events if position == length else 0
+
+
+_REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')
+
+
+def _is_refusal(error: bytes) -> bool:
+    """Whether the error of an event says that the request was wrong: vLLM's `code` is an HTTP status."""
+    return _REFUSAL.search(error, 0, 4096) is not None
 
 
 def _first(*values: int | None) -> int | None:

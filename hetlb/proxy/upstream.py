@@ -13,11 +13,13 @@ import asyncio
 import errno
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
-from hetlb.core.types import Outcome
+from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.ends import End
 from hetlb.proxy.http1 import (
     ChunkedDecoder,
     GateError,
@@ -26,11 +28,18 @@ from hetlb.proxy.http1 import (
     head_end,
     parse_response_head,
 )
-from hetlb.proxy.upload import Upload
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _MAX_HEAD_BYTES: Final = 32 << 10
+#: Interim answers (1xx) before the answer itself: more are none.
+MAX_INTERIM: Final = 16
+#: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
+TURN_BYTES: Final = 16 << 10
+#: A read of this size or more is a turn of its own: more is waiting in the kernel.
+_LARGE_READ: Final = 64 << 10
+#: A list of models beyond this is none.
+_MAX_LIST_BYTES: Final = 1 << 20
 #: How long an engine may take to take leave of a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Bodies up to this size are written in one piece with their head.
@@ -42,15 +51,18 @@ class Carried(Protocol):
 
     @property
     def method(self) -> bytes: ...
+    @property
+    def plain(self) -> bool: ...
     def engine_connected(
         self, connection: EngineConnection, own_headers: bytes, passthrough: bool
     ) -> None: ...
+    def engine_identified(self) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
     def engine_events(self, chunks: bytes) -> bool: ...
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
-    def engine_failed(self, outcome: Outcome, detail: str, *, bad: bool = False) -> None: ...
+    def engine_failed(self, end: End, detail: str) -> None: ...
 
 
 class EnginePool:
@@ -58,6 +70,7 @@ class EnginePool:
 
     __slots__ = (
         "_address",
+        "_checks",
         "_connect_timeout_s",
         "_connecting",
         "_host",
@@ -65,10 +78,14 @@ class EnginePool:
         "_idle",
         "_idle_s",
         "_loop",
+        "_lost",
         "_now",
+        "_on_reconnect",
         "_port",
+        "_stalled_since",
         "_tls",
         "busy",
+        "call_soon",
         "closed",
         "heads",
         "own_headers",
@@ -83,7 +100,13 @@ class EnginePool:
         *,
         connect_timeout_s: float,
         idle_s: float,
+        stalled_since: Callable[[float], bool] = lambda then: False,
+        on_reconnect: Callable[[bytes], None] | None = None,
     ) -> None:
+        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
+
+        `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
+        """
         parts = urlsplit(url)
         assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
         self._host = parts.hostname
@@ -91,6 +114,12 @@ class EnginePool:
         self._host_header = b"host: " + parts.netloc.encode("ascii")
         self._loop = loop
         self._now = loop.time
+        self.call_soon = loop.call_soon
+        self._stalled_since = stalled_since
+        self._on_reconnect = on_reconnect
+        #: Whether the engine closed or refused a connection since its models were last read here.
+        self._lost = False
+        self._checks: dict[Carried, IdentityCheck] = {}
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
@@ -120,7 +149,7 @@ class EnginePool:
     @property
     def open_connections(self) -> int:
         """Connections in use, idle or being made."""
-        return len(self.busy) + len(self._idle) + len(self._connecting)
+        return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
 
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
         """Send the exchange's request on an idle connection, or on a new one."""
@@ -139,6 +168,22 @@ class EnginePool:
         task = self._connecting.pop(exchange, None)
         if task is not None:
             task.cancel()
+        check = self._checks.pop(exchange, None)
+        if check is not None:
+            check.abort()
+
+    def lost(self) -> None:
+        """The engine closed or refused a connection: what answers next may be another."""
+        self._lost = True
+
+    def checked(self, check: IdentityCheck, body: bytes | None) -> None:
+        """The engine's models were read, or could not be (None); the request goes on."""
+        if self._checks.pop(check.exchange, None) is None:
+            return
+        self._lost = False
+        if body is not None and self._on_reconnect is not None:
+            self._on_reconnect(body)
+        check.exchange.engine_identified()
 
     def put_back(self, connection: EngineConnection) -> None:
         """A cleanly ended answer: keep its connection for a while."""
@@ -155,7 +200,11 @@ class EnginePool:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close what has been idle for too long."""
+        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
+        for check in list(self._checks.values()):
+            if now - check.began_at > self._connect_timeout_s:
+                check.abort()
+                self.checked(check, None)
         while self._idle and self._idle[0].idle_since <= now - self._idle_s:
             self._idle.popleft().close()
 
@@ -166,8 +215,9 @@ class EnginePool:
             self._idle.popleft().close()
 
     async def _connect(self, exchange: Carried) -> None:
-        outcome: Outcome | None = None
+        end: End | None = None
         detail = ""
+        began = self._now()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
@@ -176,34 +226,117 @@ class EnginePool:
         except asyncio.CancelledError:
             return
         except TimeoutError:
-            outcome, detail = Outcome.CONNECT_FAILED, "the connection was not accepted in time"
+            if self._stalled_since(began) and exchange in self._connecting:
+                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+                return
+            end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
             local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
-            outcome = Outcome.LOCAL_FAULT if local else Outcome.CONNECT_FAILED
+            end = ends.LOCAL if local else ends.NOT_ACCEPTED
             detail = error.strerror or str(error)
         except UnicodeError:
-            outcome, detail = Outcome.CONNECT_FAILED, "its host can be no name"
+            end, detail = ends.NOT_ACCEPTED, "its host can be no name"
         if self._connecting.pop(exchange, None) is None:
             # The client left in the same turn in which the connection came.
-            if outcome is None:
+            if end is None:
                 connection.close()
             return
-        if outcome is None:
-            connection.begin(exchange, reused=False)
+        if end is not None:
+            self._lost = True
+            exchange.engine_failed(end, detail)
+        elif self._lost and self._on_reconnect is not None:
+            check = self._checks[exchange] = IdentityCheck(self, exchange, self._now())
+            connection.begin(check, reused=False)
         else:
-            exchange.engine_failed(outcome, detail)
+            connection.begin(exchange, reused=False)
 
 
 def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
     return parse_response_head(raw, b"POST")
 
 
+class IdentityCheck:
+    """Asks a fresh connection for the engine's models, for a request that waits for the answer."""
+
+    __slots__ = ("_body", "_connection", "_pool", "_status", "began_at", "exchange", "method", "plain")
+
+    def __init__(self, pool: EnginePool, exchange: Carried, now: float) -> None:
+        self._pool = pool
+        self.exchange = exchange
+        self.began_at = now
+        self.method = b"GET"
+        self.plain = True
+        self._connection: EngineConnection | None = None
+        self._status = 0
+        self._body = b""
+
+    def abort(self) -> None:
+        """Drop the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Ask."""
+        self._connection = connection
+        connection.send(b"GET /v1/models HTTP/1.1\r\n%b\r\n" % own_headers, [b""])
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The answer begins."""
+        self._status = head.status
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the list."""
+        self._body += payload
+        if len(self._body) > _MAX_LIST_BYTES:
+            self.abort()
+            self._pool.checked(self, None)
+
+    def engine_end(self, payload: bytes) -> None:
+        """The list is whole."""
+        self._connection = None
+        self._pool.checked(self, self._body + payload if self._status == 200 else None)
+
+    def engine_identified(self) -> None:
+        """A check is not checked."""
+
+    def engine_lost_idle(self) -> None:
+        """It is always the first on its connection."""
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The request meets what the check has met, unless it may be the path that is not known there."""
+        self._connection = None
+        if end is ends.JUNK:
+            self._pool.checked(self, None)
+        elif self._pool._checks.pop(self.exchange, None) is not None:
+            self.exchange.engine_failed(ends.NOT_ACCEPTED, detail)
+
+
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_answered", "_buffer", "_decoder", "_left", "_pool", "_reused", "_transport", "_unsent", "exchange",
-        "head", "idle_since", "usable",
+        "_answered",
+        "_buffer",
+        "_decoder",
+        "_held",
+        "_interim",
+        "_left",
+        "_pool",
+        "_rest",
+        "_rest_at",
+        "_reused",
+        "_scheduled",
+        "_transport",
+        "_unread",
+        "exchange",
+        "head",
+        "idle_since",
+        "usable",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -215,11 +348,19 @@ class EngineConnection(asyncio.Protocol):
         self.usable = True
         self._reused = False
         self._answered = False
-        self._buffer = b""
+        #: The beginning of a head, and how many interim ones came before it.
+        self._buffer = bytearray()
+        self._interim = 0
+        #: Whether the engine has still to read much of the request.
+        self._unread = False
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
-        #: Whether there is more of the request's body to come from its client.
-        self._unsent = False
+        #: What was read and is looked at in later turns, from `_rest_at` on.
+        self._rest = b""
+        self._rest_at = 0
+        self._scheduled = False
+        #: Whether the client is slow: nothing more is read for it.
+        self._held = False
 
     # --- the exchange's side ---
 
@@ -229,42 +370,34 @@ class EngineConnection(asyncio.Protocol):
         self.head = None
         self._decoder = None
         self._reused = reused
-        self._answered = self._unsent = False
-        self._buffer = b""
+        self._answered = self._held = self._unread = False
+        self._interim = 0
+        self._buffer.clear()
         pool = self._pool
         pool.busy.add(self)
         exchange.engine_connected(self, pool.own_headers, pool.passthrough)
 
-    def send(self, head: bytes, body: bytes) -> None:
+    def send(self, head: bytes, body: list[bytes]) -> None:
         """Send a whole request."""
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
-        if len(body) <= _COPIED_BYTES:
-            transport.write(head + body)
+        if len(body) == 1 and len(body[0]) <= _COPIED_BYTES:
+            transport.write(head + body[0])
         else:
-            transport.writelines((head, body))
-
-    def send_upload(self, head: bytes, upload: Upload) -> None:
-        """Send a request with what there is of its body; `send_more` what comes."""
-        transport = self._transport
-        assert transport is not None, "expected a connection that was made"
-        self._unsent = not upload.whole
-        transport.writelines((head, *upload.pieces))
-
-    def send_more(self, piece: bytes, *, last: bool) -> None:
-        """Send more of a body. Nothing is held back: all of it is kept anyway, for another engine."""
-        self._unsent = not last
-        if self._transport is not None:
-            self._transport.write(piece)
+            transport.writelines((head, *body))
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
+        self._held = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
-        if self._transport is not None and not self._transport.is_closing():
+        self._held = False
+        if self._rest or self._scheduled:
+            self._continue_later()
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -295,25 +428,74 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             return
         decoder = self._decoder
+        if len(data) > TURN_BYTES or self._rest:
+            self._rest = self._rest[self._rest_at :] + data if self._rest else data
+            self._rest_at = 0
+            self._take_turn()
+            return
         # By far the most common read: an event in a chunk of its own.
         if decoder is not None and decoder.between and exchange.engine_events(data):
             return
         self._answered = True
+        self._receive_or_fail(exchange, data)
+
+    def _take_turn(self) -> None:
+        """Look at the next part of what was read; the others have their turn before more is read."""
+        stopped, self._scheduled = self._scheduled, False
+        exchange = self.exchange
+        if exchange is None or self._held or not self._rest:
+            return
+        size = len(self._rest) - self._rest_at
+        # What is passed on as it stands costs nothing to look at.
+        if self.head is None or self._decoder is not None or not exchange.plain:
+            size = min(size, TURN_BYTES)
+        at = self._rest_at
+        data = self._rest[at : at + size]
+        self._rest_at = at + size
+        if self._rest_at >= len(self._rest):
+            self._rest, self._rest_at = b"", 0
+        self._answered = True
+        if self._rest or stopped or size >= _LARGE_READ:
+            self._continue_later()
+        self._receive_or_fail(exchange, data)
+
+    def _continue_later(self) -> None:
+        if self._scheduled:
+            return
+        self._scheduled = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._pool.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """The others had their turn."""
+        if self._rest:
+            self._take_turn()
+            return
+        self._scheduled = False
+        if not self._held and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
             self._receive(exchange, data)
         except GateError as error:
             self.abort()
-            exchange.engine_failed(Outcome.NO_RESPONSE, error.message, bad=True)
+            exchange.engine_failed(ends.JUNK, error.message)
 
     def _receive(self, exchange: Carried, data: bytes) -> None:
         if self.head is None:
-            if self._buffer:
-                data = self._buffer + data
-                self._buffer = b""
+            seen = len(self._buffer)
+            if seen:
+                self._buffer += data
+                if not head_end(self._buffer, _MAX_HEAD_BYTES, seen=seen):
+                    return
+                data = bytes(self._buffer)
+                self._buffer.clear()
             while True:
                 end = head_end(data, _MAX_HEAD_BYTES)
                 if not end:
-                    self._buffer = data
+                    self._buffer += data
                     return
                 raw, data = data[:end], data[end:]
                 if exchange.method == b"HEAD":
@@ -324,19 +506,23 @@ class EngineConnection(asyncio.Protocol):
                     break
                 if head.status == 101:
                     raise GateError(502, "The engine switched protocols.")
+                self._interim += 1
+                if self._interim > MAX_INTERIM:
+                    raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
             exchange.engine_head(head, length)
-            if exchange is not self.exchange:
+            if self.exchange is None:
                 return
+            exchange = self.exchange  # another one where the answer is held back
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:
                 if payload:
                     exchange.engine_body(payload)
                 return
-            clean = not self._decoder.surplus
+            clean = not self._decoder.surplus and not self._rest
         elif self._left is not None:
             payload = data[: self._left]
             self._left -= len(payload)
@@ -344,7 +530,7 @@ class EngineConnection(asyncio.Protocol):
                 if payload:
                     exchange.engine_body(payload)
                 return
-            clean = len(data) == len(payload)
+            clean = len(data) == len(payload) and not self._rest
         else:
             if data:
                 exchange.engine_body(data)
@@ -358,7 +544,7 @@ class EngineConnection(asyncio.Protocol):
         self._pool.busy.discard(self)
         assert self._transport is not None
         # An early answer leaves a request half-sent.
-        whole = not self._unsent and self._transport.get_write_buffer_size() == 0
+        whole = self._transport.get_write_buffer_size() == 0
         if clean and whole and self.head.keep_alive and not self._transport.is_closing():
             self._transport.resume_reading()
             self._pool.put_back(self)
@@ -368,15 +554,21 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         if self.exchange is None:
-            self.usable = False  # the transport closes in a later turn: nobody may take it until then
+            self.usable = False  # the transport closes in a later turn: it must not be taken until then
             self._pool.forget(self)
+            self._pool.lost()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.usable = False
+        left, self.usable = self.usable, False
         self._pool.forget(self)
+        while self._rest and self.exchange is not None:  # what came before the end comes first
+            self._held = False
+            self._take_turn()
         exchange, self.exchange = self.exchange, None
         self._transport = None
+        if left:
+            self._pool.lost()  # none of our own doing
         if exchange is None:
             return
         if not self._answered and self._reused:
@@ -384,16 +576,17 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_lost_idle()
         elif self.head is None:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.
-            exchange.engine_failed(
-                Outcome.NO_RESPONSE, "the engine closed the connection", bad=self._answered
-            )
+            end = ends.JUNK if self._answered else ends.UNREAD if self._unread else ends.DROPPED
+            exchange.engine_failed(end, "the engine closed the connection")
         elif self._decoder is None and self._left is None and exc is None:
             exchange.engine_end(b"")
         else:
-            exchange.engine_failed(Outcome.BROKEN_STREAM, "the engine's answer broke off")
+            exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
 
     def pause_writing(self) -> None:
-        """What there is of a request body is written in one go: nothing to hold back."""
+        """The engine has not read the request yet. (It was written in one go: nothing to hold back.)"""
+        self._unread = True
 
     def resume_writing(self) -> None:
-        """See `pause_writing`."""
+        """The engine has read it, but for the last few bytes."""
+        self._unread = False

@@ -1,1 +1,1 @@
-"""`hetlb serve --workers N`: processes that share the port, the fleet's load and what they know of it."""
+"""`hetlb serve --workers N`: one scheduler process, N relays that share the port, a supervisor."""

@@ -1,91 +1,121 @@
-"""Messages between the supervisor and a worker over a socket pair.
+"""One end of a channel: batches of messages over a socket pair (the framing of `workers/protocol.py`).
 
-Promise: what is sent arrives whole, once and in order, or the channel is closed; a peer that does not read
-is dropped when `MOST_UNREAD` bytes wait for it. Both ends are the same program, started by the same command,
-with the same rights: a message is a pickled tuple, its first item its kind.
+What is sent in one turn of the event loop goes out as one frame, in order; a frame arrives whole or the
+channel closes. A frame that is none of the protocol closes it, with one line in the log. A peer that does not
+read is dropped when `MOST_UNREAD` bytes wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import pickle
+import logging
 import socket
 from collections.abc import Callable
 from struct import Struct
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
-Message: TypeAlias = tuple[Any, ...]
+import msgspec
 
+from hetlb.workers.protocol import FromRelay, FromScheduler, Message
+
+logger = logging.getLogger("hetlb.workers")
+
+MOST_UNREAD: Final = 256 << 20
+#: A message that nothing waits for is sent so much later at most.
+POST_S: Final = 0.001
+#: A longer frame is none: a fleet with all its profiles takes a few megabytes.
+_MOST_FRAME: Final = 64 << 20
 _LENGTH = Struct("!I")
-#: Far more than a fleet's state takes.
-MOST_UNREAD = 256 << 20
+_encode = msgspec.msgpack.Encoder().encode
+
+_In = TypeVar("_In")
+
+FROM_RELAY = msgspec.msgpack.Decoder(list[FromRelay])
+FROM_SCHEDULER = msgspec.msgpack.Decoder(list[FromScheduler])
 
 
-class Channel(asyncio.Protocol):
-    """One end: `on_message` gets what the other sent, `on_closed` is called once when it is gone."""
+class Channel(asyncio.Protocol, Generic[_In]):
+    """`on_messages` gets each batch that the other end sent; `on_closed` is called once when it is gone."""
 
-    def __init__(self, on_message: Callable[[Message], None], on_closed: Callable[[], None]) -> None:
-        self._on_message = on_message
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[list[_In]],
+        on_messages: Callable[[list[_In]], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._decode = decoder.decode
+        self._on_messages = on_messages
         self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._unread = bytearray()
-        self._closed = asyncio.Event()
+        self._received = b""
+        self._unsent: list[Message] = []
+        #: Whether a flush comes at the end of this turn, and by `POST_S` at the latest.
+        self._flushes = self._flushes_later = False
 
-    @classmethod
-    async def over(
-        cls, end: socket.socket, on_message: Callable[[Message], None], on_closed: Callable[[], None]
-    ) -> Channel:
-        """A channel over one end of a socket pair, which it closes."""
-        loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: cls(on_message, on_closed), sock=end)
-        return channel
+    async def open(self, end: socket.socket) -> None:
+        """Use one end of a socket pair, and close it in the end."""
+        await self._loop.create_connection(lambda: self, sock=end)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The pair is there from the beginning."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
 
-    def connection_lost(self, error: Exception | None) -> None:
-        """The other end is gone."""
+    def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._closed.set()
         self._on_closed()
 
     def data_received(self, data: bytes) -> None:
-        """Give on every message that is whole."""
-        unread = self._unread
-        unread += data
-        at = 0
-        while len(unread) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(unread, at)
-            end = at + _LENGTH.size + length
-            if len(unread) < end:
-                break
-            with memoryview(unread) as view:  # a view that is left would keep `unread` from growing
-                message = pickle.loads(view[at + _LENGTH.size : end])
+        if self._received:
+            data = self._received + data
+        at, end = 0, len(data)
+        try:
+            while end - at >= 4:
+                (length,) = _LENGTH.unpack_from(data, at)
+                if length > _MOST_FRAME:
+                    raise msgspec.DecodeError(f"a frame of {length} bytes")
+                if end - at - 4 < length:
+                    break
+                messages = self._decode(memoryview(data)[at + 4 : at + 4 + length])
+                at += 4 + length
+                self._on_messages(messages)
+        except msgspec.DecodeError as error:
+            logger.error("a channel is closed, its other end does not keep to the protocol: %s", error)
+            self.close()
             at = end
-            self._on_message(message)
-        if at:
-            del unread[:at]
+        self._received = data[at:]
 
-    def send(self, *message: Any) -> None:
-        """Send a message; to nobody where the other end is gone."""
+    def send(self, message: Message) -> None:
+        """Send a message with the others of this turn; dropped where the other end is gone."""
+        self._unsent.append(message)
+        if not self._flushes:
+            self._flushes = True
+            self._loop.call_soon(self.flush)
+
+    def post(self, message: Message) -> None:
+        """Send a message with the next one, `POST_S` later at most: each frame wakes the other end."""
+        self._unsent.append(message)
+        if not self._flushes_later:
+            self._flushes_later = True
+            self._loop.call_later(POST_S, self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._flushes_later = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is now."""
+        self._flushes = False
+        unsent, self._unsent = self._unsent, []
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if not unsent or transport is None or transport.is_closing():
             return
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        data: Any = _encode(unsent)
         transport.write(_LENGTH.pack(len(data)) + data)
         if transport.get_write_buffer_size() > MOST_UNREAD:
             transport.abort()
 
-    async def flush(self, timeout_s: float = 2.0) -> None:
-        """Close this end; returns when the other has what was sent, after `timeout_s` at the latest."""
-        self.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._closed.wait()
-
     def close(self) -> None:
         """Close this end after what was sent."""
+        self.flush()
         if self._transport is not None:
             self._transport.close()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
-from helpers import request
+from helpers import head, request, waiting
 
-from hetlb.core.admission import Queue, QueueLimits
+from hetlb.core.admission import Flow, Queue, QueueKey, QueueLimits
 from hetlb.core.types import Request
 
-LANE = ("m", None, False)
+LINE = QueueKey("m", None, False)
 
 
 def asked(number: int, tenant: str | None = None, priority: int = 0, body: int = 0, **more: Any) -> Request:
@@ -29,8 +30,7 @@ def served(queue: Queue, count: int) -> list[int]:
     """Who is served next, by whose turn it is."""
     ids = []
     for _ in range(count):
-        head = queue.first(queue.lanes[0], 1)[0]
-        ids.append(queue.take(head.request.id).request.id)
+        ids.append(queue.take(head(queue).request.id, 0).request.id)
         queue.check_integrity()
     return ids
 
@@ -120,7 +120,7 @@ def test_both_bounds_at_once_are_heeded() -> None:
     assert queue.crowding_out(asked(9, "small", body=81)) == ()
 
 
-def test_the_worst_priority_of_all_lanes_leaves_first() -> None:
+def test_the_worst_priority_of_all_lines_leaves_first() -> None:
     queue = filled(
         QueueLimits(max_requests=4),
         asked(1, "big", priority=1),
@@ -144,27 +144,27 @@ def test_who_is_alone_and_too_large_crowds_nobody_out() -> None:
     assert alone.crowding_out(asked(2, "y")) == (), "who holds one holds no more than the other would"
 
 
-# --- lanes ---
+# --- lines ---
 
 
-def test_lanes_are_by_model_instance_and_whether_it_is_tried_again() -> None:
+def test_lines_are_by_model_instance_and_whether_it_is_tried_again() -> None:
     queue = Queue(QueueLimits())
     queue.push(asked(1), 0.0, size=1)
     queue.push(asked(2, pinned="a"), 0.0, size=2)
     queue.push(asked(3, model="other"), 0.0, size=4)
-    assert queue.lanes == [LANE, ("m", "a", False), ("other", None, False)]
-    queue.push(asked(4), 0.0, size=8, again=True)
-    assert queue.lanes[0] == ("m", None, True)
-    assert set(queue.lanes[1:]) == {LANE, ("m", "a", False), ("other", None, False)}
+    assert queue.keys == [LINE, ("m", "a", False), ("other", None, False)]
+    queue.push(asked(4), 0.0, size=8, retry=True)
+    assert queue.keys[0] == ("m", None, True)
+    assert set(queue.keys[1:]) == {LINE, ("m", "a", False), ("other", None, False)}
     assert (queue.waiting("m"), queue.waiting("other"), queue.waiting("none")) == (11, 4, 0)
-    assert [entry.request.id for entry in queue.first(("m", None, True), 9)] == [4]
-    assert queue.first(("none", None, False), 1) == []
+    assert [entry.request.id for entry in waiting(queue, QueueKey("m", None, True))] == [4]
+    assert queue.heads(QueueKey("none", None, False)) == []
     assert {entry.request.id for entry in queue} == {1, 2, 3, 4}
     for number in (1, 2, 4):
         assert queue.remove(number) is not None
         queue.check_integrity()
     assert queue.waiting("m") == 0
-    assert queue.lanes == [("other", None, False)]
+    assert queue.keys == [("other", None, False)]
     assert queue.remove(1) is None
     assert (1 in queue, 3 in queue, len(queue)) == (False, True, 1)
 
@@ -173,11 +173,11 @@ def test_an_entry_holds_what_was_said_of_it() -> None:
     queue = Queue(QueueLimits())
     queue.push(asked(1), 7.0, 33.0, 5)
     queue.push(asked(2), 8.0)
-    first, second = queue.first(LANE, 2)
-    assert (first.arrived_at, first.predicted_output, first.size, first.overtaken) == (7.0, 33.0, 5, 0)
+    first, second = waiting(queue, LINE)
+    assert (first.arrived_at, first.predicted_output, first.size, first.fit) == (7.0, 33.0, 5, 0)
+    assert queue.overtaken(first) == 0
     assert (second.arrived_at, second.predicted_output, second.size) == (8.0, 0.0, 0)
-    assert queue.first(LANE, 1) == [first]
-    assert queue.take(1) is first
+    assert queue.take(1, 0) is first
     assert queue.remove(2) is second
 
 
@@ -187,14 +187,14 @@ def test_a_request_waits_once() -> None:
         queue.push(asked(1), 0.0)
 
 
-def test_only_a_better_priority_of_the_same_lane_goes_before() -> None:
+def test_only_a_better_priority_of_the_same_line_goes_before() -> None:
     queue = filled(
         QueueLimits(),
         asked(1, priority=3),
         asked(2, pinned="a", priority=-9),
         asked(3, model="o", priority=-9),
     )
-    queue.push(asked(4, priority=-9), 0.0, again=True)
+    queue.push(asked(4, priority=-9), 0.0, retry=True)
     assert queue.goes_before(asked(9, priority=4))
     assert not queue.goes_before(asked(9, priority=3))
     assert not queue.goes_before(asked(9, priority=-5))
@@ -206,8 +206,8 @@ def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
     queue = filled(
         QueueLimits(), asked(1, priority=5), asked(2, "a"), asked(3, "b"), asked(4, "a"), asked(5, "a")
     )
-    assert [entry.request.id for entry in queue.first(LANE, 2)] == [2, 4]
-    assert [entry.request.id for entry in queue.first(LANE, 9)] == [2, 4, 5]
+    assert [entry.request.id for entry in waiting(queue, LINE)[:2]] == [2, 4]
+    assert [entry.request.id for entry in waiting(queue, LINE)] == [2, 4, 5]
     assert [[entry.request.id for entry in flow] for flow in queue.flows()] == [[2, 4, 5], [3], [1]]
 
 
@@ -215,21 +215,21 @@ def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
 
 
 def test_what_is_served_past_the_queue_counts_for_its_tenant() -> None:
-    """By its size, in its own lane and priority; not where nobody waits."""
+    """By its size, in its own line and priority; not where nobody waits."""
     queue = Queue(QueueLimits())
     for number in range(10):
         queue.push(asked(number, "a"), 0.0, size=10)
         queue.push(asked(100 + number, "b"), 0.0, size=10)
-    queue.passed(asked(50, "a"), 50.0)
+    queue.passed(asked(50, "a"), 50.0, 0)
     # 'a' has had five: 'b' is served until it has had as much.
     assert served(queue, 7) == [100, 101, 102, 103, 104, 0, 105]
     queue = Queue(QueueLimits())
     for number in range(4):
         queue.push(asked(number, "a"), 0.0, size=10)
         queue.push(asked(100 + number, "b"), 0.0, size=10)
-    queue.passed(asked(50, "a", priority=1), 500.0)
-    queue.passed(asked(50, "a", pinned="x"), 500.0)
-    queue.passed(asked(50, "a", model="o"), 500.0)
+    queue.passed(asked(50, "a", priority=1), 500.0, 0)
+    queue.passed(asked(50, "a", pinned="x"), 500.0, 0)
+    queue.passed(asked(50, "a", model="o"), 500.0, 0)
     assert sorted(served(queue, 4)) == [0, 1, 100, 101]
 
 
@@ -238,7 +238,7 @@ def test_it_counts_for_a_tenant_that_waits_for_nothing_too() -> None:
     for number in range(10):
         queue.push(asked(number, "a"), 0.0, size=10)
     for number in range(4):
-        queue.passed(asked(50 + number, "b"), 10.0)
+        queue.passed(asked(50 + number, "b"), 10.0, 0)
     for number in range(4):
         queue.push(asked(100 + number, "b"), 0.0, size=10)
     assert served(queue, 4) == [0, 1, 2, 3]
@@ -252,8 +252,8 @@ def test_the_least_that_a_request_counts_for_is_one() -> None:
         queue.push(asked(number, "a"), 0.0, size=0)
         queue.push(asked(100 + number, "b"), 0.0, size=0)
     assert sorted(served(queue, 4)) == [0, 1, 100, 101]
-    queue.passed(asked(50, "a"), 0.0)
-    queue.passed(asked(51, "a"), 0.0)
+    queue.passed(asked(50, "a"), 0.0, 0)
+    queue.passed(asked(51, "a"), 0.0, 0)
     assert sorted(served(queue, 2)) == [102, 103]
 
 
@@ -262,7 +262,7 @@ def test_weights_hold_for_what_is_served_past_the_queue() -> None:
     for number in range(10):
         queue.push(asked(number, "gold"), 0.0, size=10)
         queue.push(asked(100 + number, "plain"), 0.0, size=10)
-    queue.passed(asked(50, "gold"), 40.0)  # as much as one of 'plain'
+    queue.passed(asked(50, "gold"), 40.0, 0)  # as much as one of 'plain'
     assert served(queue, 6) == [100, 0, 101, 1, 2, 3]
 
 
@@ -270,7 +270,7 @@ def test_weights_hold_for_who_waits_for_nothing() -> None:
     queue = Queue(QueueLimits(tenant_weights={"gold": 4.0}))
     for number in range(10):
         queue.push(asked(number, "plain"), 0.0, size=10)
-    queue.passed(asked(50, "gold"), 80.0)  # as much as two of 'plain'
+    queue.passed(asked(50, "gold"), 80.0, 0)  # as much as two of 'plain'
     for number in range(4):
         queue.push(asked(100 + number, "gold"), 0.0, size=10)
     assert served(queue, 2) == [0, 1]
@@ -292,13 +292,13 @@ def test_finish_tags_do_not_pile_up() -> None:
     for number in range(2500):
         queue.push(asked(10_000 + number, f"once-{number}"), 0.0, size=10)
         served(queue, 2)
-    fair = next(iter(queue._lanes[LANE].values()))
+    fair = next(iter(queue._lines[LINE].values()))
     assert len(fair._finished) <= 1025
 
 
 def test_who_emptied_its_queue_waits_its_turn_when_it_is_back() -> None:
     queue = filled(QueueLimits(), asked(1, "a"), *(asked(10 + n, "b") for n in range(9)), size=10)
-    queue.take(1)
+    queue.take(1, 0)
     queue.push(asked(2, "a"), 0.0, size=10)
     assert served(queue, 3) == [10, 2, 11]
 
@@ -308,7 +308,7 @@ def test_who_emptied_its_queue_waits_its_turn_when_it_is_back() -> None:
 
 def test_figures_of_who_waits() -> None:
     queue = Queue(QueueLimits())
-    assert (queue.oldest_at(), queue.by_model(), queue.count(LANE)) == (None, {}, 0)
+    assert (queue.oldest_at(), queue.by_model(), queue.count(LINE)) == (None, {}, 0)
     for number, (tenant, priority, at) in enumerate(
         (("a", 0, 5.0), ("a", 0, 6.0), ("b", 0, 4.0), ("a", 3, 3.0))
     ):
@@ -316,7 +316,7 @@ def test_figures_of_who_waits() -> None:
     queue.push(asked(9, model="other"), 7.0)
     assert queue.oldest_at() == 3.0
     assert queue.by_model() == {"m": 4, "other": 1}
-    assert (queue.count(LANE), queue.count(("other", None, False)), queue.count(("m", None, True))) == (
+    assert (queue.count(LINE), queue.count(("other", None, False)), queue.count(("m", None, True))) == (
         4,
         1,
         0,
@@ -324,7 +324,7 @@ def test_figures_of_who_waits() -> None:
     queue.remove(3)
     assert queue.oldest_at() == 4.0
     queue.remove(2)
-    assert (queue.oldest_at(), queue.count(LANE)) == (5.0, 2)
+    assert (queue.oldest_at(), queue.count(LINE)) == (5.0, 2)
 
 
 # --- noticing ---
@@ -341,17 +341,18 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         queue.held[99] = queue.held[1]
 
     def empty_flow(queue: Queue) -> None:
-        fair = queue._lanes[LANE][0]
-        fair.flow("nobody", 1.0)
+        fair = queue._lines[LINE][0]
+        fair.flows["nobody"] = Flow("nobody", 0, 1.0)
+        fair.flows["nobody"].by_fit[0] = OrderedDict()
 
     def empty_priority(queue: Queue) -> None:
-        queue._lanes[LANE][7] = type(queue._lanes[LANE][0])()
+        queue._lines[LINE][7] = type(queue._lines[LINE][0])()
 
-    def empty_lane(queue: Queue) -> None:
-        queue._lanes["x", None, False] = {}
+    def empty_line(queue: Queue) -> None:
+        queue._lines[QueueKey("x", None, False)] = {}
 
     def out_of_order(queue: Queue) -> None:
-        queue._lanes[LANE] = dict(reversed(queue._lanes[LANE].items()))
+        queue._lines[LINE] = dict(reversed(queue._lines[LINE].items()))
 
     def wrong_share(queue: Queue) -> None:
         queue._shares["a"].requests += 1
@@ -363,7 +364,7 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         queue._shares["nobody"] = type(queue._shares["a"])()
 
     for break_it in (
-        wrong_bytes, forgotten, unknown, empty_flow, empty_priority, empty_lane, out_of_order, wrong_share,
+        wrong_bytes, forgotten, unknown, empty_flow, empty_priority, empty_line, out_of_order, wrong_share,
         wrong_share_bytes, share_of_nobody,
     ):  # fmt: skip
         queue = filled(QueueLimits(), asked(1, "a", body=5), asked(2, "a", body=6), asked(3, "b", priority=4))

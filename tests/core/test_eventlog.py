@@ -26,6 +26,7 @@ from hetlb.core.types import (
     InstanceAdded,
     InstanceRemoved,
     Lease,
+    LiveLease,
     ModelsLearned,
     Outcome,
     Probed,
@@ -53,7 +54,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
     for i in range(steps):
         now += rng.random() / 3
         name = rng.choice("abc")
-        kind = rng.randrange(12)
+        kind = rng.randrange(13)
         commands = []
         if kind < 5:
             asked = request(
@@ -86,6 +87,10 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
                 ]
             )
             commands = scheduler.on_instance(change, now)
+        elif kind == 12:
+            again = request(1000 + i, prompt=70)
+            restored = scheduler.restore(LiveLease(again, name, 10**9, 20.0, now - 1, i % 2 == 0), now)
+            leases += [] if restored is None else [restored]
         elif kind == 10:
             commands = scheduler.on_tick(now) + scheduler.on_cancelled(i - 1, now)
         else:

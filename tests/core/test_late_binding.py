@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.core.admission import MOST_OVERTAKEN
 from hetlb.core.latency import LatencyModel
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
@@ -36,10 +38,74 @@ def test_terms_add_up_to_something_one_can_read() -> None:
     a, b = command.candidates
     assert a.terms is not None
     assert b.terms is not None
-    assert set(a.terms) == {"first_token_s", "own_s", "others_s"}
+    assert set(a.terms) == {"first_token_s", "own_s", "others_s", "late_s"}
     assert 0 < a.terms["first_token_s"] < a.terms["own_s"]
     assert b.terms["own_s"] > a.terms["own_s"]
     assert a.terms["others_s"] == 0.0
+
+
+@given(
+    slower=st.sampled_from((1.0, 3.7)),
+    prompt=st.integers(1, 9000),
+    cached=st.integers(0, 9000),
+    sequences=st.integers(1, 40),
+)
+def test_the_first_token_on_an_idle_instance_is_the_latency_model_s(
+    slower: float, prompt: int, cached: int, sequences: int
+) -> None:
+    scheduler = make_scheduler([spec("a", slower=slower, kv=1_000_000)], "hetlb")
+    [instance] = scheduler.instances
+    keys = (("x", cached),) if 0 < cached <= prompt else ()
+    if keys:
+        earlier = dispatched(scheduler.on_arrival(request(1, prompt=cached, prefix_keys=keys), 0.0))
+        scheduler.on_first_token(earlier, 1.0)
+        scheduler.on_lease_ended(earlier, Outcome.CLIENT_GONE, 1.0)
+    asked = request(2, prompt=prompt, sequences=sequences, prefix_keys=keys)
+    [candidate], _ = scheduler.explain(asked, 100.0, 2.0)
+    held = min(cached, prompt - 1) if keys else 0
+    expected = instance.latency.first_token_s(prompt, held, 0.0, 0.0, 0.0, instance.token_budget, sequences)
+    assert candidate.terms is not None
+    assert candidate.terms["first_token_s"] == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 6000), st.integers(1, 600), st.integers(1, 20), st.sampled_from(("", "x", "y"))
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_terms_with_their_weights_add_up_to_the_score(
+    asked: list[tuple[int, int, int, str]], busy: bool
+) -> None:
+    fleet = [spec("a", kv=200_000), spec("b", slower=2.0, kv=200_000), spec("c", kv=200_000)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    for number, (prompt, output, sequences, key) in enumerate(asked):
+        keys = ((key, prompt),) if key else ()
+        commands = scheduler.on_arrival(
+            request(number, prompt=prompt, max_tokens=output, sequences=sequences, prefix_keys=keys), 0.0
+        )
+        for command in commands:
+            if isinstance(command, Dispatch):
+                if busy:
+                    scheduler.on_busy(command.lease, 30.0, 0.0)
+                for each in command.candidates:
+                    assert each.terms is not None
+                    terms = dict(each.terms)
+                    total = 20.0 * terms.pop("first_token_s") + sum(terms.values())
+                    assert each.score == pytest.approx(total, rel=1e-9, abs=1e-9)
+
+
+def test_terms_are_those_of_the_moment_of_the_decision() -> None:
+    """They are looked at later, when the instance has changed."""
+    scheduler = make_scheduler([spec("a", kv=10_000)], "hetlb")
+    command = scheduler.on_arrival(request(1, prompt=1000), 0.0)[0]
+    assert isinstance(command, Dispatch)
+    [candidate] = command.candidates
+    assert candidate.kv_utilization == 0.0
 
 
 def filled(scheduler: Scheduler) -> list[Lease]:
@@ -61,13 +127,15 @@ def test_who_suits_a_free_instance_overtakes_but_the_head_is_not_starved() -> No
     scheduler = make_scheduler(fleet, "hetlb")
     leases = filled(scheduler)
     head = next(iter(scheduler.queue)).request.id
-    for i in range(100):  # behind it come short prompts, which may take what the head was passed over for
+    for i in range(
+        2 * MOST_OVERTAKEN
+    ):  # behind it come short prompts, which may take what the head was passed over for
         commands = scheduler.on_arrival(request(100_000 + i, prompt=10, max_tokens=400), 0.0)
         leases += [command.lease for command in commands if isinstance(command, Dispatch)]
-    assert len(scheduler.queue) > 50
+    assert len(scheduler.queue) > MOST_OVERTAKEN
     slow = [lease for lease in leases if lease.instance == "reads-slowly"]
     taken: list[int] = []
-    for now in range(1, 60):
+    for now in range(1, 2 * MOST_OVERTAKEN):
         lease = slow.pop(0)
         lease.output_tokens = 400
         for command in scheduler.on_lease_ended(lease, Outcome.OK, now / 10):
@@ -79,7 +147,7 @@ def test_who_suits_a_free_instance_overtakes_but_the_head_is_not_starved() -> No
             break
     assert taken[0] != head, "a short prompt suits the slow reader better"
     assert head in taken
-    assert len(taken) <= 17, "the head is overtaken 16 times at most"
+    assert len(taken) <= MOST_OVERTAKEN + 1
 
 
 @given(

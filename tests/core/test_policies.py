@@ -247,7 +247,7 @@ def test_an_absurd_utilisation_does_not_overflow() -> None:
 
 
 def begins(request_id: int, *keys: tuple[str, int | None], tokens: int = 1000) -> Request:
-    return request(request_id, prompt=tokens, beginnings=keys)
+    return request(request_id, prompt=tokens, prefix_keys=keys)
 
 
 def test_prefix_goes_where_the_longest_prefix_was_sent() -> None:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import dispatched, head, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,6 @@ from hetlb.core.types import (
     Request,
 )
 
-LANE = ("m", None, False)
-
 
 def asked(number: int, tenant: str | None = None, priority: int = 0, body: int = 0) -> Request:
     return request(number, tenant=tenant, priority=priority, body_bytes=body)
@@ -34,7 +32,7 @@ def drain(queue: Queue, count: int = 10**9) -> list[Request]:
     """Serve them one by one."""
     served: list[Request] = []
     while len(queue) and len(served) < count:
-        served.append(queue.take(queue.first(queue.lanes[0], 1)[0].request.id).request)
+        served.append(queue.take(head(queue).request.id, 0).request)
         queue.check_integrity()
     return served
 
@@ -52,7 +50,7 @@ def test_one_tenant_is_served_by_arrival() -> None:
     for number in range(200):
         queue.push(asked(number, "only"), 0.0, size=rng.randrange(1, 1000))
         if rng.random() < 0.3:
-            queue.take(queue.first(LANE, 1)[0].request.id)
+            queue.take(head(queue).request.id, 0)
     left = [each.id for each in drain(queue)]
     assert left == sorted(left)
 

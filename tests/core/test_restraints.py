@@ -197,11 +197,16 @@ def test_slow_start_can_be_switched_off() -> None:
 
 def test_what_it_had_read_is_forgotten() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "hetlb")
-    asked = request(1, prompt=3000, beginnings=(("session:x", None),))
-    home = dispatched(scheduler.on_arrival(asked, 0.0)).instance
-    assert instance(scheduler, home).cache_id in scheduler._affinity.held(asked)
+    asked = request(1, prompt=3000, prefix_keys=(("session:x", None),))
+    lease = dispatched(scheduler.on_arrival(asked, 0.0))
+    home = lease.instance
+    scheduler.on_first_token(lease, 0.5)
+    scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
+    held = scheduler._prefixes.held(asked.prefix_keys, asked.prompt_tokens)
+    assert held is not None
+    assert instance(scheduler, home).tree.cache_id in held.tokens
     bring_back(scheduler, home, 1.0)
-    assert instance(scheduler, home).cache_id not in scheduler._affinity.held(asked)
+    assert scheduler._prefixes.held(asked.prefix_keys, asked.prompt_tokens) is None
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"hetlb"}))

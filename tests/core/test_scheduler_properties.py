@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies import POLICIES
 from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -23,7 +24,9 @@ from hetlb.core.types import (
     HealthChanged,
     InstanceAdded,
     InstanceRemoved,
+    InstanceSpec,
     Lease,
+    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -48,19 +51,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(predictor=st.sampled_from(("normal", "online", "empirical")), seed=st.integers(0, 5))
     def start(self, predictor: str, seed: int) -> None:
         self.now = 0.0
-        self.scheduler = make_scheduler(
-            [spec(name, slower=1.0 + i, kv=2000 * (i + 1)) for i, name in enumerate(NAMES)],
-            self.policy,
+        self.predictor, self.seed = predictor, seed
+        specs = [spec(name, slower=1.0 + i, kv=2000 * (i + 1)) for i, name in enumerate(NAMES)]
+        self.scheduler = self.make(specs, self.policy)
+        self.next_id = 1
+        self.waiting: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.answered: set[int] = set()
+
+    def make(self, specs: list[InstanceSpec], policy: str) -> Scheduler:
+        predictor, seed = self.predictor, self.seed
+        return make_scheduler(
+            specs,
+            policy,
             predictor=make_predictor(
                 predictor, rng=random.Random(seed), lengths=LengthDistribution([5, 50, 500])
             ),
             limits=LIMITS,
             seed=seed,
+            now=self.now,
         )
-        self.next_id = 1
-        self.waiting: set[int] = set()
-        self.leases: dict[int, Lease] = {}
-        self.answered: set[int] = set()
 
     def carry_out(self, commands: list[Command], pending: int | None = None) -> None:
         """Do what the scheduler says; `pending` is the request whose fate these commands must tell."""
@@ -203,6 +213,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(POLICIES)))
     def switch(self, name: str) -> None:
         self.carry_out(self.scheduler.set_policy(name, self.now))
+
+    @rule()
+    def restart(self) -> None:
+        """Another scheduler begins: it hears of the live leases, then of the requests that wait."""
+        old = self.scheduler
+        self.scheduler = self.make([each.spec for each in old.instances], old.policy_name)
+        leases, self.leases = self.leases, {}
+        for lease in leases.values():
+            live = LiveLease(
+                lease.request, lease.instance, lease.work_ns, lease.kv_tokens, lease.prompt_tokens,
+                lease.predicted_output, lease.dispatched_at, lease.first_token_at is not None,
+            )  # fmt: skip
+            if old.holder(lease).removed:  # its end means nothing to the other scheduler
+                self.answered.add(lease.request.id)
+                continue
+            restored = self.scheduler.restore(live, self.now)
+            assert restored is not None
+            self.leases[restored.id] = restored
+        for before, after in zip(old.instances, self.scheduler.instances, strict=True):
+            for figure in ("work_ns", "kv_tokens", "prompt_tokens", "pending_prompt_tokens", "sequences"):
+                assert getattr(after, figure) == getattr(before, figure)
+        for entry in old.queue:
+            self.waiting.remove(entry.request.id)
+            self.carry_out(self.scheduler.on_arrival(entry.request, self.now), entry.request.id)
 
     @invariant()
     def adds_up(self) -> None:

@@ -26,7 +26,10 @@ def lease() -> Lease:
         2,
         work_ns=5,
         kv_tokens=6,
+        kv_prompt_tokens=4,
+        promised_tokens=9,
         prompt_tokens=7,
+        unread_tokens=3,
         predicted_output=8.5,
         dispatched_at=9.5,
     )

@@ -86,7 +86,9 @@ def with_coverage(name: str, seconds: int) -> None:
 def main() -> int:
     """Fuzz as the arguments say."""
     parser = argparse.ArgumentParser(description="Fuzz one target.")
-    parser.add_argument("name", choices=("gate", "body", "sse", "metrics", "config"))
+    parser.add_argument(
+        "name", choices=("gate", "body", "sse", "metrics", "config", "engine", "differential", "cost")
+    )
     parser.add_argument("--seconds", type=int, default=60)
     arguments = parser.parse_args()
     if atheris is None:

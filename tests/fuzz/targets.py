@@ -1,4 +1,4 @@
-"""What is fuzzed: five readers of bytes from outside, each with what must hold whatever the bytes are.
+"""What is fuzzed: readers of bytes from outside, each with what must hold whatever the bytes are.
 
 Promise: this is the one file that knows where the readers live and what they are called. A target takes any
 bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`) are caught
@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import h11
+import python_multipart
+import python_multipart.exceptions
+from fuzz import costs
 
 from hetlb import config
 from hetlb.core import engine_metrics
@@ -262,7 +265,96 @@ def config_file(data: bytes) -> None:
     path.unlink()
 
 
+def engine(data: bytes) -> None:
+    """Answers of engines through a whole proxy: one reading wherever they are cut, an honest end, no cost."""
+    pieces = _answered([data[at : at + 7] for at in range(0, len(data), 7)])
+    assert _answered([data]) == pieces, "what a client can use depends on where the reads were cut"
+    costs.check_cost(costs.engine(), data)
+
+
+def _answered(reads: list[bytes]) -> bytes | None:
+    """The body of an answer that comes so, as a client with h11 reads it: None unless it is whole and 200."""
+    asker, end = costs.KEPT.engine(costs.ASK)
+    for read in reads:
+        end.send(read)
+        costs.KEPT.proxy.loop.rest()
+    got = bytes(asker.got)
+    costs.KEPT.done(end, asker)
+    assert not costs.KEPT.proxy.driver.exchanges
+    if not got:
+        return None
+    peer = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
+    peer.send(h11.Request(method="POST", target="/", headers=[("host", "p")]))
+    peer.send(h11.EndOfMessage())
+    peer.receive_data(got)
+    status, body = 0, b""
+    while True:
+        event = peer.next_event()
+        if isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+        else:
+            return body if status == 200 and isinstance(event, h11.EndOfMessage) else None
+
+
+def differential(data: bytes) -> None:
+    """Forms as python-multipart (vLLM's) reads them, chunked bodies as h11 does: what passes reads alike."""
+    boundary, _, form = data.partition(b"\n")
+    _compare_form(boundary, form)
+    request = b"POST / HTTP/1.1\r\nhost: p\r\ntransfer-encoding: chunked\r\n\r\n"
+    payload, surplus = _decode([data])
+    if payload is None:
+        return
+    peer = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    peer.receive_data(request + data)
+    body, event = b"", peer.next_event()
+    while isinstance(event := peer.next_event(), h11.Data):
+        body += bytes(event.data)
+    assert body == payload, "h11 reads another body"
+    if isinstance(event, h11.EndOfMessage):
+        assert peer.trailing_data[0] == surplus
+
+
+def _compare_form(boundary: bytes, form: bytes) -> None:
+    try:
+        reader = multipart.FormReader(b"multipart/form-data; boundary=" + boundary)
+        reader.feed(form)
+        call = reader.finish()
+    except bodies.GateError:
+        return
+    fields: list[tuple[bytes, bytes]] = []
+    parser = python_multipart.FormParser(
+        "multipart/form-data",
+        lambda field: fields.append((field.field_name or b"", field.value or b"")),
+        lambda file: None,
+        boundary=boundary.strip(b'"'),
+        config={"UPLOAD_KEEP_EXTENSIONS": False, "MAX_MEMORY_FILE_SIZE": 1 << 20},
+    )
+    try:
+        parser.write(form)
+        parser.finalize()
+    except python_multipart.exceptions.FormParserError:
+        return  # it is refused there
+    finally:
+        parser.close()
+    models = [value for name, value in fields if name == b"model"]
+    if models:
+        assert call.model == models[-1].decode("utf-8", "replace"), (call.model, models)
+
+
+def cost(data: bytes) -> None:
+    """CPU per byte: the input many times over, to each reader, and twice as often."""
+    if len(data) < 2:
+        return
+    reader, before = costs.PREFIXES[data[0] % len(costs.PREFIXES)]
+    costs.check_growth(reader, before, data[1:65])
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
+    "engine": engine,
+    "differential": differential,
+    "cost": cost,
     "gate": gate,
     "body": body,
     "sse": sse_watcher,

@@ -86,7 +86,8 @@ def over(**facts: Any) -> RequestRecord:
 
 def served() -> RequestRecord:
     lease = Lease(
-        1, over().request, "a", 1, work_ns=0, kv_tokens=0, prompt_tokens=7, predicted_output=12.4,
+        1, over().request, "a", 1, work_ns=0, kv_tokens=0, kv_prompt_tokens=0, promised_tokens=0,
+        prompt_tokens=7, unread_tokens=0, predicted_output=12.4,
         dispatched_at=10.5,
     )  # fmt: skip
     lease.output_tokens = 5

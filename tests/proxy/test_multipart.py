@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.proxy.body import Call
 from hetlb.proxy.http1 import GateError
-from hetlb.proxy.multipart import FormReader, read_multipart
+from hetlb.proxy.multipart import FormReader
+
+
+def read_multipart(content_type: bytes, body: bytes) -> Call:
+    """A whole form."""
+    reader = FormReader(content_type)
+    reader.feed(body)
+    return reader.finish()
 
 
 def test_the_model_of_a_form() -> None:

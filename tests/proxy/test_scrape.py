@@ -196,3 +196,64 @@ async def test_removed_targets_are_left_alone() -> None:
 def test_a_model_list_that_is_none(body: bytes) -> None:
     assert read_model_list(body) == []
     assert read_version(body) is None
+
+
+async def test_what_an_engine_serves_is_known_before_it_is_said_to_be_up() -> None:
+    async with stub(health=ok, metrics=page, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            kinds = [type(change) for change in watch.changes]
+            assert kinds.index(ModelsLearned) < kinds.index(Probed)
+
+
+async def test_another_process_at_the_address_is_asked_for_its_models_at_once() -> None:
+    began, served, asked = 1.0, "m", 0
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=f"process_start_time_seconds {began}\nvllm:num_requests_running 0\n")
+
+    async def list_of_models(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"data": [{"id": served}]})
+
+    async with stub(health=ok, metrics=metrics, v1__models=list_of_models, version=version) as url:
+        async with watching(url) as watch:
+            await watch.until(lambda: len(watch.samples) >= 3)
+            assert asked == 1
+            began, served = 2.0, "other"
+            await watch.until(lambda: ModelsLearned("e0", ("other",)) in watch.changes)
+            assert len(watch.samples) <= 6
+
+
+async def test_without_a_start_time_the_models_are_read_in_every_round() -> None:
+    served = "m"
+
+    async def list_of_models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": served}]})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="vllm:num_requests_running 0\n")
+
+    async with stub(health=ok, metrics=metrics, v1__models=list_of_models, version=version) as url:
+        async with watching(url) as watch:
+            served = "other"
+            rounds = len(watch.samples)
+            await watch.until(lambda: ModelsLearned("e0", ("other",)) in watch.changes)
+            assert len(watch.samples) <= rounds + 2
+
+
+async def test_a_page_that_is_too_large_is_not_read_every_round(caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    async def metrics(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(text="vllm:num_requests_running 0\n" * 140_000)
+
+    async with stub(health=ok, metrics=metrics, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            probes = watch.changes.count(Probed("e0", ProbeResult.OK))
+            await watch.until(lambda: watch.changes.count(Probed("e0", ProbeResult.OK)) >= probes + 3)
+            assert asked == 1
+            assert not watch.samples
+    assert sum("/metrics has more than" in record.getMessage() for record in caplog.records) == 1

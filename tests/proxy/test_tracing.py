@@ -59,7 +59,8 @@ def request() -> Request:
 
 def lease() -> Lease:
     made = Lease(
-        1, request(), "a800-0", 1, work_ns=0, kv_tokens=0, prompt_tokens=100, predicted_output=30.0,
+        1, request(), "a800-0", 1, work_ns=0, kv_tokens=0, kv_prompt_tokens=0, promised_tokens=0,
+        prompt_tokens=100, unread_tokens=0, predicted_output=30.0,
         dispatched_at=102.0,
     )  # fmt: skip
     made.output_tokens = 25

@@ -65,7 +65,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
 
 async def send(url: str, bodies: list[list[int]]) -> int:
     """Send all, a few at a time; returns the cached tokens that the answers' usage tells."""
-    limit, cached = asyncio.Semaphore(AT_ONCE), 0
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async with httpx.AsyncClient(timeout=240.0) as client:
 
@@ -76,8 +76,7 @@ async def send(url: str, bodies: list[list[int]]) -> int:
                 details = answer.json()["usage"]["prompt_tokens_details"]
                 return (details or {}).get("cached_tokens") or 0
 
-        cached = sum(await asyncio.gather(*map(one, bodies)))
-    return cached
+        return sum(await asyncio.gather(*map(one, bodies)))
 
 
 def test_belief_agrees_with_the_engines_own_hits(

@@ -1,16 +1,14 @@
-"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator, whoever dies."""
+"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
-import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,13 +16,11 @@ import pytest
 import yaml
 from proxy.services import Engine, Reply, document
 from proxy.upstreams import Upstream, Visit, holding, plain
+from workers.processes import PROMPT, Serve, Serving, alive, at_rest, children, in_flight, worker_of
 
 #: Three interpreters start for each of these.
 pytestmark = pytest.mark.timeout(300)
 
-Serve = Callable[..., Any]
-
-PROMPT = {"model": "m", "prompt": [1] * 100, "max_tokens": 50}
 #: Room for one such request at a time.
 PROFILE = """
 version: 1
@@ -61,181 +57,19 @@ class Turns(Engine):
         return self.order
 
 
-class Serving:
-    """A running `hetlb serve --workers N`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
-        self.process = process
-        self.path = path
-        self.url = self.admin_url = ""
-        self.errors: list[str] = []
-        self._news = asyncio.Condition()
-        # A connection for every request: the kernel chooses a worker for each.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, limit=0),
-            timeout=aiohttp.ClientTimeout(total=60),
-        )
-        self._reader: asyncio.Task[None] | None = None
-
-    async def ready(self) -> None:
-        assert self.process.stdout is not None
-        self._reader = asyncio.create_task(self._read_errors())
-        line = (await asyncio.wait_for(self.process.stdout.readline(), 100)).decode()
-        assert " ready on " in line, self.errors
-        self.url, self.admin_url = (word.strip("()\n") for word in line.split() if "http://" in word)
-
-    async def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            async with self._news:
-                self.errors.append(line.decode().rstrip("\n"))
-                self._news.notify_all()
-
-    async def said(self, part: str) -> str:
-        """A line of the log that holds `part`, when it has come."""
-        try:
-            async with asyncio.timeout(60), self._news:
-                await self._news.wait_for(lambda: any(part in line for line in self.errors))
-        except TimeoutError:
-            raise AssertionError(f"expected {part!r}, got {self.errors}") from None
-        return next(line for line in self.errors if part in line)
-
-    async def end(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Stop it; every process of it is gone then."""
-        workers: list[int] = []
-        if self.process.returncode is None:
-            workers = self.workers
-            self.process.send_signal(number)
-        status = await asyncio.wait_for(self.process.wait(), 60)
-        assert not alive(workers), "a worker was left behind"
-        if self._reader is not None:
-            await self._reader
-        await self._session.close()
-        assert not [line for line in self.errors if "Traceback" in line], "\n".join(self.errors)
-        return status
-
-    @property
-    def workers(self) -> list[int]:
-        """The workers' process ids."""
-        return children(self.process.pid)
-
-    async def ask(
-        self, path: str = "/v1/completions", method: str = "POST", tenant: str = "-", **body: Any
-    ) -> Reply:
-        """A request on a connection of its own."""
-        data = msgspec.json.encode(body or PROMPT) if method == "POST" else None
-        headers = {"X-Tenant": tenant}
-        async with self._session.request(method, self.url + path, data=data, headers=headers) as reply:
-            return Reply(reply.status, reply.headers, await reply.read())
-
-    async def admin(self, path: str, method: str = "GET", **body: Any) -> Reply:
-        """Ask the admin listener."""
-        data = msgspec.json.encode(body) if body else None
-        async with self._session.request(method, self.admin_url + path, data=data) as reply:
-            return Reply(reply.status, reply.headers, await reply.read())
-
-    async def metric(self, line: str) -> float:
-        """The value of a series, 0 where it is not there."""
-        text = (await self.admin("/metrics")).body.decode()
-        found = re.search(rf"^{re.escape(line)} (.+)$", text, re.MULTILINE)
-        return 0.0 if found is None else float(found[1])
-
-    async def fleet_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The fleet once something is true of it."""
-        async with asyncio.timeout(60):
-            while True:
-                fleet: dict[str, Any] = (await self.admin("/v1/fleet")).json
-                if holds(fleet):
-                    return fleet
-
-    async def metric_until(self, line: str, value: float) -> None:
-        """Wait until a series has a value."""
-        async with asyncio.timeout(60):
-            while await self.metric(line) != value:
-                pass
-
-    async def both_serve(self, count: int = 2) -> list[Reply]:
-        """Ask until so many workers have answered: all replies."""
-        replies: list[Reply] = []
-        async with asyncio.timeout(60):
-            while len({worker_of(reply) for reply in replies}) < count:
-                replies.append(await self.ask())
-        return replies
-
-
-def worker_of(reply: Reply) -> str:
-    """What names the worker in a request's id."""
-    label: str = reply.headers["x-request-id"]
-    return label.rpartition("-")[0]
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, of those that are alive."""
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that there are."""
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def in_flight(fleet: dict[str, Any]) -> int:
-    return sum(each["in_flight"] for model in fleet["models"] for each in model["instances"])
-
-
-def at_rest(fleet: dict[str, Any]) -> bool:
-    figures = ("in_flight", "queued", "workload", "kv_reserved_tokens")
-    instances = [each for model in fleet["models"] for each in model["instances"]]
-    return fleet["queue"] == {"requests": 0, "bytes": 0} and not any(
-        each[name] for each in instances for name in figures
-    )
-
-
-@pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """Start a fleet file with so many workers; in the end all figures must be zero and no process left."""
-    running: list[Serving] = []
-
-    async def start(fleet: dict[str, Any], *flags: str, workers: int = 2) -> Serving:
-        path = tmp_path / "fleet.yaml"
-        path.write_text(yaml.safe_dump(fleet))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hetlb", "serve", "--config", str(path), "--workers", str(workers), *flags,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        serving = Serving(process, path)
-        running.append(serving)
-        await serving.ready()
-        return serving
-
-    try:
-        yield start
-        for serving in running:
-            if serving.process.returncode is None:
-                await serving.fleet_until(at_rest)
-                assert await serving.end() == 0
-    finally:
-        for serving in running:
-            if serving.process.returncode is None:
-                serving.process.kill()
-                await serving.process.wait()
-            await serving._session.close()
-
-
-# --- one proxy to everybody ---
+# --- one proxy ---
 
 
 async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
     async with Engine() as one, Engine() as two:
         proxy = await serve(document(one, two), workers=2)
-        assert len(proxy.workers) == 2
+        assert len(proxy.relays) == 2
         replies = await proxy.both_serve()
         one.hold()
         two.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(12)]
         fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 12)
-        # `rr` counts by itself in each worker; together they miss by at most one each.
-        assert all(abs(each["in_flight"] - 6) <= 2 for each in fleet["models"][0]["instances"])
+        assert [each["in_flight"] for each in fleet["models"][0]["instances"]] == [6, 6]
         one.released.set()
         two.released.set()
         replies += await asyncio.gather(*asked)
@@ -328,7 +162,7 @@ async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, 
         assert engine.order == ["first", *names]
 
 
-# --- who dies ---
+# --- processes that die ---
 
 
 async def test_tenants_take_turns_in_whichever_worker_they_wait(serve: Serve, tmp_path: Path) -> None:
@@ -361,7 +195,7 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         asked = [asyncio.create_task(proxy.ask()) for _ in range(20)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20)
         before = await proxy.metric("hetlb_decisions_total")
-        killed = proxy.workers[0]
+        killed = proxy.relays[0]
         os.kill(killed, signal.SIGKILL)
         line = await proxy.said("was ended by signal 9")
         assert "another takes its place at once" in line
@@ -373,8 +207,8 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         assert len(done) <= lost
         fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20 - lost)
         assert not at_rest(fleet)
-        assert killed not in proxy.workers
-        assert len(proxy.workers) == 2
+        assert killed not in proxy.relays
+        assert len(proxy.relays) == 2
         one.released.set()
         two.released.set()
         replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -388,36 +222,29 @@ async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serv
         assert sorted(restarts) == [0, 1]
 
 
-async def test_engines_are_watched_on_when_the_one_that_does_is_killed(serve: Serve) -> None:
+async def test_engines_are_watched_on_when_the_scheduler_process_is_killed(serve: Serve) -> None:
     async with Engine() as one:
-        proxy = await serve(document(one), workers=2)
-        for _ in range(2):
-            (watcher,) = holders(proxy.workers)
-            os.kill(watcher, signal.SIGKILL)
-            async with asyncio.timeout(10):
-                while holders(proxy.workers) in ([], [watcher]):
-                    await asyncio.sleep(0)
+        proxy = await serve(document(one, scrape={"interval_s": 0.2}), workers=2)
+        for number in range(2):
+            await proxy.kill_scheduler()
             probes = one.probes
             async with asyncio.timeout(10):
                 while one.probes < probes + 2:
                     await asyncio.sleep(0)
-            await proxy.both_serve()
-
-
-def holders(workers: list[int]) -> list[int]:
-    """Who of these processes holds a lock: the one that watches the engines."""
-    pids = [int(line.split()[4]) for line in Path("/proc/locks").read_text().splitlines() if "POSIX" in line]
-    return [pid for pid in workers if pid in pids]
+            assert {reply.status for reply in await proxy.both_serve()} == {200}
+            await proxy.metric_until('hetlb_worker_restarts_total{worker="scheduler"}', number + 1)
+        restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
+        assert restarts == [0, 0]
 
 
 async def test_a_worker_that_dies_again_and_again_is_started_later_and_later(serve: Serve) -> None:
     async with Engine() as one:
         proxy = await serve(document(one), workers=2)
-        first = proxy.workers[0]
+        first = proxy.relays[0]
         os.kill(first, signal.SIGKILL)
         await proxy.said("at once")
         await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
-        (second,) = [pid for pid in proxy.workers if pid > first][-1:]
+        (second,) = [pid for pid in proxy.relays if pid > first][-1:]
         os.kill(second, signal.SIGKILL)
         assert "another takes its place" in await proxy.said("deaths in a row")
         assert (await proxy.admin("/readyz")).status == 200
@@ -429,7 +256,7 @@ async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_request
         one.hold()
         asked = asyncio.create_task(proxy.ask())
         await one.asked_for()
-        workers = proxy.workers
+        workers = proxy.processes
         proxy.process.kill()
         one.released.set()
         assert (await asked).status == 200
@@ -451,7 +278,7 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         async with asyncio.timeout(60):
-            while len(workers := children(process.pid)) < 2:
+            while len(workers := children(process.pid)) < 3:
                 await asyncio.sleep(0)
             if looking:  # they wait for the engine to be looked at, and it does not answer
                 await silent.visit()
@@ -477,8 +304,8 @@ async def test_a_change_is_in_force_everywhere_when_it_is_answered(serve: Serve)
         replies = await proxy.both_serve()
         last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
         assert {each["policy"] for each in last} == {"least-requests"}
-        # Whoever is started later knows of it.
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        # A process that is started later knows of it.
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         for number in range(2):
             await proxy.metric_until(f'hetlb_worker_up{{worker="{number}"}}', 1.0)
@@ -496,7 +323,7 @@ async def test_instances_come_and_go_in_all_workers(serve: Serve) -> None:
         await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"i1"}
@@ -531,7 +358,7 @@ async def test_a_reload_is_whole_in_all_workers_or_nowhere(serve: Serve, by_sign
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
         assert await proxy.metric('hetlb_config_reloads_total{result="done"}') == 1
         assert await proxy.metric('hetlb_config_reloads_total{result="refused"}') == 1
-        os.kill(proxy.workers[0], signal.SIGKILL)
+        os.kill(proxy.relays[0], signal.SIGKILL)
         await proxy.said("was ended by signal 9")
         replies = await proxy.both_serve()
         assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
@@ -547,7 +374,7 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
         one.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
-        workers = proxy.workers
+        workers = proxy.processes
         proxy.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             while (await proxy.admin("/readyz")).status == 200:
@@ -566,7 +393,7 @@ async def test_ctrl_c_ends_it_at_once_with_streams_open(serve: Serve) -> None:
         one.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
-        workers = proxy.workers
+        workers = proxy.processes
         assert await proxy.end(signal.SIGINT) == 0
         assert not alive(workers)
         for reply in await asyncio.gather(*asked, return_exceptions=True):
@@ -588,3 +415,62 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
             assert "Traceback" not in errors.decode()
     with contextlib.suppress(aiohttp.ClientError):
         await proxy.ask()
+
+
+# --- what a relay and the scheduler process do together ---
+
+
+async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_none(serve: Serve) -> None:
+    busy = plain(b'{"error":"full"}', b"503 Service Unavailable", b"retry-after: 30\r\n")
+    async with Engine(busy) as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        replies = [await proxy.ask() for _ in range(6)]
+        assert {(reply.status, reply.headers["x-hetlb-instance"]) for reply in replies} == {(200, "i1")}
+        assert len(one.asked) >= 1
+        assert await proxy.metric("hetlb_retries_total") == len(one.asked)
+        await proxy.admin("/v1/fleet/instances/i1/state", "PUT", state="drain")
+        heard = await proxy.ask()
+        assert (heard.status, heard.body) == (503, b'{"error":"full"}')
+        assert heard.headers["retry-after"] == "30"
+        await proxy.fleet_until(at_rest)
+
+
+async def test_a_refused_connection_is_tried_elsewhere(serve: Serve) -> None:
+    async with Engine() as one:
+        fleet = document(one, one)
+        fleet["models"][0]["instances"][0]["url"] = "http://127.0.0.1:9"
+        proxy = await serve(fleet, workers=2)
+        assert {reply.status for reply in await proxy.both_serve()} == {200}
+
+
+async def test_clients_keys_are_reloaded_in_every_relay(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+
+    def write(key: bytes) -> None:
+        keys.write_text(yaml.safe_dump([{"name": "t", "sha256": hashlib.sha256(key).hexdigest()}]))
+
+    write(b"old")
+    async with Engine() as one:
+        proxy = await serve(document(one, proxy={"api_keys_file": "keys.yaml"}), workers=2)
+        statuses = [(await proxy.ask(key="old")).status for _ in range(8)]
+        assert set(statuses) == {200}
+        keys.write_text("nonsense")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 400
+        assert (await proxy.ask(key="old")).status == 200
+        write(b"new")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 200
+        assert {(await proxy.ask(key="old")).status for _ in range(8)} == {401}
+        assert {(await proxy.ask(key="new")).status for _ in range(8)} == {200}
+
+
+async def test_a_relay_that_is_asked_to_end_does_so_and_is_replaced(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(10)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 10)
+        os.kill(proxy.relays[0], signal.SIGTERM)
+        one.released.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        await proxy.said("ended with status 0; another takes its place")
+        await proxy.both_serve()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.workload.content import KEY_TOKENS, UNSHARED, PromptContent, contents_of, in_cycle
+from hetlb.core.prefix_cuts import FIRST_TOKENS, cuts
+from hetlb.workload.content import UNSHARED, PromptContent, contents_of, in_cycle
 from hetlb.workload.traces import Row
 
 #: A prompt as the choices made on its way down a tree; the name of a span says which way it went.
@@ -32,7 +35,8 @@ def test_keys_agree_exactly_where_the_text_does(
         {tokens: name for name, tokens in prompt(path).keys(own, length)}
         for own, (path, length) in enumerate(zip((one, other), lengths, strict=True))
     )
-    assert list(first) == [end for end in KEY_TOKENS if end <= lengths[0]]
+    ends = [*accumulate(length for _, length in one), lengths[0]]
+    assert list(first) == list(cuts(ends, lengths[0], FIRST_TOKENS))
     for end in set(first) & set(second):
         alike = text(one, 0, lengths[0])[:end] == text(other, 1, lengths[1])[:end]
         assert (first[end] == second[end]) == alike, end
@@ -41,7 +45,7 @@ def test_keys_agree_exactly_where_the_text_does(
 def test_a_session_is_named_first() -> None:
     content = contents_of([Row(None, 600, 5, session="s", turn="0")])[0]
     assert content.keys(0, 600)[0] == ("session:s", None)
-    assert [tokens for _, tokens in content.keys(0, 600)[1:]] == [256, 512]
+    assert [tokens for _, tokens in content.keys(0, 600)[1:]] == [256, 512, 600]
 
 
 def test_a_conversation_follows_what_its_blocks_name() -> None:

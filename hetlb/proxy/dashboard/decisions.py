@@ -6,7 +6,7 @@ only for whoever opens it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Reversible
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -45,11 +45,6 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
     }
 
 
-def newest(decisions: Sequence[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:
+def newest(decisions: Reversible[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:
     """Summaries of the last decisions, the newest first."""
     return [decision_summary(dispatch, tokens_so_far) for dispatch in islice(reversed(decisions), count)]
-
-
-def find(decisions: Sequence[Dispatch], lease: int) -> Dispatch | None:
-    """The decision with this number, None if it is not kept any more."""
-    return next((dispatch for dispatch in reversed(decisions) if dispatch.lease.id == lease), None)

@@ -6,7 +6,7 @@ fleet; everything else stands behind the admin listener's guard like any other p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Reversible
 from importlib import resources
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Source(whatif.Source, MetricsSource, Protocol):
     """What the page shows."""
 
     @property
-    def decisions(self) -> Sequence[Dispatch]: ...
+    def decisions(self) -> Reversible[Dispatch]: ...
     async def decision(self, lease: int) -> Dispatch | None: ...
     def tokens_so_far(self, lease: Lease) -> int: ...
 

@@ -35,9 +35,11 @@ SLICE_S = 0.001
 class WorkerState:
     """One of several processes that serve: whether it does now, and how often it had to be started again."""
 
-    number: int
+    number: str
     up: bool
     restarts: int
+    #: Times it was killed because it no longer answered.
+    hangs: int = 0
 
 
 class MetricsSource(Protocol):
@@ -133,7 +135,7 @@ class MetricsPage:
         yield from self._counted(instances, totals, source.invalid_samples)
         yield from self._believed(instances, now)
         yield from self._states(instances)
-        workers = source.workers or (WorkerState(0, True, 0),)
+        workers = source.workers or (WorkerState("0", True, 0),)
         yield _family(
             "hetlb_worker_up", "gauge", "1 for a process that serves requests.",
             [f'{{worker="{each.number}"}} {int(each.up)}' for each in workers],
@@ -141,6 +143,10 @@ class MetricsPage:
         yield _family(
             "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
             [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_worker_hangs_total", "counter", "Times it was killed because it no longer answered.",
+            [f'{{worker="{each.number}"}} {each.hangs}' for each in workers],
         )  # fmt: skip
         yield generate_latest(self._process).decode()
 

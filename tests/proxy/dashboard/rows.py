@@ -20,7 +20,10 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
         1,
         work_ns=0,
         kv_tokens=0,
+        kv_prompt_tokens=0,
+        promised_tokens=0,
         prompt_tokens=0,
+        unread_tokens=0,
         predicted_output=more.get("predicted", 8.0),
         dispatched_at=at - took_s,
     )

@@ -1,7 +1,4 @@
-"""Counters of several processes as one.
-
-Promise: a counter never falls: what a worker that died had last told goes on counting.
-"""
+"""Counters of several processes as one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ended requests of several workers as one history.
+"""Records of ended requests from several relays as one history.
 
-Promise: what workers tell stays packed until somebody looks, which is seldom: to unpack the rows of every
-request, and to free them again, would cost the supervisor more than all else that it does for one. Rows stand
-in the order in which they ended: one counts once no worker can have an older one.
+What relays report stays packed until a page reads it, which is seldom: to unpack the record of every request,
+and to free it again, would cost the scheduler process more than all else that it does for one. Records stand
+in the order in which the requests ended: one is shown once no relay can have an older one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...]])
 
 
 def pack(rows: Sequence[tuple[Any, ...]]) -> bytes:
-    """Rows of a `History` as they are sent."""
+    """Encode rows of a `History`."""
     return _encoder.encode(rows)
 
 
-class FleetRows:
-    """What all workers told, `history` for people."""
+class FleetRecords:
+    """The records of all relays; `history` is what pages read."""
 
     def __init__(self, size: int = ENDED_KEPT) -> None:
         self.history = History(size, self._unpack)
         self._size = size
-        #: How many rows each holds, and they themselves.
+        #: Batches: how many rows each holds, and the rows.
         self._packed: deque[tuple[int, bytes]] = deque()
         self._count = 0
-        #: Rows of some workers that are newer than what others have told.
+        #: Rows of some relays that are newer than what others have reported.
         self._early: list[tuple[Any, ...]] = []
         self._until = 0.0
 
-    def told(self, count: int, packed: bytes) -> None:
-        """A worker told of so many rows."""
+    def add(self, count: int, packed: bytes) -> None:
+        """Add a batch of one relay."""
         self._packed.append((count, packed))
         self._count += count
         while self._count - self._packed[0][0] >= self._size:  # as many newer ones would take their places
@@ -46,8 +46,8 @@ class FleetRows:
             self._count -= missed
             self.history.added += missed
 
-    def whole_until(self, until: float) -> None:
-        """All that ended until then was told by all workers."""
+    def complete_until(self, until: float) -> None:
+        """All requests that ended until then were reported by all relays."""
         self._until = until
 
     def _unpack(self) -> None:

@@ -1,4 +1,4 @@
-"""Ended requests of several workers: all of them, in order, as far as every worker has told."""
+"""Records of several relays: all of them, in order, as far as every relay has reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.history import History
-from hetlb.workers.rows import FleetRows, pack
+from hetlb.workers.record_batches import FleetRecords, pack
 
 
 def _rows(*times: float) -> list[tuple[Any, ...]]:
@@ -24,21 +24,21 @@ def test_a_row_comes_as_it_went() -> None:
     history = History()
     history.add(ended(0.1 + 0.2, used=120, tokens=33))
     history.add(ended(5.0, placed=False, outcome=Outcome.REJECTED_FULL))
-    rows = FleetRows()
-    rows.told(2, pack(history.rows_since(0)))
-    rows.whole_until(5.0)
+    rows = FleetRecords()
+    rows.add(2, pack(history.rows_since(0)))
+    rows.complete_until(5.0)
     assert list(rows.history.copy()) == list(history.copy())
     assert all(type(row) is tuple for row in rows.history.rows_since(0))
 
 
-def test_who_has_not_told_yet_is_waited_for() -> None:
-    rows = FleetRows()
-    rows.told(3, pack(_rows(1.0, 4.0, 6.0)))
+def test_records_wait_for_relays_that_have_not_reported() -> None:
+    rows = FleetRecords()
+    rows.add(3, pack(_rows(1.0, 4.0, 6.0)))
     assert len(rows.history) == 0
-    rows.whole_until(4.0)
+    rows.complete_until(4.0)
     assert [row.ended_at for row in rows.history.copy()] == [1.0, 4.0]
-    rows.told(2, pack(_rows(4.5, 5.0)))
-    rows.whole_until(6.0)
+    rows.add(2, pack(_rows(4.5, 5.0)))
+    rows.complete_until(6.0)
     assert [row.ended_at for row in rows.history.copy()] == [1.0, 4.0, 4.5, 5.0, 6.0]
 
 
@@ -46,8 +46,8 @@ def test_who_has_not_told_yet_is_waited_for() -> None:
     st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.booleans()), max_size=20),
     st.integers(1, 12),
 )
-def test_nobody_who_looks_changes_what_there_is(told: list[tuple[list[int], bool]], size: int) -> None:
-    looked, not_looked, now, every = FleetRows(size), FleetRows(size), 0, []
+def test_reading_changes_nothing(told: list[tuple[list[int], bool]], size: int) -> None:
+    looked, not_looked, now, every = FleetRecords(size), FleetRecords(size), 0, []
     for gaps, looks in told:
         times = []
         for gap in gaps:
@@ -56,8 +56,8 @@ def test_nobody_who_looks_changes_what_there_is(told: list[tuple[list[int], bool
         every += times
         for rows in (looked, not_looked):
             if times:
-                rows.told(len(times), pack(_rows(*times)))
-            rows.whole_until(float(now))
+                rows.add(len(times), pack(_rows(*times)))
+            rows.complete_until(float(now))
         if looks:
             assert [row.ended_at for row in looked.history.copy()] == every[-size:]
             assert looked.history.added == len(every)

@@ -1,0 +1,89 @@
+"""Every way in which a lease ends: the request's outcome, and whom the end counts against.
+
+Promise: an exchange ends a lease with one of these rows and nothing else, so that the table in
+docs/behaviour.md, which is made from them, is what the code does. What a client, the operator or this machine
+caused is reported to the scheduler as an outcome that counts against no instance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hetlb.core.health import Verdict, verdict
+from hetlb.core.types import Outcome
+
+#: An answer that its client held up for this long in all may break off for that reason.
+HELD_UP_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One way to end. `outcome` is the request's, `lease` what the scheduler is told, None for the same."""
+
+    name: str
+    happened: str
+    outcome: Outcome
+    lease: Outcome | None = None
+    server_error: bool = False
+
+    @property
+    def told(self) -> Outcome:
+        """The outcome of the lease."""
+        return self.outcome if self.lease is None else self.lease
+
+    @property
+    def counts_as(self) -> Verdict:
+        """What it says about the instance."""
+        return verdict(self.told, self.server_error)
+
+
+ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)
+REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_ERROR)
+BUSY: Final = End("busy", "429 or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_ERROR)
+SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR, server_error=True)
+NOT_ACCEPTED: Final = End(
+    "not-accepted", "the connection was refused, or not accepted in time", Outcome.CONNECT_FAILED
+)
+LOOP: Final = End("loop", "the instance is this proxy: the request came back", Outcome.CONNECT_FAILED)
+MOVED: Final = End(
+    "moved",
+    "after a reconnect another engine, without the model, answers at its address",
+    Outcome.CONNECT_FAILED,
+)
+DROPPED: Final = End("dropped", "the engine closed the connection without an answer", Outcome.NO_RESPONSE)
+UNREAD: Final = End(
+    "unread",
+    "it closed the connection before it read the request",
+    Outcome.NO_RESPONSE,
+    Outcome.CLIENT_GONE,
+)
+JUNK: Final = End("junk", "no valid HTTP, a redirect, another protocol", Outcome.NO_RESPONSE)
+SILENT: Final = End("silent", "no first byte within `proxy.first_byte_timeout_s`", Outcome.NO_RESPONSE)
+BROKEN: Final = End("broken", "the answer broke off, or ended without `[DONE]`", Outcome.BROKEN_STREAM)
+STALLED: Final = End("stalled", "nothing came for `proxy.idle_timeout_s`", Outcome.BROKEN_STREAM)
+ERROR_EVENT: Final = End("error-event", "an error event in a stream", Outcome.BROKEN_STREAM)
+REFUSED_IN_STREAM: Final = End(
+    "refused-in-stream", "an error event with a code of 4xx", Outcome.BROKEN_STREAM, Outcome.UPSTREAM_ERROR
+)
+HELD_UP: Final = End(
+    "held-up",
+    f"the answer broke off while its client did not read, or after that held it up for {HELD_UP_S:g} s",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
+)
+LEFT: Final = End("left", "the client left, in any phase", Outcome.CLIENT_GONE)
+LOCAL: Final = End("local", "this machine has no descriptors, ports or name server", Outcome.LOCAL_FAULT)
+STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
+
+#: All of them, in the order of the table.
+ENDS: tuple[End, ...] = (
+    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD, JUNK, SILENT, BROKEN,
+    STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL, STOPPED,
+)  # fmt: skip
+
+
+def table() -> str:
+    """The table of docs/behaviour.md."""
+    rows = [f"| {end.happened} | `{end.outcome.value}` | {end.counts_as.value} |" for end in ENDS]
+    return "\n".join(["| the lease ends because | outcome of the request | counts |", "|---|---|---|", *rows])

@@ -1,0 +1,335 @@
+"""Messages between a relay and the scheduler process, version 1 (described in docs/workers.md).
+
+A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
+(big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
+may be appended within a version: a reader ignores those that it does not know. Times are in seconds and
+relative to now, so that the two sides need no common clock.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from hetlb.core.types import Outcome, RejectReason, Request
+
+VERSION: Final = 1
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One message of either side."""
+
+
+# --- from a relay ---
+
+
+class LiveLease(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A lease that runs while its relay meets another scheduler process: what it booked, to book it again.
+
+    `age_s` is the time since its dispatch; `begun` says that its first token has come.
+    """
+
+    request: Arrival
+    lease: int
+    instance: str
+    work_ns: int
+    predicted_output: float
+    age_s: float
+    begun: bool
+
+
+class Arrival(Message, tag=1, frozen=True):
+    """A request to be dispatched; answered by `Dispatch`, `Rejected` or `Refused`. See `core.types.Request`.
+
+    `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
+    process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it.
+    """
+
+    id: int
+    model: str
+    prompt_tokens: int
+    max_tokens: int | None
+    sequences: int
+    longest_prompt_tokens: int
+    generates: bool
+    body_bytes: int
+    prompt_exact: bool
+    prefix_keys: tuple[tuple[str, int | None], ...]
+    priority: int
+    tenant: str | None
+    samples: int
+    response: str | None = None
+    owner: str | None = None
+    strict: bool = False
+
+
+class Hello(Message, tag=2, frozen=True):
+    """The first message of a relay: protocol version, generation of the fleet that it serves, live leases.
+
+    Every id of its requests has `relay` in the bits above the lower 32: no two relays that ever were share
+    one.
+    """
+
+    version: int
+    relay: int
+    generation: int
+    leases: list[LiveLease]
+
+
+class FirstToken(Message, tag=3, frozen=True):
+    """The first byte of a good answer came."""
+
+    request: int
+    lease: int
+
+
+class Ended(Message, tag=4, frozen=True):
+    """A lease ended; with `retry` its request goes on and gets a `Dispatch` or `Rejected`.
+
+    `cached_tokens` of its prompt were in the engine's prefix cache, None where the engine did not say.
+    """
+
+    request: int
+    lease: int
+    outcome: Outcome
+    output_tokens: int
+    retry: bool
+    server_error: bool
+    cached_tokens: int | None = None
+
+
+class Busy(Message, tag=5, frozen=True):
+    """The engine said that it is busy and when to come again; answered by `Dispatch` or `PassOn`."""
+
+    request: int
+    lease: int
+    retry_after_s: float
+
+
+class Cancelled(Message, tag=6, frozen=True):
+    """The client of a request without a lease left."""
+
+    request: int
+
+
+class Made(Message, tag=7, frozen=True):
+    """An answer that can be asked for again was made."""
+
+    response: str
+    instance: str
+    owner: str | None
+
+
+class Report(Message, tag=8, frozen=True):
+    """Counters and records, every half second and when asked. All but `number` may be empty.
+
+    `number` is that of the `Ask` it answers, else 0. `totals` holds all counters since the relay began
+    (pickled `Totals`), `records` those of `record_count` requests that ended; no later report has one that
+    ended before `until`, on the monotonic clock. `tokens` are output tokens so far by lease, `streaming` the
+    instances of which part of an answer came lately, `learnt` bytes and tokens of prompts by model.
+    """
+
+    number: int
+    until: float = 0.0
+    record_count: int = 0
+    records: bytes = b""
+    totals: bytes = b""
+    lost_lines: int = 0
+    tokens: list[tuple[int, int]] = []
+    streaming: list[str] = []
+    learnt: list[tuple[str, int, int]] = []
+
+
+class CameBack(Message, tag=10, frozen=True):
+    """A request to an instance came back to this proxy: the instance leads here."""
+
+    instance: str
+
+
+class ModelsRead(Message, tag=11, frozen=True):
+    """What an engine serves since its connections had to be made again: its `/v1/models` answer."""
+
+    instance: str
+    body: bytes
+
+
+class Prepared(Message, tag=9, frozen=True):
+    """The answer to `Prepare`: "" or why the relay cannot serve that fleet."""
+
+    number: int
+    error: str
+
+
+# --- from the scheduler process ---
+
+
+class Dispatch(Message, tag=33, frozen=True):
+    """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
+
+    `model` is that of a request that named none.
+    """
+
+    request: int
+    lease: int
+    instance: str
+    work_ns: int
+    predicted_output: float
+    expected_s: float
+    model: str
+
+
+class Rejected(Message, tag=34, frozen=True):
+    """Answer the client: the scheduler turned the request down."""
+
+    request: int
+    reason: RejectReason
+    detail: str
+    retry_after_s: float | None
+
+
+class Refused(Message, tag=35, frozen=True):
+    """Answer the client with this status and sentence: what the request asked for is not there."""
+
+    request: int
+    status: int
+    message: str
+
+
+class PassOn(Message, tag=36, frozen=True):
+    """Let the client have the answer of the engine that is busy."""
+
+    request: int
+
+
+class Abort(Message, tag=37, frozen=True):
+    """Stop a request's work at its engine and end it."""
+
+    request: int
+
+
+class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """How an instance is reached. Another `incarnation` is another server, even under the same name.
+
+    `registered` says that it stands in no file; `address` is then the one that its name was resolved to.
+    """
+
+    name: str
+    incarnation: int
+    url: str
+    model: str
+    registered: bool
+    address: str | None
+
+
+class Instances(Message, tag=38, frozen=True):
+    """All instances, before the first `Dispatch` and before any to one that is new."""
+
+    instances: list[InstanceAddress]
+
+
+class View(Message, tag=39, frozen=True):
+    """What relays answer themselves: served names, `/v1/models` (a JSON array), readiness."""
+
+    names: list[str]
+    only_model: str
+    models: bytes
+    routable: bool
+
+
+class Learnt(Message, tag=40, frozen=True):
+    """Prompts of a model were so many bytes and tokens, as engines told other relays."""
+
+    model: str
+    text_bytes: int
+    tokens: int
+
+
+class Waiting(Message, tag=44, frozen=True):
+    """Whether requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
+
+    requests: bool
+
+
+class Ask(Message, tag=41, frozen=True):
+    """Send a `Report` with this number now."""
+
+    number: int
+
+
+class Prepare(Message, tag=42, frozen=True):
+    """Read the keys and certificates of another fleet, which `Commit` may put in force (pickled `Fleet`)."""
+
+    number: int
+    fleet: bytes
+
+
+class Commit(Message, tag=43, frozen=True):
+    """Serve the prepared fleet from now on."""
+
+    number: int
+
+
+FromRelay: TypeAlias = (
+    Arrival | Hello | FirstToken | Ended | Busy | Cancelled | Made | Report | Prepared | CameBack | ModelsRead
+)
+FromScheduler: TypeAlias = (
+    Dispatch
+    | Rejected
+    | Refused
+    | PassOn
+    | Abort
+    | Instances
+    | View
+    | Learnt
+    | Waiting
+    | Ask
+    | Prepare
+    | Commit
+)
+
+
+def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
+    """The message of a request. In a relay `pinned` holds the id of an earlier answer, not an instance."""
+    return Arrival(
+        request.id,
+        request.model,
+        request.prompt_tokens,
+        request.max_tokens,
+        request.sequences,
+        request.longest_prompt_tokens,
+        request.generates,
+        request.body_bytes,
+        request.prompt_exact,
+        request.prefix_keys,
+        request.priority,
+        request.tenant,
+        request.samples,
+        request.pinned,
+        owner,
+        strict,
+    )
+
+
+def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
+    """The request of a message, its model and instance as they were found."""
+    return Request(
+        arrival.id,
+        model,
+        arrival.prompt_tokens,
+        arrival.max_tokens,
+        arrival.sequences,
+        arrival.longest_prompt_tokens,
+        arrival.generates,
+        arrival.body_bytes,
+        arrival.prompt_exact,
+        pinned,
+        arrival.prefix_keys,
+        arrival.priority,
+        arrival.tenant,
+        arrival.samples,
+    )
+
+
+class ProtocolError(msgspec.DecodeError):
+    """A message that the protocol does not allow: the channel is closed."""

@@ -1,0 +1,292 @@
+"""A relay: a process that serves clients and asks the scheduler process where each request goes.
+
+It listens once the scheduler process has looked at the engines. While there is no scheduler process its
+streams go on and its arrivals wait; without a supervisor it accepts no more, ends what it has and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from hetlb.config import Fleet
+from hetlb.errors import HetlbError
+from hetlb.proxy.access import Access, EngineAccess, registered_access
+from hetlb.proxy.driver import EMITS_S
+from hetlb.proxy.front import Front
+from hetlb.proxy.service import require_urls, spare_collector
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.workers.channel import FROM_SCHEDULER, Channel
+from hetlb.workers.control import Control, State
+from hetlb.workers.protocol import (
+    VERSION,
+    Abort,
+    Ask,
+    Commit,
+    Dispatch,
+    FromScheduler,
+    Hello,
+    InstanceAddress,
+    Instances,
+    Learnt,
+    PassOn,
+    Prepare,
+    Prepared,
+    Refused,
+    Rejected,
+    Report,
+    View,
+    Waiting,
+)
+from hetlb.workers.record_batches import pack
+from hetlb.workers.relay_driver import RelayDriver
+
+logger = logging.getLogger("hetlb.workers")
+
+#: How often counters and ended requests are reported.
+REPORT_S: Final = 0.5
+#: Records in one report: a buffer of a megabyte would be fresh zeroed memory every time.
+_RECORDS_AT_ONCE: Final = 500
+#: Records kept until they are reported.
+_RECORDS_KEPT: Final = 20_000
+
+
+class Relay:
+    """One relay: `number` is its place among them, `life` counts all relays that ever were."""
+
+    def __init__(self, number: int, life: int, state: State, control: Control) -> None:
+        self.number = number
+        self._life = life
+        self._control = control
+        self._generation = state.generation
+        self._loop = asyncio.get_running_loop()
+        fleet = state.fleet
+        self._fleet = fleet
+        self._access = require_urls(fleet)
+        self._engines: dict[str, EngineAccess] = dict(self._access.engines)
+        self.driver = RelayDriver(
+            life,
+            fleet.proxy,
+            fleet.queue_limits,
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
+            self._loop,
+            lambda ended: self._front.requests_ended(ended),
+            self._engines,
+        )
+        self.driver.identify(state.own)
+        self._front = Front(self.driver, self, fleet, self._access)
+        self._front.history = History(_RECORDS_KEPT)
+        self._channel: Channel[FromScheduler] | None = None
+        self._scheduler = 0
+        self._models: list[dict[str, Any]] = []
+        self._routable = self._stopping = False
+        self._looked = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._hurry = False
+        self._prepared: tuple[int, Fleet, Access] | None = None
+        self._reported = 0
+        self._reporter: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+
+    # --- what the listener answers itself ---
+
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of `/v1/models`."""
+        return self._models
+
+    def routable(self) -> bool:
+        """Whether some instance takes requests."""
+        return self._routable and not self._stopping
+
+    # --- life ---
+
+    async def run(self, listeners: Sequence[socket.socket]) -> None:
+        """Serve on `listeners`, which are bound, until told to stop."""
+        self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        self._loop.add_reader(self._control.fileno(), self._on_control)
+        whole = stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
+        # A file takes a batch of lines in one piece, a pipe does not.
+        self._front.open_log(None if whole else select.PIPE_BUF)
+        try:
+            looked = asyncio.create_task(self._looked.wait())
+            stop = asyncio.create_task(self._stop.wait())
+            await asyncio.wait([looked, stop], return_when=asyncio.FIRST_COMPLETED)
+            looked.cancel()
+            if not self._stop.is_set():
+                await self._front.server.start("", 0, listeners)
+                self._control.send("ready")
+                self._reporter = self._loop.call_later(REPORT_S, self._report_often)
+                spare_collector()
+            await stop
+            await self._front.stop(0.0 if self._hurry else self._fleet.proxy.shutdown_grace_s)
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
+        await self._front.close()
+        self._report(0)
+        if self._channel is not None:
+            self._channel.close()
+            await asyncio.sleep(0)
+
+    def _on_control(self) -> None:
+        """Do what the supervisor says; without one, leave."""
+        try:
+            while (received := self._control.receive()) is not None:
+                (kind, *rest), fds = received
+                if kind == "ping":
+                    self._control.send("pong", len(self._front.server.connections))
+                elif kind == "scheduler":
+                    task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
+                    self._opening.add(task)
+                    task.add_done_callback(self._opening.discard)
+                elif kind == "stopping":
+                    self._stopping = True
+                elif kind == "stop":
+                    self._hurry = rest[0]
+                    self._stop.set()
+                    if self._hurry:
+                        self.driver.shut_down()
+        except EOFError:
+            self._loop.remove_reader(self._control.fileno())
+            self._stop.set()
+
+    # --- the scheduler process ---
+
+    async def _connect(self, scheduler: int, end: socket.socket) -> None:
+        """There is a scheduler process: tell it of what runs, then of what waits."""
+        if self._channel is not None:
+            self._lost(self._channel)
+        channel: Channel[FromScheduler] = Channel(FROM_SCHEDULER, self._receive, lambda: self._lost(channel))
+        await channel.open(end)
+        self._channel, self._scheduler = channel, scheduler
+        channel.send(Hello(VERSION, self._life, self._generation, self.driver.live_leases()))
+        self.driver.connected(channel)
+
+    def _lost(self, channel: Channel[FromScheduler]) -> None:
+        """A channel is closed: what came of it and was not sent is of no use any more."""
+        if channel is not self._channel:
+            return
+        self._channel = None
+        channel.close()
+        self.driver.disconnected()
+        self._control.send("lost", self._scheduler)
+
+    def _receive(self, messages: list[FromScheduler]) -> None:
+        driver = self.driver
+        for message in messages:
+            if isinstance(message, Dispatch):
+                driver.dispatch(message)
+            elif isinstance(message, Rejected):
+                driver.reject(message)
+            elif isinstance(message, Refused):
+                driver.refuse(message.request, message.status, message.message)
+            elif isinstance(message, PassOn):
+                driver.pass_on(message.request)
+            elif isinstance(message, Abort):
+                driver.abort(message.request)
+            elif isinstance(message, Instances):
+                self._set_instances(message.instances)
+            elif isinstance(message, View):
+                self._set_view(message)
+            elif isinstance(message, Learnt):
+                driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
+            elif isinstance(message, Waiting):
+                driver.others_wait = message.requests
+            elif isinstance(message, Ask):
+                self._report(message.number)
+            elif isinstance(message, Prepare):
+                self._prepare(message)
+            elif isinstance(message, Commit):
+                self._commit(message.number)
+
+    def _set_instances(self, addresses: list[InstanceAddress]) -> None:
+        access = self._access
+        self._engines.clear()
+        for each in addresses:
+            if each.registered:
+                self._engines[each.name] = registered_access(
+                    each.url,
+                    access.model_keys.get(each.model),
+                    passthrough=self._fleet.proxy.passthrough_authorization,
+                    address=each.address,
+                )
+            elif each.name in access.engines:
+                self._engines[each.name] = access.engines[each.name]
+        self.driver.instances(addresses)
+
+    def _set_view(self, view: View) -> None:
+        self.driver.served = frozenset(view.names)
+        self.driver.only_model = view.only_model
+        self._models = msgspec.json.decode(view.models)
+        self._routable = view.routable
+        self._looked.set()
+
+    # --- reloads ---
+
+    def _prepare(self, message: Prepare) -> None:
+        """Read the keys of another fleet; they may not be there."""
+        error = ""
+        try:
+            fleet: Fleet = pickle.loads(message.fleet)
+            self._prepared = message.number, fleet, require_urls(fleet)
+        except HetlbError as caught:
+            error = str(caught)
+        if self._channel is not None:
+            self._channel.send(Prepared(message.number, error))
+
+    def _commit(self, number: int) -> None:
+        if self._prepared is None or self._prepared[0] != number:
+            logger.error("relay %d cannot follow a reload: it leaves", self.number)
+            self._stop.set()
+            return
+        self._generation, self._fleet, self._access = self._prepared
+        self._prepared = None
+        self._engines.update(self._access.engines)
+        self._front.configure(self._fleet, self._access)
+
+    # --- reports ---
+
+    def _report_often(self) -> None:
+        self._reporter = self._loop.call_later(REPORT_S, self._report_often)
+        self._report(0)
+
+    def _report(self, number: int) -> None:
+        """Send the counters, and the records of all requests that ended until now."""
+        channel, driver = self._channel, self.driver
+        if channel is None:
+            return
+        totals, history = driver.totals, self._front.history
+        records = history.rows_since(self._reported)
+        self._reported = history.added
+        while len(records) > _RECORDS_AT_ONCE:
+            some, records = records[:_RECORDS_AT_ONCE], records[_RECORDS_AT_ONCE:]
+            channel.send(Report(0, 0.0, len(some), pack(some)))
+            channel.flush()
+        channel.send(
+            Report(
+                number,
+                driver.now(),
+                len(records),
+                pack(records),
+                pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
+                self._front.lost_lines,
+                driver.recent_tokens(),
+                sorted(driver.streaming(driver.now() - EMITS_S)),
+                driver.learnt(),
+            )
+        )

@@ -1,0 +1,432 @@
+"""Driver of a relay: its exchanges are here, its scheduler in another process.
+
+Facts go up the channel and commands come down; between them an exchange waits as it does in the queue. While
+there is no scheduler process, streams go on and arrivals wait, within the limits of the queue, for at most
+`no_instance_timeout_s`; the next one hears of every live lease and of every request that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, Protocol
+
+from hetlb.config import ProxyTable
+from hetlb.core.admission import QueueLimits
+from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
+from hetlb.proxy import replies
+from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.body import Call
+from hetlb.proxy.driver import ExchangeDriver, Target
+from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.ends import End
+from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.http1 import ResponseHead
+from hetlb.proxy.scheduling import several_models
+from hetlb.proxy.scrape import read_model_list
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.proxy.upstream import EngineConnection
+from hetlb.workers.protocol import (
+    Arrival,
+    Busy,
+    CameBack,
+    Cancelled,
+    Dispatch,
+    Ended,
+    FirstToken,
+    InstanceAddress,
+    LiveLease,
+    Made,
+    Message,
+    ModelsRead,
+    Rejected,
+    arrival_of,
+)
+
+#: Bits of a request's id below the number of its relay.
+ID_BITS: Final = 32
+#: Leases of which the tokens so far are reported: what the dashboard lists.
+_RECENT: Final = 25
+#: Bytes of a busy engine's answer that are held; more than that waits in its connection.
+_HELD_BYTES: Final = 64 << 10
+_PINNED: Final = Kind.PINNED
+
+
+class Sender(Protocol):
+    """The channel, as a driver sees it."""
+
+    def send(self, message: Message) -> None: ...
+    def post(self, message: Message) -> None: ...
+
+
+class RelayDriver(ExchangeDriver):
+    """A driver that asks the scheduler process over `sender`."""
+
+    def __init__(
+        self,
+        relay: int,
+        table: ProxyTable,
+        limits: QueueLimits,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        on_ended: Callable[[list[Exchange]], None] | None = None,
+        access: Mapping[str, EngineAccess] | None = None,
+    ) -> None:
+        super().__init__(table, token_estimator, loop, on_ended, access)
+        self._next_id = (relay << ID_BITS) + 1
+        self._limits = limits
+        self._sender: Sender | None = None
+        self._alone_since = self.now()
+        self._targets: dict[str, Target] = {}
+        self._incarnations: dict[str, int] = {}
+        self._next_incarnation = 1
+        self._held: dict[RequestId, _HeldAnswer] = {}
+        self._recent: deque[Lease] = deque(maxlen=_RECENT)
+        self._learnt: dict[str, tuple[int, int]] = {}
+        #: What engines served when connections to them were made again, by instance.
+        self._read: dict[str, set[str]] = {}
+        self.on_reconnect = self.reconnected
+        #: Whether requests wait somewhere: what frees an instance is said at once then.
+        self.others_wait = False
+        #: Names that some instance answers to, and the one where there is one.
+        self.served: frozenset[str] = frozenset()
+        self.only_model = ""
+
+    # --- the channel ---
+
+    def live_leases(self) -> list[LiveLease]:
+        """What another scheduler process books again: leases on instances that are still in the fleet."""
+        now, live = self.now(), []
+        for exchange in self.exchanges.values():
+            lease = exchange.lease
+            if lease is None or exchange.phase is Phase.QUEUE:
+                continue
+            target = self._targets.get(lease.instance)
+            if target is None or target.incarnation != lease.incarnation:
+                continue
+            live.append(
+                LiveLease(
+                    self._arrival(exchange),
+                    lease.id,
+                    lease.instance,
+                    lease.work_ns,
+                    lease.predicted_output,
+                    now - lease.dispatched_at,
+                    lease.first_token_at is not None,
+                )
+            )
+        return live
+
+    def connected(self, sender: Sender) -> None:
+        """A scheduler process knows of the live leases: send it what waits, the oldest first."""
+        self._sender = sender
+        self._incarnations.clear()
+        for exchange in self.exchanges.values():
+            if exchange.phase is Phase.QUEUE:
+                sender.send(self._arrival(exchange))
+
+    def disconnected(self) -> None:
+        """There is no scheduler process for now."""
+        self._sender = None
+        self._alone_since = self.now()
+        for held in list(self._held.values()):
+            held.pass_on()
+
+    def _send(self, message: Message) -> None:
+        if self._sender is not None:
+            self._sender.send(message)
+
+    def _post(self, message: Message) -> None:
+        """Send a message that nothing waits for, unless requests do."""
+        if self.others_wait:
+            self._send(message)
+        elif self._sender is not None:
+            self._sender.post(message)
+
+    def _arrival(self, exchange: Exchange) -> Arrival:
+        return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
+
+    # --- facts ---
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.served
+
+    @property
+    def waiting(self) -> int:
+        return sum(exchange.phase is Phase.QUEUE for exchange in self.exchanges.values())
+
+    def submit(self, exchange: Exchange) -> None:
+        self.exchanges[exchange.request.id] = exchange
+        if self._sender is None and not self._has_room():
+            detail = "Too many requests are waiting for an instance."
+            exchange.rejected(Reject(exchange.request.id, RejectReason.QUEUE_FULL, detail, 1.0))
+            return
+        self._send(self._arrival(exchange))
+
+    def _has_room(self) -> bool:
+        """Whether what waits without a scheduler process is within the queue's limits."""
+        limits = self._limits
+        waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUE]
+        if limits.max_requests is not None and len(waiting) > limits.max_requests:
+            return False
+        return limits.max_bytes is None or sum(each.body_bytes for each in waiting) <= limits.max_bytes
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        lease.first_token_at = now
+        self._post(FirstToken(lease.request.id, lease.id))
+
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        lease.ended = True
+        self._held.pop(lease.request.id, None)
+        if retry:
+            self._totals.tried_again(lease.instance, outcome)
+        ended = Ended(
+            lease.request.id,
+            lease.id,
+            outcome,
+            lease.output_tokens,
+            retry,
+            server_error,
+            lease.reported_cached_tokens,
+        )
+        if retry:
+            self._send(ended)
+        else:
+            self._post(ended)
+
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+        if self._sender is not None:  # else the client gets what the engine said
+            request_id = exchange.request.id
+            self._held[request_id] = _HeldAnswer(exchange, self._held)
+            self._send(Busy(request_id, lease.id, retry_after_s))
+
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        self._send(Cancelled(request_id))
+
+    def retry_after_s(self, reject: Reject) -> float | None:
+        return reject.retry_after_s  # the scheduler process has looked at the whole queue
+
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        super().learn_prompt(model, call, tokens)
+        if not call.images:  # what their sizes mean each relay learns by itself
+            known_bytes, known_tokens = self._learnt.get(model, (0, 0))
+            self._learnt[model] = known_bytes + call.text_bytes, known_tokens + tokens
+
+    # --- answers that can be asked for again: the scheduler process knows where they are ---
+
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        self._send(Made(response_id, instance, tenant))
+
+    def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
+        return response_id
+
+    def pinned_serves(self, pinned: str, model: str) -> bool:
+        return True
+
+    def model_at(self, pinned: str | None) -> str:
+        return self.only_model or ("" if pinned is not None else several_models())
+
+    # --- engines that turned out to be others ---
+
+    def came_back(self, instance: str) -> None:
+        self._send(CameBack(instance))
+
+    def reconnected(self, instance: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now."""
+        self._read[instance] = {entry["id"] for entry in read_model_list(body)}
+        self._send(ModelsRead(instance, body))
+
+    def serves(self, lease: Lease) -> bool:
+        names = self._read.get(lease.instance)
+        return not names or lease.request.model in names
+
+    # --- for reports ---
+
+    def learnt(self) -> list[tuple[str, int, int]]:
+        """Bytes and tokens of prompts since the last time, by model."""
+        learnt, self._learnt = self._learnt, {}
+        return [(model, text_bytes, tokens) for model, (text_bytes, tokens) in learnt.items()]
+
+    def recent_tokens(self) -> list[tuple[int, int]]:
+        """Output tokens so far of the newest leases that run."""
+        return [(lease.id, self.tokens_so_far(lease)) for lease in self._recent if not lease.ended]
+
+    # --- instances ---
+
+    def targets(self) -> Iterable[Target]:
+        return self._targets.values()
+
+    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
+        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
+        targets: dict[str, Target] = {}
+        incarnations: dict[str, int] = {}
+        for each in addresses:
+            name, known = each.name, self._targets.get(each.name)
+            same = self._incarnations.get(name, each.incarnation) == each.incarnation
+            if known is None or known.url != each.url or not same:
+                known = Target(name, self._next_incarnation, each.url)
+                self._next_incarnation += 1
+            targets[name] = known
+            incarnations[name] = each.incarnation
+        for name in self._read.keys() - targets.keys():
+            del self._read[name]
+        self._targets, self._incarnations = targets, incarnations
+        self.drop_unused_pools()
+
+    # --- commands ---
+
+    def dispatch(self, command: Dispatch) -> None:
+        """Send a request on its way, unless it ended meanwhile: the scheduler process has been told so."""
+        exchange = self.exchanges.get(command.request)
+        if exchange is None:
+            return
+        if self._held.pop(command.request, None) is not None:
+            assert exchange.lease is not None
+            self._totals.tried_again(exchange.lease.instance, Outcome.UPSTREAM_ERROR)
+            exchange.lease.ended = True
+            exchange.turned_away()
+        if command.model:
+            exchange.request.model = command.model
+        target, now = self._targets[command.instance], self.now()
+        lease = Lease(
+            command.lease,
+            exchange.request,
+            target.name,
+            target.incarnation,
+            # The tokens that it books are known to the scheduler process alone.
+            work_ns=command.work_ns,
+            kv_tokens=0,
+            kv_prompt_tokens=0,
+            promised_tokens=0,
+            prompt_tokens=0,
+            unread_tokens=0,
+            predicted_output=command.predicted_output,
+            dispatched_at=now,
+        )
+        self._recent.append(lease)
+        if target.incarnation not in self._pools:
+            self.open_pool(target.incarnation, target.name, target.url)
+        exchange.dispatched(lease, now, command.expected_s)
+
+    def reject(self, command: Rejected) -> None:
+        """Answer a request that was turned down."""
+        exchange = self.exchanges.get(command.request)
+        if exchange is not None:
+            exchange.rejected(Reject(command.request, command.reason, command.detail, command.retry_after_s))
+
+    def refuse(self, request_id: RequestId, status: int, message: str) -> None:
+        """Answer a request for something that is not there."""
+        exchange = self.exchanges.get(request_id)
+        if exchange is not None:
+            exchange.refused(replies.bad_request(status), message)
+
+    def pass_on(self, request_id: RequestId) -> None:
+        """Let the client have what a busy engine said."""
+        held = self._held.get(request_id)
+        if held is not None:
+            held.pass_on()
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop a request."""
+        exchange = self.exchanges.get(request_id)
+        if exchange is not None:
+            exchange.client_gone()
+
+    # --- time ---
+
+    def _sweep(self) -> None:
+        super()._sweep()
+        waited_s = self.now() - self._alone_since if self._sender is None else -math.inf
+        if waited_s >= self._limits.no_instance_timeout_s:
+            for exchange in list(self.exchanges.values()):
+                if exchange.phase is Phase.QUEUE:
+                    detail = "The scheduler is not there."
+                    exchange.rejected(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
+
+
+class _HeldAnswer:
+    """The answer of a busy engine, from behind its head on, while the scheduler process looks for another."""
+
+    __slots__ = ("_body", "_connection", "_end", "_exchange", "_failure", "_registry", "_size")
+
+    def __init__(self, exchange: Exchange, registry: dict[RequestId, _HeldAnswer]) -> None:
+        self._exchange = exchange
+        self._registry = registry
+        self._connection: EngineConnection | None = exchange.divert(self)
+        self._body: list[bytes] = []
+        self._size = 0
+        self._end: bytes | None = None
+        self._failure: tuple[End, str] | None = None
+
+    def pass_on(self) -> None:
+        """Give the exchange what came, and the rest as it comes."""
+        exchange, connection = self._exchange, self._connection
+        self._registry.pop(exchange.request.id, None)
+        if connection is not None:
+            connection.exchange = exchange
+        for payload in self._body:
+            exchange.engine_body(payload)
+        if self._failure is not None:
+            end, detail = self._failure
+            exchange.engine_failed(end, detail)
+        elif self._end is not None:
+            exchange.engine_end(self._end)
+        elif connection is not None:
+            connection.resume()
+
+    # --- from the engine's connection ---
+
+    @property
+    def method(self) -> bytes:
+        """The method of the request."""
+        return self._exchange.method
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Never called: the connection has carried the request."""
+        raise AssertionError("expected an engine that has answered")
+
+    def engine_identified(self) -> None:
+        """Never called: the connection has carried the request."""
+        raise AssertionError("expected an engine that has answered")
+
+    def engine_lost_idle(self) -> None:
+        """Never called: the engine has answered."""
+        raise AssertionError("expected an engine that has answered")
+
+    @property
+    def plain(self) -> bool:
+        """False: what comes is kept."""
+        return False
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """Never called: the head has come."""
+        raise AssertionError("expected the body of an answer")
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """False: this is no stream."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        """Keep it; read no more than can be kept."""
+        self._body.append(payload)
+        self._size += len(payload)
+        if self._size > _HELD_BYTES and self._connection is not None:
+            self._connection.pause()
+
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole, and its connection free for others."""
+        self._end = payload
+        self._left()
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The answer broke off."""
+        self._failure = end, detail
+        self._left()
+
+    def _left(self) -> None:
+        self._connection = None
+        self._exchange.engine_done()

@@ -1,0 +1,507 @@
+"""Driver of the scheduler process: facts come from relays, commands go back to them.
+
+Every open request is known with its relay and its lease. A relay that is gone takes its own along: its leases
+end as if their clients had left. A message about a lease that is not its request's (the two sides spoke at
+the same time) ends the request as its relay says, with an outcome that blames no instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Final
+
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    Abort,
+    Command,
+    Dispatch,
+    EngineSample,
+    HealthChanged,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    Lease,
+    LiveLease,
+    Outcome,
+    PassOn,
+    Probed,
+    ProbeResult,
+    Reject,
+    Request,
+    RequestId,
+)
+from hetlb.proxy.driver import EMITS_S, SWEEP_S
+from hetlb.proxy.expected import expected_s
+from hetlb.proxy.http1 import GateError
+from hetlb.proxy.retryafter import DrainRate
+from hetlb.proxy.scheduling import (
+    Decisions,
+    Responses,
+    StallWatch,
+    log_health,
+    log_loop,
+    only_model,
+    retry_after_s,
+    served_at,
+    several_models,
+)
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.workers import protocol
+from hetlb.workers.channel import Channel
+from hetlb.workers.protocol import (
+    Arrival,
+    Busy,
+    CameBack,
+    Cancelled,
+    Ended,
+    FirstToken,
+    FromRelay,
+    Hello,
+    Made,
+    ModelsRead,
+    Prepared,
+    Report,
+    request_of,
+)
+from hetlb.workers.relay_driver import ID_BITS
+
+#: Arrivals wait so long for the live leases of other relays when a scheduler process begins.
+RESTORE_S: Final = 0.2
+
+
+class RelayLink:
+    """A relay's channel, and what it reported last. `life` is the number that its request ids begin with."""
+
+    def __init__(self, life: int, number: int) -> None:
+        self.life = life
+        self.number = number
+        self.channel: Channel[FromRelay] | None = None
+        self.greeted = False
+        self.report = Report(0)
+        self.tokens: dict[int, int] = {}
+        #: Answers that are waited for: reports and preparations, by number.
+        self.asked: dict[int, asyncio.Future[str]] = {}
+
+    def send(self, message: protocol.Message) -> None:
+        """Send a message; dropped where the relay is gone."""
+        if self.channel is not None:
+            self.channel.send(message)
+
+    @property
+    def totals(self) -> Totals | None:
+        """Its counters as of the last report."""
+        totals: Totals | None = pickle.loads(self.report.totals) if self.report.totals else None
+        return totals
+
+
+class _Open:
+    """A request that has not ended: its relay, and its lease with the number that the relay knows it by."""
+
+    __slots__ = ("lease", "lease_number", "link", "named", "request")
+
+    def __init__(self, link: RelayLink, request: Request, named: bool) -> None:
+        self.link = link
+        self.request = request
+        #: Whether it named its model.
+        self.named = named
+        self.lease: Lease | None = None
+        self.lease_number = 0
+
+
+class RelayHost:
+    """The scheduler's driver over relays. `on_view` is called when what relays answer may differ."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        on_view: Callable[[], None],
+        on_report: Callable[[RelayLink, Report], None],
+        on_loop: Callable[[str], None] = lambda instance: None,
+        on_models: Callable[[str, bytes], None] = lambda instance, body: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.loop = loop
+        self.now: Callable[[], float] = loop.time
+        self.decisions = Decisions(len(scheduler.instances))
+        self.links: list[RelayLink] = []
+        self._on_view = on_view
+        self._on_report = on_report
+        self._on_loop = on_loop
+        self._on_models = on_models
+        self._open: dict[RequestId, _Open] = {}
+        self._responses = Responses()
+        self._totals = Totals()
+        self._arrival_s: list[float] = []
+        self._end_s: list[float] = []
+        self._drain_rate = DrainRate(random.Random())
+        self._streaming_at: dict[str, float] = {}
+        #: Relays whose live leases are waited for, and the arrivals that wait for them.
+        self._awaited: set[int] = set()
+        self._early: list[tuple[RelayLink, Arrival]] = []
+        #: How often the fleet was reloaded: a relay that serves another one is replaced.
+        self.generation = 0
+        #: How long a probe may take, in seconds.
+        self.probe_timeout_s = 0.0
+        self._stalls = StallWatch(loop)
+        #: Instances and addresses of those that were registered (None where the name resolves itself).
+        self.registered: dict[str, str | None] = {}
+        #: Whether requests wait, as the relays know it.
+        self._waiting = False
+        self._ticker: asyncio.TimerHandle | None = None
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep_due = perf_counter() + SWEEP_S
+
+    def close(self) -> None:
+        """Stop the timers and close every channel."""
+        self._stalls.close()
+        for timer in (self._ticker, self._sweeper):
+            if timer is not None:
+                timer.cancel()
+        for link in list(self.links):
+            if link.channel is not None:
+                link.channel.close()
+
+    # --- relays ---
+
+    def expect(self, lives: Iterable[int]) -> None:
+        """Have arrivals wait for the live leases of these relays, for a moment."""
+        self._awaited.update(lives)
+        if self._awaited:
+            self.loop.call_later(RESTORE_S, self._restored)
+
+    def connected(self, link: RelayLink) -> None:
+        """A channel to a relay is open."""
+        self.links.append(link)
+        link.send(self.addresses())
+        link.send(protocol.Waiting(self._waiting))
+
+    def disconnected(self, link: RelayLink) -> None:
+        """A relay is gone: its requests end as if their clients had left."""
+        if link not in self.links:
+            return
+        self.links.remove(link)
+        link.channel = None
+        for answer in link.asked.values():
+            if not answer.done():
+                answer.set_result("the relay is gone")
+        self._awaited.discard(link.life)
+        self._early = [early for early in self._early if early[0] is not link]
+        for open_request in [each for each in self._open.values() if each.link is link]:
+            self._end(open_request, Outcome.CLIENT_GONE, self.now())
+        if not self._awaited:
+            self._restored()
+
+    def addresses(self) -> protocol.Instances:
+        """The message that names all instances."""
+        return protocol.Instances(
+            [
+                protocol.InstanceAddress(
+                    each.name,
+                    each.incarnation,
+                    each.spec.url,
+                    each.spec.model,
+                    each.name in self.registered,
+                    self.registered.get(each.name),
+                )
+                for each in self.scheduler.instances
+            ]
+        )
+
+    def broadcast(self, message: protocol.Message) -> None:
+        """Send a message to every relay."""
+        for link in self.links:
+            link.send(message)
+
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or as of its relay's last report."""
+        found = None if lease.ended else self._open.get(lease.request.id)
+        if found is None or found.lease is not lease:
+            return lease.output_tokens
+        return found.link.tokens.get(found.lease_number, 0)
+
+    # --- messages of relays ---
+
+    def receive(self, link: RelayLink, messages: list[FromRelay]) -> None:
+        """Do what a batch of messages says."""
+        now = self.now()
+        for message in messages:
+            if isinstance(message, Arrival):
+                self._arrived(link, message, now)
+            elif isinstance(message, FirstToken):
+                self._begun(message, now)
+            elif isinstance(message, Ended):
+                self._ended(message, now)
+            elif isinstance(message, Cancelled):
+                self._cancelled(message.request, now)
+            elif isinstance(message, Busy):
+                self._busy(message, now)
+            elif isinstance(message, Made):
+                self._responses.add(message.response, message.instance, message.owner)
+            elif isinstance(message, Report):
+                self._reported(link, message, now)
+            elif isinstance(message, Hello):
+                self._greeted(link, message, now)
+            elif isinstance(message, CameBack):
+                log_loop(message.instance)
+                self._on_loop(message.instance)
+            elif isinstance(message, ModelsRead):
+                self._on_models(message.instance, message.body)
+            elif isinstance(message, Prepared):
+                self._answered(link, -message.number, message.error)
+        if self._ticker is None:
+            self._tick_later()
+        self._say_waiting()
+
+    def _say_waiting(self) -> None:
+        """Let relays know whether requests wait, when that changes."""
+        waiting = len(self.scheduler.queue) > 0
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self.broadcast(protocol.Waiting(waiting))
+
+    def _greeted(self, link: RelayLink, hello: Hello, now: float) -> None:
+        """A relay's first message: book its live leases again."""
+        if hello.version != protocol.VERSION or hello.relay != link.life or link.greeted:
+            raise protocol.ProtocolError(
+                f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
+            )
+        link.greeted = True
+        if hello.generation != self.generation:
+            link.send(protocol.Commit(self.generation))  # it was not prepared, and leaves
+        for live in hello.leases:
+            request = request_of(live.request, live.request.model, None)
+            facts = LiveLease(
+                request,
+                live.instance,
+                live.work_ns,
+                live.predicted_output,
+                now - live.age_s,
+                live.begun,
+            )
+            lease = self.scheduler.restore(facts, now)
+            if lease is not None:
+                found = self._open[request.id] = _Open(link, request, True)
+                found.lease, found.lease_number = lease, live.lease
+        self._awaited.discard(link.life)
+        if not self._awaited:
+            self._restored()
+
+    def _restored(self) -> None:
+        """The live leases are booked: place what has arrived meanwhile."""
+        self._awaited.clear()
+        early, self._early = self._early, []
+        for link, arrival in early:
+            self._arrived(link, arrival, self.now())
+
+    def _arrived(self, link: RelayLink, arrival: Arrival, now: float) -> None:
+        if self._awaited:
+            self._early.append((link, arrival))
+            return
+        if arrival.id >> ID_BITS != link.life or arrival.id in self._open:
+            raise protocol.ProtocolError(f"expected a new id of relay {link.life}, got {arrival.id}")
+        model, pinned = arrival.model, None
+        if arrival.response is not None:
+            try:
+                model, pinned = self._pin(arrival, arrival.response)
+            except GateError as error:
+                link.send(protocol.Refused(arrival.id, error.status, error.message))
+                return
+        request = request_of(arrival, model, pinned)
+        self._open[request.id] = _Open(link, request, bool(arrival.model))
+        started = perf_counter()
+        commands = self.scheduler.on_arrival(request, now)
+        self._arrival_s.append(perf_counter() - started)
+        self.carry_out(commands)
+
+    def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
+        """The model and the instance of a request about an earlier answer. Raises `GateError`."""
+        scheduler, model = self.scheduler, arrival.model
+        pinned = self._responses.find(response, arrival.owner, scheduler, strict=arrival.strict)
+        if pinned is None:
+            return model or only_model(scheduler) or several_models(), None
+        served = served_at(scheduler, pinned)
+        if arrival.strict or not model:
+            return served[0], pinned
+        # Of another model: it is not there, and the engine says so.
+        return model, pinned if model in served else None
+
+    def _lease_of(self, request_id: RequestId, lease_number: int) -> _Open | None:
+        """A request that still has the lease of this number."""
+        found = self._open.get(request_id)
+        return None if found is None or found.lease_number != lease_number else found
+
+    def _begun(self, message: FirstToken, now: float) -> None:
+        found = self._lease_of(message.request, message.lease)
+        lease = None if found is None else found.lease
+        if lease is not None and (commands := self.scheduler.on_first_token(lease, now)):
+            self.carry_out(commands)
+
+    def _cancelled(self, request_id: RequestId, now: float) -> None:
+        found = self._open.get(request_id)
+        if found is not None:
+            self._end(found, Outcome.CLIENT_GONE, now)
+        else:  # it may wait for the live leases
+            self._early = [each for each in self._early if each[1].id != request_id]
+
+    def _ended(self, message: Ended, now: float) -> None:
+        found = self._open.get(message.request)
+        if found is None:
+            return  # on an instance that was gone before this process began
+        lease = found.lease
+        if lease is None or found.lease_number != message.lease:
+            self._end(found, Outcome.CLIENT_GONE, now)
+            return
+        lease.output_tokens = message.output_tokens
+        lease.reported_cached_tokens = message.cached_tokens
+        self._end(found, message.outcome, now, retry=message.retry, server_error=message.server_error)
+
+    def _end(
+        self,
+        found: _Open,
+        outcome: Outcome,
+        now: float,
+        *,
+        retry: bool = False,
+        server_error: bool = False,
+    ) -> None:
+        """A request, or with `retry` its lease, ended."""
+        lease, found.lease = found.lease, None
+        if not retry:
+            del self._open[found.request.id]
+        if lease is None:
+            self.carry_out(self.scheduler.on_cancelled(found.request.id, now))
+            return
+        if not retry:
+            self._drain_rate.ended(now)
+        started = perf_counter()
+        commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
+        self._end_s.append(perf_counter() - started)
+        self.carry_out(commands)
+
+    def _busy(self, message: Busy, now: float) -> None:
+        found = self._lease_of(message.request, message.lease)
+        if found is not None and found.lease is not None:
+            self.carry_out(self.scheduler.on_busy(found.lease, message.retry_after_s, now))
+
+    def _reported(self, link: RelayLink, report: Report, now: float) -> None:
+        self._on_report(link, report)
+        for name in report.streaming:
+            self._streaming_at[name] = now
+        for model, text_bytes, tokens in report.learnt:
+            for other in self.links:
+                if other is not link:
+                    other.send(protocol.Learnt(model, text_bytes, tokens))
+        if report.totals:
+            link.report, link.tokens = report, dict(report.tokens)
+        if report.number:
+            self._answered(link, report.number, "")
+
+    def _answered(self, link: RelayLink, number: int, answer: str) -> None:
+        asked = link.asked.pop(number, None)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
+    # --- facts about instances ---
+
+    def change(self, change: InstanceChange) -> None:
+        """Something about an instance changed."""
+        probed, now = isinstance(change, Probed), self.now()
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
+            since = self._streaming_at.get(change.name)
+            if since is not None and now - since < EMITS_S:
+                return  # busy, not dead: its probes wait behind its work
+            if self._stalls.since(now - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
+        commands = self.scheduler.on_instance(change, now)
+        if isinstance(change, InstanceAdded | InstanceRemoved):
+            self.broadcast(self.addresses())
+            self.decisions.bound(len(self.scheduler.instances))
+        if commands or not probed:
+            self._on_view()
+        self.carry_out(commands)
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        """An engine's metrics were read."""
+        self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+
+    def set_policy(self, name: str) -> None:
+        """Switch the policy."""
+        self.carry_out(self.scheduler.set_policy(name, self.now()))
+
+    # --- commands ---
+
+    def carry_out(self, commands: list[Command]) -> None:
+        """Send what the scheduler said to the relays that it is for."""
+        for command in commands:
+            if type(command) is Dispatch:
+                self._dispatch(command)
+            elif isinstance(command, Reject):
+                open_request = self._open.pop(command.request_id)
+                again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
+                open_request.link.send(
+                    protocol.Rejected(command.request_id, command.reason, command.detail, again_s)
+                )
+            elif isinstance(command, HealthChanged):
+                log_health(command, self._totals)
+                self._on_view()
+            elif isinstance(command, PassOn):
+                self._open[command.request_id].link.send(protocol.PassOn(command.request_id))
+            else:
+                assert isinstance(command, Abort)
+                self._open[command.request_id].link.send(protocol.Abort(command.request_id))
+        if self._ticker is None:
+            self._tick_later()
+
+    def _dispatch(self, command: Dispatch) -> None:
+        self._totals.decisions += 1
+        self.decisions.add(command)
+        lease, found = command.lease, self._open[command.request_id]
+        found.lease, found.lease_number = lease, lease.id
+        found.link.send(
+            protocol.Dispatch(
+                command.request_id,
+                lease.id,
+                lease.instance,
+                lease.work_ns,
+                lease.predicted_output,
+                expected_s(self.scheduler.holder(lease), lease),
+                "" if found.named else found.request.model,
+            )
+        )
+
+    # --- time ---
+
+    def _tick_later(self) -> None:
+        deadline = self.scheduler.next_deadline()
+        if deadline is not None:
+            self._ticker = self.loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        self.carry_out(self.scheduler.on_tick(self.now()))
+        self._say_waiting()
+
+    def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        clock = perf_counter()
+        self._totals.lag.observe(max(0.0, clock - self._sweep_due))
+        self._sweep_due = clock + SWEEP_S
+        self.settle()
+
+    def settle(self) -> None:
+        """Count the scheduler's calls since the last time."""
+        self._totals.arrival.observe_all(self._arrival_s)
+        self._totals.end.observe_all(self._end_s)
+        self._arrival_s.clear()
+        self._end_s.clear()
+
+    @property
+    def totals(self) -> Totals:
+        """What is counted here: decisions, ejections, reloads, the scheduler's calls."""
+        self.settle()
+        return self._totals

@@ -1,0 +1,369 @@
+"""The scheduler process of several: the one scheduler, with probes, reloads and the admin listener.
+
+It is a `FleetService` whose driver (`RelayHost`) speaks with the relays instead of owning exchanges. Every
+request of every relay goes through the same scheduler object with the same event log. What a successor begins
+with (`State`) is with the supervisor before it is in force here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import pickle
+import signal
+import socket
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hetlb.config import Fleet
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    InstanceAdded,
+    InstanceChange,
+    InstanceSpec,
+    Lease,
+    ModelsLearned,
+)
+from hetlb.errors import ConfigError, InputError
+from hetlb.proxy.access import Access
+from hetlb.proxy.scheduling import only_model
+from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, spare_collector
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.prometheus import WorkerState
+from hetlb.workers.channel import FROM_RELAY, Channel
+from hetlb.workers.control import Control, State
+from hetlb.workers.merge_counters import add, merged
+from hetlb.workers.protocol import Ask, Commit, FromRelay, Message, Prepare, Report, View
+from hetlb.workers.record_batches import FleetRecords
+from hetlb.workers.relay_host import RelayHost, RelayLink
+
+logger = logging.getLogger("hetlb.workers")
+
+#: Several changes within so long are one message for the relays.
+_VIEW_S: Final = 0.01
+#: How long relays may take to answer.
+_ANSWER_S: Final = 10.0
+_REPORT_ANSWER_S: Final = 1.0
+#: The first round of probes of a successor takes so long at most: requests are waiting.
+_NEXT_ROUND_S: Final = 0.2
+
+
+class SchedulerProcess(FleetService):
+    """`life` counts the scheduler processes; the first one is 1."""
+
+    driver: RelayHost
+
+    def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
+        if event_log is not None and life > 1:
+            event_log = event_log.with_name(f"{event_log.name}.{life}")
+            logger.info("a log is of one scheduler: the event log goes on in %s", event_log)
+        super().__init__(state.fleet, event_log)
+        self._life = life
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self.driver = RelayHost(
+            self.scheduler,
+            self._loop,
+            self._view_changed,
+            self._reported,
+            self.take_out,
+            self.engine_reconnected,
+        )
+        self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
+        self.driver.generation = state.generation
+        self._state = dataclasses.replace(state, admin=dict(state.admin))
+        self._states: Sequence[WorkerState] = ()
+        self._records = FleetRecords()
+        self._retired = Totals()
+        self._retired_lost = 0
+        self._view: View | None = None
+        self._view_timer: asyncio.TimerHandle | None = None
+        self._next_ask = 1
+        self._reloading = asyncio.Lock()
+        self._looked = False
+        self._waiting: list[tuple[RelayLink, socket.socket]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stop = asyncio.Event()
+        self._alone = False
+        self._catch_up(state)
+
+    def _catch_up(self, state: State) -> None:
+        """Know what the scheduler process before this one knew."""
+        driver = self.driver
+        for spec, address in state.registered:
+            driver.registered[spec.name] = address
+            self._engines[spec.name] = self._access_of_registered(spec, address)
+            driver.change(InstanceAdded(spec))
+        for name, admin in state.admin.items():
+            driver.change(AdminStateSet(name, AdminState(admin)))
+        if state.policy is not None and state.policy != self.scheduler.policy_name:
+            driver.set_policy(state.policy)
+        self.scraper.versions.update(state.versions)
+        for name, entries in state.entries.items():
+            self.scraper.models[name] = entries
+            driver.change(ModelsLearned(name, tuple(dict.fromkeys(entry["id"] for entry in entries))))
+
+    # --- life ---
+
+    async def run(self, admin_listeners: Sequence[socket.socket]) -> None:
+        """Watch the engines, open the admin listener, speak with relays; until told to stop."""
+        self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        self._loop.add_reader(self._control.fileno(), self._on_control)
+        try:
+            await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
+            self._looked = True
+            self._send_view()
+            self.driver.expect(link.life for link, _ in self._waiting)
+            for link, end in self._waiting:
+                await self._connect(link, end)
+            self._waiting.clear()
+            await self._open_admin(admin_listeners)
+            self._control.send("ready")
+            spare_collector()
+            await self._stop.wait()
+        finally:
+            self._loop.remove_reader(self._control.fileno())
+            await self.close()
+
+    async def close(self) -> None:
+        """Close everything now."""
+        if self._view_timer is not None:
+            self._view_timer.cancel()
+        await super().close()
+        self.driver.close()
+
+    def _on_control(self) -> None:
+        """Do what the supervisor says; without one, leave with the last relay."""
+        try:
+            while (received := self._control.receive()) is not None:
+                (kind, *rest), fds = received
+                if kind == "ping":
+                    self._control.send("pong", 0)
+                elif kind == "relay":
+                    link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
+                    if self._looked:
+                        self._do(self._connect(link, end))
+                    else:
+                        self._waiting.append((link, end))
+                elif kind == "workers":
+                    self._states = rest[0]
+                elif kind == "reload":
+                    self._do(self._reload_by_signal())
+                elif kind == "stopping":
+                    self.stopping_soon = True
+                    self._view_changed()
+                elif kind == "stop":
+                    self._stop.set()
+        except EOFError:
+            self._loop.remove_reader(self._control.fileno())
+            self._alone = self.stopping_soon = True
+            if not self.driver.links:
+                self._stop.set()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, link: RelayLink, end: socket.socket) -> None:
+        channel: Channel[FromRelay] = Channel(
+            FROM_RELAY,
+            lambda messages: self.driver.receive(link, messages),
+            lambda: self._disconnected(link),
+        )
+        link.channel = channel
+        await channel.open(end)
+        self.driver.connected(link)
+        if self._view is not None:
+            link.send(self._view)
+
+    def _disconnected(self, link: RelayLink) -> None:
+        self.driver.disconnected(link)
+        totals = link.totals
+        if totals is not None:
+            add(self._retired, totals)
+            self._retired_lost += link.report.lost_lines
+        self._complete_records()
+        if self._alone and not self.driver.links:
+            self._stop.set()
+
+    # --- what relays answer themselves ---
+
+    def _view_changed(self) -> None:
+        if self._looked and self._view_timer is None:
+            self._view_timer = self._loop.call_later(_VIEW_S, self._send_view)
+
+    def _send_view(self) -> None:
+        """Send relays what has changed, and the supervisor what a successor needs."""
+        if self._view_timer is not None:
+            self._view_timer.cancel()
+            self._view_timer = None
+        scheduler = self.scheduler
+        view = View(
+            scheduler.models, only_model(scheduler), msgspec.json.encode(self.models()), self.routable()
+        )
+        if view != self._view:
+            self._view = view
+            self.driver.broadcast(view)
+        self._save()
+
+    def _save(self, fleet: Fleet | None = None) -> None:
+        """Have the supervisor keep what a successor begins with; `fleet` is about to be in force."""
+        state = dataclasses.replace(
+            self._state,
+            fleet=self.fleet if fleet is None else fleet,
+            generation=self.driver.generation,
+            policy=self.scheduler.policy_name,
+            registered=tuple(
+                (each.spec, self.driver.registered[each.name])
+                for each in self.scheduler.instances
+                if each.name in self.driver.registered
+            ),
+            admin={each.name: each.admin.value for each in self.scheduler.instances if each.admin != "ready"},
+            entries=dict(self.scraper.models),
+            versions=dict(self.scraper.versions),
+        )
+        if state != self._state:
+            self._state = state
+            self._control.send_large("state", content=pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
+
+    # --- what relays are asked ---
+
+    async def _ask(self, link: RelayLink, timeout_s: float, message: Message, number: int) -> str:
+        """The answer of a relay, "" where it went well."""
+        answer: asyncio.Future[str] = self._loop.create_future()
+        link.asked[number] = answer
+        link.send(message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await answer
+            return answer.result()
+        except TimeoutError:
+            return f"relay {link.number} did not answer in time"
+        finally:
+            link.asked.pop(number, None)
+
+    async def _ask_all(self, timeout_s: float, message: Message, number: int) -> list[str]:
+        return await asyncio.gather(
+            *(self._ask(link, timeout_s, message, number) for link in self.driver.links)
+        )
+
+    async def refresh(self) -> None:
+        """Have the counters of all relays here."""
+        number = self._next_ask
+        self._next_ask += 1
+        await self._ask_all(_REPORT_ANSWER_S, Ask(number), number)
+
+    async def settled(self) -> None:
+        """Return when what an operator changed is in force in all relays."""
+        self._send_view()
+        await self.refresh()
+
+    def _reported(self, link: RelayLink, report: Report) -> None:
+        if report.record_count:
+            self._records.add(report.record_count, report.records)
+        if report.totals:
+            link.report = report
+            self._complete_records()
+
+    def _complete_records(self) -> None:
+        self._records.complete_until(min((link.report.until for link in self.driver.links), default=0.0))
+
+    # --- what the admin surface sees ---
+
+    @property
+    def workers(self) -> Sequence[WorkerState]:
+        """The processes, as the supervisor sees them."""
+        return self._states
+
+    @property
+    def totals(self) -> Totals:
+        """Counters of all processes, of relays that are gone too."""
+        parts = (link.totals for link in self.driver.links)
+        return merged([self.driver.totals, self._retired, *(each for each in parts if each is not None)])
+
+    @property
+    def lost_lines(self) -> int:
+        """Lines of all logs that were dropped."""
+        reported = sum(link.report.lost_lines for link in self.driver.links)
+        return super().lost_lines + self._retired_lost + reported
+
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease, as of the last report."""
+        return self.driver.tokens_so_far(lease)
+
+    @property
+    def history(self) -> History:
+        """The requests that ended lately."""
+        return self._records.history
+
+    @property
+    def readiness(self) -> str:
+        """`ready`, or why requests should go elsewhere."""
+        if not self.stopping_soon and not self.driver.links:
+            return "no relay serves"
+        return super().readiness
+
+    # --- what an operator changes ---
+
+    def change(self, change: InstanceChange) -> None:
+        """An operator changed an instance."""
+        super().change(change)
+        self._save()
+
+    def set_policy(self, name: str) -> None:
+        """An operator switched the policy."""
+        super().set_policy(name)
+        self._save()
+
+    def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
+        self.driver.registered[spec.name] = address
+        super()._add_registered(spec, address)
+        self._save()
+
+    def _remove(self, name: str) -> None:
+        self.driver.registered.pop(name, None)
+        super()._remove(name)
+
+    def unregister(self, name: str) -> None:
+        """Remove an instance; what it is answering goes on."""
+        super().unregister(name)
+        self._save()
+
+    def _configure(self, fleet: Fleet, access: Access) -> None:
+        """Nothing to do: relays have been told before the first request goes to a new instance."""
+
+    async def _reload_by_signal(self) -> None:
+        with contextlib.suppress(InputError):  # it was logged
+            await self.reload_everywhere()
+
+    async def reload_everywhere(self) -> str:
+        """Read the fleet file again: whole in all processes or not at all. Raises `InputError`."""
+        async with self._reloading:
+            reloads = self.driver.totals.reloads
+            try:
+                fleet = self._read_again()
+                access = require_urls(fleet)
+                number = self.driver.generation + 1
+                errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)
+                if reasons := [error for error in errors if error]:
+                    raise ConfigError(reasons[0])
+                self.driver.generation = number
+                self._save(fleet)
+                self.driver.broadcast(Commit(number))
+                done = self._swap(fleet, access)
+            except InputError as error:
+                reloads["refused"] += 1
+                logger.error("not reloaded, the last good configuration stays: %s", error)
+                raise
+            reloads["done"] += 1
+            await self.settled()
+        logger.info("reloaded: %s", done)
+        return done

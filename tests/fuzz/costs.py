@@ -1,0 +1,224 @@
+"""The cost of reading: every reader of bytes from outside, and how its CPU time grows with what it is given.
+
+Promise: a reader is given bytes as a connection would get them, and the CPU time of this thread is taken, the
+least of several runs. What is judged is a ratio of two such times on the same machine: that of twice as many
+bytes, or that of a loop in Python over as many bytes (`pass_s`). Neither depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from proxy.memory import End, Proxy
+
+from hetlb.core import engine_metrics
+from hetlb.proxy import body as bodies
+from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http1 import GateError
+
+#: Reads of a socket are as large as this at most.
+READ = 256 << 10
+#: Twice the bytes cost at most so many times as much.
+MOST_GROWTH = 2.2
+#: A byte costs at most as much as so many turns of an empty loop in Python.
+MOST_PASSES = 8.0
+#: What one message costs however short it is, in bytes of such a loop.
+LEAST_BYTES = 64 << 10
+
+Reader = Callable[[bytes], None]
+
+
+def _pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+class Kept:
+    """Proxies that are used again: making one costs more than most inputs."""
+
+    def __init__(self) -> None:
+        self._proxy: Proxy | None = None
+        self._engine: End | None = None
+
+    @property
+    def proxy(self) -> Proxy:
+        if self._proxy is None:
+            self._proxy = Proxy(self._listen)
+        return self._proxy
+
+    def _listen(self) -> End:
+        self._engine = End()
+        return self._engine
+
+    def engine(self, request: bytes) -> tuple[End, End]:
+        """A client that asked, and the far end of the connection to its engine."""
+        client = self.proxy.client()
+        self._engine = None
+        client.send(request)
+        self.proxy.loop.settle(4)
+        assert self._engine is not None, "expected the request to reach an engine"
+        return client, self._engine
+
+    def done(self, *ends: End) -> None:
+        for end in ends:
+            end.leave()
+        self.proxy.loop.settle(3)
+        # Nothing of one input is to be held against the next.
+        instance = self.proxy.scheduler.instances[0]
+        instance.health.restore(HEALTHY)
+
+
+KEPT = Kept()
+HEALTHY = dict(KEPT.proxy.scheduler.instances[0].health.saved())
+
+
+def client(size: int = READ) -> Reader:
+    """What a client sends, in reads of `size` bytes."""
+
+    def read(data: bytes) -> None:
+        end = KEPT.proxy.client()
+        loop = KEPT.proxy.loop
+        for piece in _pieces(data, size):
+            end.send(piece)
+            loop.settle(1)
+        loop.rest()
+        KEPT.done(end)
+
+    return read
+
+
+ASK = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: 40\r\n\r\n"
+    b'{"model":"m","prompt":"x","stream":true}'
+)
+
+
+def engine(size: int = READ) -> Reader:
+    """What an engine answers, in reads of `size` bytes."""
+
+    def read(data: bytes) -> None:
+        asker, end = KEPT.engine(ASK)
+        loop = KEPT.proxy.loop
+        for piece in _pieces(data, size):
+            end.send(piece)
+            loop.settle(1)
+        loop.rest()
+        KEPT.done(asker, end)
+
+    return read
+
+
+def json(kind: Kind) -> Reader:
+    """A JSON body."""
+
+    def read(data: bytes) -> None:
+        try:
+            call = bodies.read_json(kind, data)
+            bodies.inject_usage(kind, call, data)
+        except GateError:
+            pass
+
+    return read
+
+
+def metrics(data: bytes) -> None:
+    """A metrics page."""
+    engine_metrics.parse(data.decode("utf-8", "replace"))
+
+
+# --- measuring ---
+
+
+def cost_s(reader: Reader, data: bytes, runs: int = 3) -> float:
+    """CPU seconds of one reading, the least of several."""
+    least = float("inf")
+    for _ in range(runs):
+        began = time.thread_time()
+        reader(data)
+        least = min(least, time.thread_time() - began)
+    return least
+
+
+def pass_s(length: int, runs: int = 3) -> float:
+    """CPU seconds of an empty loop over so many bytes."""
+
+    def loop(data: bytes) -> None:
+        for _ in data:
+            pass
+
+    return cost_s(loop, bytes(length), runs)
+
+
+def growth(reader: Reader, make: Callable[[int], bytes], size: int) -> float:
+    """How many times as much twice as many bytes cost, beyond what a message costs at all."""
+    small, large = make(size), make(2 * size)
+    return cost_s(reader, large) / cost_s(reader, small)
+
+
+def passes(reader: Reader, data: bytes) -> float:
+    """How many times the cost of a pass in Python over these bytes (`LEAST_BYTES` at least) they cost."""
+    return cost_s(reader, data) / pass_s(max(LEAST_BYTES, len(data)))
+
+
+# --- oracles of the fuzzer ---
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
+FORM = (
+    b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+)
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+#: Readers, and what stands before the input that is given many times over.
+PREFIXES: tuple[tuple[Reader, bytes], ...] = (
+    (client(), b""),
+    (client(), b"GET / HTTP/1.1\r\nhost: p\r\n"),
+    (client(), HEAD + b"transfer-encoding: chunked\r\n\r\n"),
+    (client(), FORM + b"content-length: 60000000\r\n\r\n--b\r\n"),
+    (
+        client(),
+        FORM + b'content-length: 60000000\r\n\r\n--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n',
+    ),
+    (engine(), b""),
+    (engine(), b"HTTP/1.1 200 OK\r\n"),
+    (engine(), SSE),
+    (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
+    (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
+    (json(Kind.CHAT), b'{"messages":"'),
+    (json(Kind.RESPONSES), b""),
+    (metrics, b""),
+)
+#: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
+#: it covers, and a whole request in a few bytes is work of its own.
+SMALL, FUZZ_PASSES = 64 << 10, 400.0
+
+
+def check_cost(reader: Reader, data: bytes) -> None:
+    """An input, whatever it is, costs no more than `FUZZ_PASSES` passes over it."""
+    found = [cost_s(reader, data, 1)]
+    limit = FUZZ_PASSES * _pass_s() * max(1.0, len(data) / LEAST_BYTES)
+    while found[-1] > limit and len(found) < 5:
+        found.append(cost_s(reader, data, 1))
+    assert min(found) <= limit, f"{len(data)} bytes cost {min(found) * 1e3:.1f} ms, {limit * 1e3:.1f} allowed"
+
+
+def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
+    """Twice as many of these cost at most so many times as much, and no more than `FUZZ_PASSES` passes."""
+    small, large = (before + (unit * (size // len(unit) + 1))[:size] for size in (SMALL, 2 * SMALL))
+    check_cost(reader, large)
+    ratios: list[float] = []
+    while len(ratios) < 6:
+        one, two = cost_s(reader, small, 1 + len(ratios)), cost_s(reader, large, 1 + len(ratios))
+        if two < _pass_s():  # too little to tell
+            return
+        ratios.append(two / one)
+        if ratios[-1] <= MOST_GROWTH:
+            return
+    raise AssertionError(f"{unit!r}: twice as many cost {min(ratios):.2f} times as much")
+
+
+_passes: list[float] = []
+
+
+def _pass_s() -> float:
+    if not _passes:
+        _passes.append(pass_s(LEAST_BYTES))
+    return _passes[0]

@@ -1,0 +1,170 @@
+"""No input costs more than a few passes over it, and twice the input at most 2.2 times as much.
+
+Forty worst cases, each generated in any size. A case that grows faster than its input does so every time: the
+best of several tries is judged, so that a busy machine fails nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fuzz import costs
+from fuzz.costs import Reader
+
+from hetlb.proxy.endpoints import Kind
+
+Make = Callable[[int], bytes]
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
+FORM_HEAD = (
+    b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+)
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+PART = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\ny\r\n'
+MODEL = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
+
+
+def many(unit: bytes, before: bytes = b"", after: bytes = b"") -> Make:
+    """As many of these as fit."""
+    return lambda size: before + unit * max(1, (size - len(before) - len(after)) // len(unit)) + after
+
+
+def sized(unit: bytes, before: bytes = b"", after: bytes = b"", head: bytes = HEAD) -> Make:
+    """A request with such a body."""
+
+    def make(size: int) -> bytes:
+        body = many(unit, before, after)(size)
+        return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
+
+    return make
+
+
+def chunked(unit: bytes, piece: int, head: bytes = HEAD) -> Make:
+    """The same in chunks of `piece` bytes."""
+
+    def make(size: int) -> bytes:
+        body = unit * (size // (len(unit) + 5 * len(unit) // piece))
+        chunks = b"".join(
+            b"%x\r\n%b\r\n" % (len(body[at : at + piece]), body[at : at + piece])
+            for at in range(0, len(body), piece)
+        )
+        return head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+    return make
+
+
+def answer(unit: bytes, piece: int, head: bytes = SSE) -> Make:
+    """An answer of an engine in chunks of `piece` bytes."""
+
+    def make(size: int) -> bytes:
+        body = unit * max(1, size // (len(unit) + 5 * len(unit) // piece))
+        return head + b"".join(
+            b"%x\r\n%b\r\n" % (len(body[at : at + piece]), body[at : at + piece])
+            for at in range(0, len(body), piece)
+        )
+
+    return make
+
+
+TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":"x"}]}\n\n'
+PROMPT = b'{"model":"m","prompt":'
+PLAIN = JSON + b"transfer-encoding: chunked\r\n\r\n"
+HEADER = b"a: b\r\n"
+PING = b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n"
+NUMBERED = b"GET /ping HTTP/1.1\r\nhost: p\r\nx-n: %07d\r\n\r\n"
+
+#: name -> (reader, input of a size, the smaller size).
+CASES: dict[str, tuple[Reader, Make, int]] = {
+    "blank lines": (costs.client(), many(b"\r\n"), 128 << 10),
+    "blank lines in small reads": (costs.client(64), many(b"\r\n"), 16 << 10),
+    "a head without end": (costs.client(), many(b"a", b"GET /"), 128 << 10),
+    "a head byte by byte": (costs.client(1), many(HEADER, b"GET / HTTP/1.1\r\nhost: p\r\n"), 8 << 10),
+    "a head of short headers": (costs.client(), many(HEADER, HEAD, b"\r\n"), 64 << 10),
+    "pipelined requests": (costs.client(), many(PING), 64 << 10),
+    "requests whose heads differ": (
+        costs.client(), lambda size: b"".join(NUMBERED % n for n in range(size // 55)), 32 << 10,
+    ),
+    "pipelined requests in small reads": (costs.client(100), many(PING), 32 << 10),
+    "a body in large chunks": (costs.client(), chunked(b"x" * 4096, 4096), 512 << 10),
+    "a body in chunks of 64 bytes": (costs.client(), chunked(b"x" * 64, 64), 256 << 10),
+    "a body in chunks of one byte": (costs.client(), chunked(b"x", 1), 96 << 10),
+    "a body in chunks, byte by byte": (costs.client(1), chunked(b"x" * 64, 64), 8 << 10),
+    "chunk sizes with zeros": (
+        costs.client(), many(b"000001\r\nx\r\n", HEAD + b"transfer-encoding: chunked\r\n\r\n"), 64 << 10,
+    ),
+    "a body in small reads": (costs.client(10), sized(b"x"), 32 << 10),
+    "lists of lists": (costs.json(Kind.COMPLETION), many(b"[],", PROMPT + b"[", b"[1]]}"), 512 << 10),
+    "few lists of lists": (costs.json(Kind.COMPLETION), many(b"[1,2],", PROMPT + b"[", b"[1]]}"), 48 << 10),
+    "empty strings": (costs.json(Kind.COMPLETION), many(b'"",', PROMPT + b"[", b'""]}'), 512 << 10),
+    "escaped quotes": (costs.json(Kind.COMPLETION), many(b'\\"', PROMPT + b'["', b'"]}'), 512 << 10),
+    "escaped backslashes": (costs.json(Kind.COMPLETION), many(b"\\\\", PROMPT + b'["', b'"]}'), 512 << 10),
+    "commas of strings": (costs.json(Kind.COMPLETION), many(b" , ", PROMPT + b'["', b'"]}'), 512 << 10),
+    "token ids": (costs.json(Kind.COMPLETION), many(b"1,", PROMPT + b"[", b"1]}"), 512 << 10),
+    "nested lists": (
+        costs.json(Kind.COMPLETION), lambda size: PROMPT + b"[" * (size // 2) + b"]" * (size // 2) + b"}",
+        256 << 10,
+    ),
+    "repeated keys": (costs.json(Kind.CHAT), many(b'"model":"m",', b"{", b'"n":1}'), 256 << 10),
+    "unknown keys": (costs.json(Kind.CHAT), many(b'"a":{},', b"{", b'"n":1}'), 256 << 10),
+    "blanks": (costs.json(Kind.CHAT), many(b" ", b'{"model":', b'"m"}'), 1 << 20),
+    "digits": (costs.json(Kind.CHAT), many(b"7", b'{"x":', b"}"), 1 << 20),
+    "pictures without end": (
+        costs.json(Kind.CHAT), many(b'\\"data:;base64,', b'{"messages":"', b'"}'), 512 << 10,
+    ),
+    "data urls": (costs.json(Kind.CHAT), many(b'"data:x;base64,A",', b'{"messages":[', b'""]}'), 512 << 10),
+    "UTF-8": (costs.json(Kind.CHAT), many("é".encode(), b'{"messages":"', b'"}'), 512 << 10),
+    "parts of a form": (costs.client(), sized(PART, MODEL, b"--b--\r\n", FORM_HEAD), 128 << 10),
+    "headers of a part": (
+        costs.client(), sized(PART[:-5] + b"a:\r\n" * 900 + PART[-5:], MODEL, b"--b--\r\n", FORM_HEAD),
+        128 << 10,
+    ),
+    "almost boundaries": (costs.client(), sized(b"\r\n--a", MODEL + PART[:-1], b"", FORM_HEAD), 512 << 10),
+    "line ends in a file": (costs.client(1000), sized(b"\r\n", MODEL + PART[:-1], b"", FORM_HEAD), 64 << 10),
+    "interim answers": (costs.engine(), many(b"HTTP/1.1 100 Continue\r\n\r\n"), 128 << 10),
+    "an answer's head byte by byte": (costs.engine(1), many(HEADER, b"HTTP/1.1 200 OK\r\n"), 8 << 10),
+    "an answer in chunks of one byte": (costs.engine(), answer(b"x", 1, PLAIN), 96 << 10),
+    "a stream in chunks of one byte": (costs.engine(), answer(TOKEN, 1), 96 << 10),
+    "tokens": (costs.engine(), answer(TOKEN, len(TOKEN)), 256 << 10),
+    "tokens of many events": (costs.engine(), answer(b"data: {}\n\n", 10), 128 << 10),
+    "events with usage": (costs.engine(), answer(b'data: {"usage":{}}\n\n', 20), 64 << 10),
+    "events with errors": (costs.engine(), answer(b'data: {"error":{}}\n\n', 4000), 64 << 10),
+    "empty events": (costs.engine(), answer(b"\n\n", 4000), 64 << 10),
+    "an event without end": (costs.engine(), answer(b"x", 4000), 512 << 10),
+    "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 8 << 10),
+    "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
+    "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 32 << 10),
+    "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
+    "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
+    "comments of a metrics page": (costs.metrics, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
+}  # fmt: skip
+TRIES = 6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twice_the_input_costs_twice_as_much(name: str) -> None:
+    reader, make, size = CASES[name]
+    reader(make(size))
+    ratios: list[float] = []
+    while len(ratios) < TRIES and min(ratios, default=9.0) > costs.MOST_GROWTH:
+        ratios.append(costs.growth(reader, make, size))
+    assert min(ratios) <= costs.MOST_GROWTH, f"{name}: {ratios}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_input_costs_a_few_passes_over_it(name: str) -> None:
+    reader, make, size = CASES[name]
+    data = make(size)
+    found: list[float] = []
+    while len(found) < TRIES and min(found, default=9e9) > limit(name):
+        found.append(costs.passes(reader, data))
+    assert min(found) <= limit(name), f"{name}: {found} passes"
+
+
+def limit(name: str) -> float:
+    """Passes that a byte of a case may cost: each read, and each request, is work of its own."""
+    if "byte by byte" in name:
+        return 400.0
+    if "small reads" in name or "requests" in name:
+        return 120.0
+    return 40.0 if "chunk" in name or "event" in name or "tokens" in name else 6.0

@@ -1,0 +1,62 @@
+"""Every end of a lease is a row of one table, which the docs show and the health tracker obeys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import dispatched, make_scheduler, request, spec
+
+from hetlb.core.health import PASSIVE_FALL, Verdict
+from hetlb.core.types import Health
+from hetlb.proxy import ends
+from hetlb.proxy.ends import ENDS, End
+
+DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
+#: What a row says, said once more: a change of blame is a change here.
+COUNTS = {
+    "answered": Verdict.WELL, "refused": Verdict.WELL, "busy": Verdict.WELL,
+    "server-error": Verdict.ERROR,
+    "not-accepted": Verdict.ABSENT, "loop": Verdict.ABSENT, "moved": Verdict.ABSENT,
+    "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
+    "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
+    "refused-in-stream": Verdict.WELL,
+    "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
+    "stopped": Verdict.NOTHING,
+}  # fmt: skip
+
+
+def test_every_row_is_judged_here() -> None:
+    declared = [each for each in vars(ends).values() if isinstance(each, End)]
+    assert sorted(each.name for each in declared) == sorted(COUNTS)
+    assert set(map(id, declared)) == set(map(id, ENDS))
+
+
+def test_the_docs_show_the_table() -> None:
+    assert ends.table() in DOCS.read_text()
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
+def test_an_end_counts_as_its_row_says(end: End) -> None:
+    assert end.counts_as is COUNTS[end.name]
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    for number in range(PASSIVE_FALL):
+        (one,) = (each for each in scheduler.instances if each.name == "a")
+        commands = scheduler.on_arrival(request(number), float(number))
+        lease = dispatched(commands)
+        if lease.instance != "a":
+            scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
+            break
+        scheduler.on_lease_ended(lease, end.told, float(number), retry=False, server_error=end.server_error)
+        if end.counts_as is Verdict.FAILED and one.health.in_doubt(float(number)):
+            break
+    health = one.health
+    now = float(number)
+    if end.counts_as is Verdict.ABSENT:
+        assert health.state is Health.EJECTED
+    elif end.counts_as in (Verdict.FAILED, Verdict.ERROR):
+        assert health.in_doubt(now)
+    else:
+        assert health.state is Health.UP
+        assert not health.in_doubt(now)
+        assert health.clean

@@ -1,0 +1,151 @@
+"""Tenants are walls: what one does with a name, an id or a table tells or takes nothing from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+from hetlb.proxy.beginnings import beginnings_of
+from proxy.memory import End, Proxy
+from proxy.test_hostile import Engines
+
+from hetlb.proxy.access import Tenant
+from hetlb.proxy.scheduling import RESPONSES_KEPT
+
+KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def proxy(engines: Engines) -> Iterator[Proxy]:
+    made = Proxy(engines, Engines(), policy="hetlb")
+    made.server.intake.tenants = {
+        hashlib.sha256(key.encode()).digest(): Tenant(name) for name, key in KEYS.items()
+    }
+    yield made
+    made.close()
+
+
+def ask(
+    proxy: Proxy,
+    who: str,
+    path: str = "/v1/responses",
+    body: bytes = b'{"model":"m","input":"x"}',
+    *more: str,
+    method: str = "POST",
+) -> End:
+    client = proxy.client()
+    lines = [f"{method} {path} HTTP/1.1", "host: p", f"authorization: Bearer {KEYS[who]}", *more]
+    client.send("\r\n".join(lines).encode() + b"\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    proxy.loop.rest()
+    return client
+
+
+def answer(engines: Engines, number: int, response_id: str) -> None:
+    body = b'{"id":"%b","object":"response"}' % response_id.encode()
+    engines.ends[number].send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+def test_an_answer_belongs_to_the_first_it_was_made_for(proxy: Proxy) -> None:
+    driver = proxy.driver
+    driver.remember_response("resp_1", "i1", "ann")
+    driver.remember_response("resp_1", "i2", "bob")
+    assert driver.pin("resp_1", "ann", strict=True) == "i1"
+    assert ask(proxy, "bob", "/v1/responses/resp_1", b"", method="GET").got.startswith(b"HTTP/1.1 404")
+
+
+def test_a_client_cannot_name_its_answer(proxy: Proxy, engines: Engines) -> None:
+    body = b'{"model":"m","input":"x","request_id":"resp_of_ann"}'
+    client = ask(proxy, "bob", body=body)
+    assert client.got.startswith(b"HTTP/1.1 400")
+    assert b"request_id" in client.got
+    assert not engines.ends
+    assert ask(proxy, "bob", body=b'{"model":"m","input":"x","request_id":null}').got == b""
+
+
+def test_many_answers_of_one_tenant_make_another_forget_none(proxy: Proxy) -> None:
+    driver = proxy.driver
+    driver.remember_response("resp_ann", "i1", "ann")
+    for number in range(RESPONSES_KEPT + 50):
+        driver.remember_response(f"resp_{number}", "i1", "bob")
+    assert driver.pin("resp_ann", "ann", strict=True) == "i1"
+    assert "resp_0" not in driver.responses
+    assert len(driver.responses) == RESPONSES_KEPT
+
+
+def test_no_tenant_can_take_the_id_that_anothers_request_has_at_the_engine(
+    proxy: Proxy, engines: Engines
+) -> None:
+    def at_engine() -> set[bytes]:
+        heads = [
+            bytes(each.got) for end in proxy.loop.listeners.values() for each in getattr(end, "ends", [])
+        ]
+        return {head.partition(b"x-request-id: ")[2].split(b"\r\n")[0] for head in heads}
+
+    first = ask(proxy, "ann", "/v1/completions", b'{"model":"m","prompt":"x"}')
+    second = ask(proxy, "ann", "/v1/completions", b'{"model":"m","prompt":"x"}', "x-request-id: mine")
+    guessed = [label.decode() for label in at_engine()]
+    others = [
+        ask(proxy, "bob", "/v1/completions", b'{"model":"m","prompt":"x"}', f"x-request-id: {label}")
+        for label in guessed
+    ]
+    assert len(at_engine()) == 4
+    for client in (first, second, *others):
+        client.leave()
+    proxy.loop.rest()
+
+
+@pytest.mark.parametrize("session", [b"chat-1", None])
+def test_prefixes_and_sessions_of_tenants_have_different_names(session: bytes | None) -> None:
+    text = b"the same long prompt " * 500
+    names = [
+        {name for name, _ in beginnings_of(session, text, 1000, owner)} for owner in ("ann", "bob", None)
+    ]
+    assert not names[0] & names[1]
+    assert not names[0] & names[2]
+    assert beginnings_of(session, text, 1000, "ann") == beginnings_of(session, text, 1000, "ann")
+
+
+def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy: Proxy) -> None:
+    body = b'{"model":"m","prompt":"%b"}' % (b"secret " * 1000)
+    clients = [ask(proxy, who, "/v1/completions", body) for who in ("ann", "bob")]
+    held = [exchange.request for exchange in proxy.driver.exchanges.values()]
+    assert {request.tenant for request in held} == {"ann", "bob"}
+    assert not {name for name, _ in held[0].beginnings} & {name for name, _ in held[1].beginnings}
+    for client in clients:
+        client.leave()
+    proxy.loop.rest()
+
+
+def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
+    proxy.server.intake._tenant_header = b"x-team"
+    client = ask(proxy, "bob", "/v1/completions", b'{"model":"m","prompt":"x"}', "x-team: ann")
+    (exchange,) = proxy.driver.exchanges.values()
+    assert exchange.request.tenant == "bob/ann"
+    client.leave()
+    proxy.loop.rest()
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/decisions", "/v1/fleet", "/metrics", "/v1/what-if", "/v1/usage", "/v1/policy"]
+)
+def test_what_is_known_of_all_tenants_is_not_on_their_listener(proxy: Proxy, path: str) -> None:
+    assert ask(proxy, "bob", path, b"", method="GET").got.startswith(b"HTTP/1.1 404")
+
+
+def test_a_retry_is_the_requests_own(proxy: Proxy, engines: Engines) -> None:
+    same = b'{"model":"m","prompt":"x"}'
+    one = ask(proxy, "ann", "/v1/completions", same, "x-request-id: same")
+    two = ask(proxy, "bob", "/v1/completions", same, "x-request-id: same")
+    numbers = [exchange.request.id for exchange in proxy.driver.exchanges.values()]
+    assert len(set(numbers)) == 2
+    one.leave()
+    proxy.loop.rest()
+    assert len(proxy.driver.exchanges) == 1
+    two.leave()
+    proxy.loop.rest()

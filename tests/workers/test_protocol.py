@@ -1,0 +1,106 @@
+"""Channels and messages between relays and the scheduler process, and what the docs say of them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.types import Outcome, Request
+from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
+from hetlb.workers.protocol import (
+    Arrival,
+    Busy,
+    Ended,
+    FromRelay,
+    FromScheduler,
+    Hello,
+    LiveLease,
+    arrival_of,
+    request_of,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "workers.md"
+REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)
+
+
+def test_a_request_comes_as_it_went() -> None:
+    arrival = arrival_of(REQUEST, None, strict=False)
+    [read] = FROM_RELAY.decode(msgspec.msgpack.encode([arrival]))
+    assert isinstance(read, Arrival)
+    assert request_of(read, read.model, None) == REQUEST
+
+
+def test_live_leases_come_as_they_went() -> None:
+    live = LiveLease(arrival_of(REQUEST, "o", strict=True), 3, "i0", 10**9, 20.5, 1.5, True)
+    hello = Hello(1, 7, 2, [live])
+    assert FROM_RELAY.decode(msgspec.msgpack.encode([hello])) == [hello]
+
+
+def test_fields_may_be_appended_within_a_version() -> None:
+    assert FROM_RELAY.decode(msgspec.msgpack.encode([[5, 1, 2, 0.5, "new"]])) == [Busy(1, 2, 0.5)]
+
+
+@pytest.mark.parametrize("messages", [[[99, 1]], [[4, 1, 2, "unheard of", 3, False, False]], [[5, 1]], {}, 1])
+def test_what_is_no_message_is_refused(messages: Any) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        FROM_RELAY.decode(msgspec.msgpack.encode(messages))
+
+
+def test_every_message_is_described() -> None:
+    text = DOCS.read_text()
+    described = {(int(tag), name) for tag, name in re.findall(r"(\d+) `([A-Z]\w+)`", text)}
+    kinds = (*get_args(FromRelay), *get_args(FromScheduler))
+    assert described == {(kind.__struct_config__.tag, kind.__name__) for kind in kinds}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.lists(st.integers(1, 40), max_size=40),
+)
+def test_batches_arrive_whole_however_they_are_cut(batches: list[list[int]], cuts: list[int]) -> None:
+    sent = [[Ended(number, 1, Outcome.OK, 2, False, False) for number in batch] for batch in batches]
+    data = b"".join(
+        len(frame).to_bytes(4) + frame for frame in (msgspec.msgpack.encode(batch) for batch in sent)
+    )
+    received: list[Any] = []
+
+    async def feed() -> None:
+        channel: Channel[FromRelay] = Channel(FROM_RELAY, received.append, lambda: None)
+        at = 0
+        for cut in [*cuts, len(data)]:
+            channel.data_received(data[at : at + cut])
+            at += cut
+
+    asyncio.run(feed())
+    assert received == sent
+
+
+async def test_what_is_sent_in_one_turn_is_one_frame_and_garbage_closes_the_channel() -> None:
+    ours, theirs = socket.socketpair()
+    received: list[list[Any]] = []
+    news, closed = asyncio.Event(), asyncio.Event()
+
+    def receive(messages: list[Any]) -> None:
+        received.append(messages)
+        news.set()
+
+    one: Channel[FromScheduler] = Channel(FROM_SCHEDULER, lambda messages: None, lambda: None)
+    other: Channel[FromRelay] = Channel(FROM_RELAY, receive, closed.set)
+    await one.open(ours)
+    await other.open(theirs)
+    one.send(Busy(1, 1, 0.5))
+    one.send(Busy(2, 2, 0.5))
+    await news.wait()
+    assert received == [[Busy(1, 1, 0.5), Busy(2, 2, 0.5)]]
+    one.send(Hello(1, "seven", 0, []))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await closed.wait()
+    one.close()

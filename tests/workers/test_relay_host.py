@@ -1,0 +1,217 @@
+"""Relays and the scheduler process that speak at the same time: each request is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from typing import Any
+
+import msgspec
+from helpers import make_scheduler, request, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.types import Outcome
+from hetlb.workers import protocol
+from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER
+from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveLease, Message, arrival_of
+from hetlb.workers.relay_driver import ID_BITS
+from hetlb.workers.relay_host import RelayHost, RelayLink
+
+ENDS = [Outcome.OK, Outcome.CLIENT_GONE, Outcome.BROKEN_STREAM, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE]
+
+
+class Wire:
+    """The channel of a link: messages on their way to the relay, encoded."""
+
+    def __init__(self) -> None:
+        self.down: deque[Any] = deque()
+
+    def send(self, message: Message) -> None:
+        self.down += FROM_SCHEDULER.decode(msgspec.msgpack.encode([message]))
+
+    def close(self) -> None:
+        self.down.clear()
+
+
+class Relay:
+    """A relay as docs/workers.md has it: requests that wait (None) or have a lease, and both directions."""
+
+    def __init__(self, life: int) -> None:
+        self.life = life
+        self.open: dict[int, protocol.Dispatch | None] = {}
+        self.begun: set[int] = set()
+        self.asked: set[int] = set()
+        self.answered: set[int] = set()
+        self.next = (life << ID_BITS) + 1
+        self.up: deque[Message] = deque()
+        self.wire = Wire()
+        self.link = RelayLink(life, life)
+
+    def connect(self, host: RelayHost) -> None:
+        """Begin a channel: what was on the way is lost."""
+        self.up.clear()
+        self.wire = Wire()
+        self.link = RelayLink(self.life, self.life)
+        self.link.channel = self.wire  # type: ignore[assignment]
+        self.asked.clear()
+        host.connected(self.link)
+        live = [
+            LiveLease(
+                self.arrival(number), lease.lease, lease.instance, lease.work_ns,
+                lease.predicted_output, 0.5, number in self.begun,
+            )
+            for number, lease in self.open.items()
+            if lease is not None
+        ]  # fmt: skip
+        self.up.append(Hello(protocol.VERSION, self.life, 0, live))
+        self.up += [self.arrival(number) for number, lease in self.open.items() if lease is None]
+
+    def arrival(self, number: int) -> protocol.Arrival:
+        return arrival_of(request(number, prompt=900), None, strict=False)
+
+    def arrive(self) -> None:
+        number, self.next = self.next, self.next + 1
+        self.open[number] = None
+        self.up.append(self.arrival(number))
+
+    def finish(self, number: int) -> None:
+        assert number not in self.answered, "answered twice"
+        self.answered.add(number)
+        self.asked.discard(number)
+        del self.open[number]
+
+    def act(self, rng: random.Random) -> None:
+        """Something happens to a request."""
+        if not self.open:
+            return
+        number = rng.choice(sorted(self.open))
+        lease = self.open[number]
+        kind = rng.randrange(5)
+        if lease is None:
+            if kind == 0:
+                self.finish(number)
+                self.up.append(Cancelled(number))
+        elif kind == 0 and number not in self.asked:
+            self.begun.add(number)
+            self.up.append(FirstToken(number, lease.lease))
+        elif kind == 1 and number not in self.asked and number not in self.begun:
+            self.asked.add(number)
+            self.up.append(protocol.Busy(number, lease.lease, 5.0))
+        elif kind == 2 and number not in self.asked and number not in self.begun:
+            self.open[number] = None
+            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[3:]), 0, True, False))
+        elif kind > 2:
+            self.finish(number)
+            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[:3]), 9, False, False))
+
+    def receive(self, message: Any) -> None:
+        if isinstance(message, protocol.Dispatch):
+            if message.request not in self.open:
+                return
+            assert self.open[message.request] is None or message.request in self.asked
+            self.asked.discard(message.request)
+            self.open[message.request] = message
+        elif isinstance(message, protocol.Rejected | protocol.Refused):
+            if message.request in self.open:
+                assert self.open[message.request] is None
+                self.finish(message.request)
+        elif isinstance(message, protocol.PassOn):
+            self.asked.discard(message.request)
+
+
+class World:
+    """Relays, a host, and messages that are on their way."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.loop = asyncio.new_event_loop()
+        self.clock = 0.0
+        self.lives = 0
+        self.relays: list[Relay] = []
+        self.host = self.begin()
+        for _ in range(2):
+            self.join()
+
+    def begin(self) -> RelayHost:
+        scheduler = make_scheduler(
+            [spec("a", kv=4000), spec("b", kv=2000)],
+            "hetlb",
+            limits=QueueLimits(max_requests=4),
+            now=self.clock,
+        )
+        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
+        host.now = lambda: self.clock
+        return host
+
+    def join(self) -> None:
+        self.lives += 1
+        self.relays.append(Relay(self.lives))
+        self.relays[-1].connect(self.host)
+
+    def step(self) -> None:
+        self.clock += self.rng.random() / 5
+        kind, relay = self.rng.randrange(40), self.rng.choice(self.relays)
+        if kind == 0:  # a relay dies, and another comes
+            self.relays.remove(relay)
+            self.host.disconnected(relay.link)
+            self.join()
+        elif kind == 1:  # the scheduler process dies, and another comes
+            self.host.close()
+            self.host = self.begin()
+            self.host.expect(relay.life for relay in self.relays)
+            for each in self.relays:
+                each.connect(self.host)
+        elif kind < 12:
+            relay.arrive()
+        elif kind < 22:
+            relay.act(self.rng)
+        elif kind < 31:
+            self.deliver_up(relay)
+        else:
+            self.deliver_down(relay)
+        self.host.scheduler.check_integrity()
+
+    def deliver_up(self, relay: Relay) -> None:
+        count = self.rng.randrange(1, 4)
+        messages = [relay.up.popleft() for _ in range(min(count, len(relay.up)))]
+        if messages:
+            self.host.receive(relay.link, FROM_RELAY.decode(msgspec.msgpack.encode(messages)))
+
+    def deliver_down(self, relay: Relay) -> None:
+        if relay.wire.down:
+            relay.receive(relay.wire.down.popleft())
+
+    def settle(self) -> None:
+        """Everything arrives, and whatever has a lease ends well."""
+        while any(relay.up or relay.wire.down or relay.open for relay in self.relays):
+            self.clock += 1.0
+            for relay in self.relays:
+                self.deliver_up(relay)
+                self.deliver_down(relay)
+                for number, lease in list(relay.open.items()):
+                    if lease is not None and number not in relay.asked and not relay.wire.down:
+                        relay.finish(number)
+                        relay.up.append(Ended(number, lease.lease, Outcome.OK, 9, False, False))
+            self.host.carry_out(self.host.scheduler.on_tick(self.clock))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1 << 32))
+def test_every_request_is_answered_once_and_nothing_is_left(seed: int) -> None:
+    world = World(random.Random(seed))
+    for _ in range(300):
+        world.step()
+    world.settle()
+    scheduler = world.host.scheduler
+    scheduler.check_integrity()
+    assert scheduler.in_flight == len(scheduler.queue) == 0
+    assert not world.host._open
+    for instance in scheduler.instances:
+        assert (instance.work_ns, instance.kv_tokens, instance.in_flight) == (0, 0, 0)
+    for relay in world.relays:
+        assert len(relay.answered) == (relay.next & ((1 << ID_BITS) - 1)) - 1
+    world.host.close()
+    world.loop.close()
