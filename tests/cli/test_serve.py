@@ -220,7 +220,7 @@ def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
 
 
 def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], str]:
-    """Serve until told to stop; the predicted lengths of requests whose answers have 64 tokens, and stderr."""
+    """Serve until told to stop; the predicted lengths of requests with answers of 64 tokens, and stderr."""
     process = start("serve", "--config", str(fleet))
     url = ready(process)[0]
     for _ in range(asked):
