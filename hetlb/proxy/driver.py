@@ -260,7 +260,7 @@ class ExchangeDriver(ABC):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of engines that tell of their blocks, 0 where none is known."""
+        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
         return 0
 
     def streaming(self, since: float) -> set[str]:

@@ -187,7 +187,9 @@ class Intake:
         blocks: PromptBlocks | None = None
         if generates:
             ids = token_ids(call) if call.ids else None
-            prefix_keys = id_keys(ids, model, call.cache_salt) if ids else text_keys(call, model)
+            prefix_keys = (
+                id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+            )
             if ids and prompts == 1 and (block_tokens := driver.block_tokens):
                 salt = () if call.cache_salt is None else (call.cache_salt,)
                 # The last token of a prompt is always computed.

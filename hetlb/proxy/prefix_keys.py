@@ -53,7 +53,9 @@ def token_ids(call: Call) -> list[array[int]] | None:
         return None
 
 
-def id_keys(ids: list[array[int]], model: str, salt: str | None) -> tuple[PrefixKey, ...]:
+def id_keys(
+    ids: list[array[int]], model: str, salt: str | None, owner: str | None = None
+) -> tuple[PrefixKey, ...]:
     """Keys of the ids that all prompts begin with; their tokens are exact."""
     length = len(ids[0])
     if len(ids) > 1:
@@ -62,7 +64,7 @@ def id_keys(ids: list[array[int]], model: str, salt: str | None) -> tuple[Prefix
     if length < FIRST_TOKENS:
         return ()
     data, width = memoryview(ids[0]).cast("B"), ids[0].itemsize
-    digest = _seeded("ids", model, salt)
+    digest = _seeded("ids", model, salt, owner)
     found: list[PrefixKey] = []
     done = 0
     for cut in cuts((length,), length, FIRST_TOKENS):
@@ -72,7 +74,7 @@ def id_keys(ids: list[array[int]], model: str, salt: str | None) -> tuple[Prefix
     return tuple(found)
 
 
-def text_keys(call: Call, model: str) -> tuple[PrefixKey, ...]:
+def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixKey, ...]:
     """Keys of the text that all prompts begin with: tools, then messages or the prompt, as raw JSON.
 
     A key's tokens are the prompt's estimated ones in proportion to its bytes.
@@ -87,7 +89,7 @@ def text_keys(call: Call, model: str) -> tuple[PrefixKey, ...]:
     length = len(text)
     if length < _FIRST_BYTES:
         return ()
-    digest = _seeded("text", model, call.cache_salt)
+    digest = _seeded("text", model, call.cache_salt, owner)
     tokens = call.prompt_tokens_total
     found: list[PrefixKey] = []
     done = 0
@@ -98,9 +100,12 @@ def text_keys(call: Call, model: str) -> tuple[PrefixKey, ...]:
     return tuple(found)
 
 
-def _seeded(kind: str, model: str, salt: str | None) -> blake2b:
-    """A digest that differs by kind, model and `cache_salt`, as vLLM's caches of adapters and salts do."""
-    return blake2b(f"{kind}\0{model}\0{salt or ''}\0".encode(), digest_size=12)
+def _seeded(kind: str, model: str, salt: str | None, owner: str | None) -> blake2b:
+    """A digest that differs by kind, model and `cache_salt`, as vLLM's caches of adapters and salts do.
+
+    By the owner of a key too: where a prompt is sent must not tell a tenant that another has sent it.
+    """
+    return blake2b(f"{kind}\0{model}\0{salt or ''}\0{owner or ''}\0".encode(), digest_size=12)
 
 
 def _ends(text: bytes) -> Iterator[int]:

@@ -49,7 +49,7 @@ def answer(stream: bool, cached: int) -> bytes:
 
 
 async def test_an_engine_that_says_it_caches_nothing_gets_no_discount(tmp_path: Path) -> None:
-    """The emulator says so on its metrics page; an engine that says nothing is taken to have vLLM's default."""
+    """The emulator says so on its metrics page; one that says nothing is taken to have vLLM's default."""
     profile = load_profile(PROFILE)
     async with (
         EmulatedEngine(profile, served_model_names=["m"], time_scale=0.05) as silent,

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
-from hetlb.proxy.beginnings import beginnings_of
 from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
 from hetlb.proxy.access import Tenant
+from hetlb.proxy.body import Call
+from hetlb.proxy.prefix_keys import session_key, text_keys
 from hetlb.proxy.scheduling import RESPONSES_KEPT
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
@@ -100,15 +101,20 @@ def test_no_tenant_can_take_the_id_that_anothers_request_has_at_the_engine(
     proxy.loop.rest()
 
 
-@pytest.mark.parametrize("session", [b"chat-1", None])
-def test_prefixes_and_sessions_of_tenants_have_different_names(session: bytes | None) -> None:
-    text = b"the same long prompt " * 500
-    names = [
-        {name for name, _ in beginnings_of(session, text, 1000, owner)} for owner in ("ann", "bob", None)
-    ]
-    assert not names[0] & names[1]
-    assert not names[0] & names[2]
-    assert beginnings_of(session, text, 1000, "ann") == beginnings_of(session, text, 1000, "ann")
+def test_prefixes_and_sessions_of_tenants_have_different_names() -> None:
+    call = Call()
+    call.text, call.prompt_tokens_total = b'"' + b"the same long prompt " * 500 + b'"', 1000
+
+    def names(owner: str | None) -> set[str]:
+        session = session_key(b"chat-1", owner, "m")
+        assert session is not None
+        return {session[0], *(name for name, _ in text_keys(call, "m", owner))}
+
+    owners = [names(owner) for owner in ("ann", "bob", None)]
+    assert len(owners[0]) > 2
+    assert not owners[0] & owners[1]
+    assert not owners[0] & owners[2]
+    assert names("ann") == names("ann")
 
 
 def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy: Proxy) -> None:
@@ -116,7 +122,7 @@ def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy
     clients = [ask(proxy, who, "/v1/completions", body) for who in ("ann", "bob")]
     held = [exchange.request for exchange in proxy.driver.exchanges.values()]
     assert {request.tenant for request in held} == {"ann", "bob"}
-    assert not {name for name, _ in held[0].beginnings} & {name for name, _ in held[1].beginnings}
+    assert not {name for name, _ in held[0].prefix_keys} & {name for name, _ in held[1].prefix_keys}
     for client in clients:
         client.leave()
     proxy.loop.rest()
