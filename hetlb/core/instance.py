@@ -419,7 +419,7 @@ class Instance:
         tree = self.tree if shared.node is None else shared.node.tree
         if lease.first_token_at is not None and tree is self.tree and not self.removed:
             if lease.reported_cached_tokens is not None:
-                tree.correct(shared.held_tokens, lease.reported_cached_tokens)
+                tree.correct(shared, lease.reported_cached_tokens)
             for key, tokens in request.prefix_keys:
                 if tokens is None:
                     answer = lease.output_tokens // request.sequences

@@ -140,7 +140,7 @@ class _Evaluation:
         for instance in self.instances:
             latency = instance.latency
             slots, budget, engines = instance.max_num_seqs, instance.token_budget, instance.engines
-            batch: float = instance.sequences
+            batch = float(instance.sequences)
             state = _ROOM
             context = 0.0
             if batch or instance.kv_tokens:
@@ -154,7 +154,7 @@ class _Evaluation:
                 context = instance.prompt_tokens + batch * half_grown
                 if batch > slots:
                     context *= slots / batch
-                    batch = slots
+                    batch = float(slots)
             # Data-parallel engines have equal parts of the load; the request's sequences are spread, too.
             share = 1.0 / engines
             own = 1.0 if sequences <= engines else sequences * share

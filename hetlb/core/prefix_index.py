@@ -24,7 +24,7 @@ MOST_UNUSED: Final = 262_144
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK: Final = 0.8
 _GROW: Final = 1.02
-#: Reports of cached tokens are compared where at least so many tokens were expected.
+#: Reports of cached tokens are compared where at least so many were expected that no request used.
 _LEAST_EXPECTED: Final = 64
 #: An expectation counts as met from this share of it on: engines round down to whole blocks.
 _MET: Final = 0.75
@@ -52,16 +52,19 @@ class Shared:
     """The part of one lease that is in a tree: its deepest node and what that changed.
 
     `tokens` of its prompt are in the tree, `new_tokens` of them came into use with it; `held_tokens` of the
-    prompt were in the cache before.
+    prompt were in the cache before, of which no other lease used the last `idle_tokens`.
     """
 
-    __slots__ = ("held_tokens", "new_tokens", "node", "tokens")
+    __slots__ = ("held_tokens", "idle_tokens", "new_tokens", "node", "tokens")
 
-    def __init__(self, node: Node | None, tokens: int, new_tokens: int, held_tokens: int) -> None:
+    def __init__(
+        self, node: Node | None, tokens: int, new_tokens: int, held_tokens: int, idle_tokens: int = 0
+    ) -> None:
         self.node = node
         self.tokens = tokens
         self.new_tokens = new_tokens
         self.held_tokens = held_tokens
+        self.idle_tokens = idle_tokens
 
 
 class Tree:
@@ -88,7 +91,7 @@ class Tree:
         """Use every prefix of a prompt, made where it is not there."""
         nodes = self.nodes
         parent: Node | None = None
-        held = end = new = 0
+        held = end = new = used = 0
         known = True
         for key, tokens in keys:
             node = nodes.get(key)
@@ -112,9 +115,12 @@ class Tree:
                     self._revive(node)
                 self.used_tokens += node.own
                 new += node.own
+            else:
+                used = tokens
             node.users += 1
             parent, end = node, tokens
-        return Shared(parent, end, new, min(held, prompt_tokens - 1))
+        held = min(held, prompt_tokens - 1)
+        return Shared(parent, end, new, held, max(0, held - used))
 
     def detach(self, node: Node | None) -> int:
         """End the use of a prefix. Returns the tokens that no lease uses any more; they stay until
@@ -177,11 +183,16 @@ class Tree:
         del self.nodes[node.key]
         self._index.removed(node)
 
-    def correct(self, expected: int, reported: int) -> None:
-        """Take over what an engine reports of a prompt: tokens that it found in its cache."""
-        if expected < _LEAST_EXPECTED:
+    def correct(self, shared: Shared, reported: int) -> None:
+        """Take over how many tokens of a prompt an engine found in its cache.
+
+        Only what no request used can have been evicted: where others had it in use, a smaller report comes
+        from their being read at that moment, and says nothing of how much the engine keeps.
+        """
+        idle = shared.idle_tokens
+        if self.told or idle < _LEAST_EXPECTED:
             return
-        if reported < _MET * expected:
+        if reported < shared.held_tokens - (1.0 - _MET) * idle:
             self.share = max(LEAST_SHARE, self.share * _SHRINK)
         elif self.share < 1.0:
             self.share = min(1.0, self.share * _GROW)

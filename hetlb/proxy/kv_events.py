@@ -62,7 +62,7 @@ def read_batch(payload: bytes) -> tuple[KvEvent, ...]:
     try:
         batch = msgspec.msgpack.decode(payload)
         return tuple(event for raw in batch[1] if (event := _event(_named(raw))) is not None)
-    except (msgspec.DecodeError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"expected vLLM's batch of KV events: {error!r}") from error
 
 

@@ -121,7 +121,8 @@ def _beginning_of_all(text: bytes) -> bytes:
     strings[0] = strings[0][1:]
     strings[-1] = strings[-1].removesuffix(b'"')
     first, last = min(strings), max(strings)
-    return b'"' + first[: _common(first, last)]
+    common = _common(first, last)
+    return b'"' + first[:common]
 
 
 def _common(first: bytes | array[int], last: bytes | array[int]) -> int:

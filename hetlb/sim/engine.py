@@ -140,6 +140,7 @@ class Sequence:
         "_kept_at",
         "_offset",
         "answer",
+        "cached_tokens",
         "output_tokens",
         "pieces",
         "preemptions",
@@ -168,6 +169,8 @@ class Sequence:
         self.answer = answer
         self.state = SequenceState.NEW
         self.preemptions = 0
+        #: Tokens found in the prefix cache when it was first admitted, None without such a cache or before.
+        self.cached_tokens: int | None = None
         self._admission = 0  # its number among all admissions
         self._computed = 0  # tokens in the cache, while in PREFILL
         self._generated = 0  # output tokens, while not in DECODE
@@ -733,6 +736,8 @@ class EngineModel:
             return None
         prefixes.use(content, nodes, found)
         tokens = found * self.limits.block_size
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = tokens
         self.prefix_hit_tokens += tokens
         return tokens
 

@@ -364,6 +364,8 @@ class FleetSimulation:
             flight.record.output_tokens += sequence.output_tokens
             flight.running -= 1
             if flight.running == 0:
+                if flight.lease is not None and flight.planned.sequences == 1:
+                    flight.lease.reported_cached_tokens = sequence.cached_tokens
                 self._completed(flight)
 
     def _answered(self, flight: _Flight) -> None:

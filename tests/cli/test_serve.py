@@ -217,3 +217,64 @@ def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
     assert not children.exists() or children.read_text() == ""
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
+
+
+def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], str]:
+    """Serve until told to stop; the predicted lengths of requests with answers of 64 tokens, and stderr."""
+    process = start("serve", "--config", str(fleet))
+    url = ready(process)[0]
+    for _ in range(asked):
+        status, answer = ask(url, max_tokens=64)
+        assert status == 200, answer
+    status, answer = ask(url, max_tokens=2000, stop=None)
+    assert status == 200, answer
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    return [
+        float(word.partition("=")[2]) for word in err.split() if word.startswith("predicted_output=")
+    ], err
+
+
+def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path) -> None:
+    fleet, state = tmp_path / "fleet.yaml", tmp_path / "state.json"
+    fleet.write_text(
+        "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\npolicy: {state_file: state.json}\n"
+        f"models: [{{name: m, instances: [{{url: '{engine(start)}'}}]}}]\n"
+    )
+    cold, _ = predictions(start, fleet, 40)
+    assert (cold[0], cold[-1] < 128) == (64, True)
+    kept = json.loads(state.read_text())
+    assert (kept["kind"], kept["version"], list(kept["lengths"]["models"])) == ("hetlb-state", 1, ["m"])
+    warm, err = predictions(start, fleet, 0)
+    assert warm[0] < 200, "expected the lengths of before"
+    assert "policy.state_file" not in err
+    for damaged in (state.read_bytes()[:-9], b"[1]", b'{"kind":"hetlb-state","version":1,"lengths":{}}'):
+        state.write_bytes(damaged)
+        again, err = predictions(start, fleet, 0)
+        assert again[0] == 256, "expected a cold start"
+        [line] = [each for each in err.splitlines() if "policy.state_file" in each]
+        assert "state.json is not used" in line
+        assert json.loads(state.read_text())["kind"] == "hetlb-state"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ("policy: {state_file: s.json}\n", "policy.state_file"),
+        ("", "models[0].instances[0].kv_events"),
+    ],
+)
+def test_what_needs_one_process_is_refused_with_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tables: str, key: str
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    events = "" if tables else ", kv_events: 'tcp://127.0.0.1:5557'"
+    fleet.write_text(
+        f"version: 1\n{tables}models: [{{name: m, instances: [{{url: 'http://127.0.0.1:1'{events}}}]}}]\n"
+    )
+    assert main(["serve", "--config", str(fleet), "--check"]) == 0
+    capsys.readouterr()
+    assert main(["serve", "--config", str(fleet), "--workers", "2", "--check"]) == 2
+    assert f"{fleet}: {key}: expected one process, got 2 workers" in capsys.readouterr().err

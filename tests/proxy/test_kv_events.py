@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -210,19 +211,14 @@ def test_other_memory_and_other_groups_are_passed_over() -> None:
     assert read_batch(msgspec.msgpack.encode([1.0, raw])) == ()
 
 
-KEYS = st.sampled_from(["type", "block_hashes", "token_ids", "block_size"])
 VALUES = (
-    st.sampled_from(["BlockStored", "BlockRemoved"])
-    | st.integers(-(1 << 63), (1 << 63) - 1)
-    | st.none()
-    | st.lists(st.none())
+    st.sampled_from(["BlockStored", "BlockRemoved"]) | st.integers(-5, 5) | st.none() | st.lists(st.none())
 )
-LOOKALIKES = st.lists(st.lists(st.dictionaries(KEYS, VALUES)))
+KEYS = st.sampled_from(["type", "block_hashes", "token_ids", "block_size"])
+BATCHES = st.tuples(st.just(0.5), st.lists(st.dictionaries(KEYS, VALUES)))
 
 
-@given(st.binary() | LOOKALIKES.map(msgspec.msgpack.encode))
+@given(st.binary() | st.builds(msgspec.msgpack.encode, BATCHES))
 def test_any_other_bytes_are_refused(payload: bytes) -> None:
-    try:
+    with contextlib.suppress(ValueError):  # nothing else may come of it
         read_batch(payload)
-    except ValueError as error:
-        assert "expected vLLM's batch" in str(error)  # noqa: PT017 (it may also be a batch)

@@ -22,12 +22,13 @@ from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 from hetlb.core.engine_metrics import EngineCounters, parse_counters
 from hetlb.loadtest.processes import helper_processes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 REQUESTS = 500
 #: What two caches of 64 blocks hold is half of what is asked for.
 PREFIXES, PREFIX_TOKENS, BLOCKS = 24, (400, 1200), 64
 AT_ONCE = 8
+READY_S = 450.0
 
 
 def spec_of(name: str, folder: str) -> ServerSpec:
@@ -47,7 +48,7 @@ def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Ser
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         specs = [spec_of("kv-a", folder), spec_of("kv-b", folder)]
         logs = tmp_path_factory.mktemp("kv-events")
-        with vllm_servers(specs, real.MODELS, logs, deadline_s=real.READY_DEADLINE_S) as servers:
+        with vllm_servers(specs, real.MODELS, logs, deadline_s=READY_S) as servers:
             yield servers, folder
 
 
