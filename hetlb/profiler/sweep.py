@@ -46,6 +46,14 @@ _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 _MOST_SEQS = 1000
 
 
+#: Of each phase, so many points are measured at least.
+_LEAST = {Phase.PREFILL: 8, Phase.DECODE: 8, Phase.MIXED: 0}
+#: Lone requests that tell what a server adds to one.
+_LONE = 8
+#: Steps that decodes make before a prompt is put beside them.
+_BEFORE_PROMPT = 8
+
+
 class BusyError(HetlbError):
     """Others use the server."""
 
@@ -143,8 +151,8 @@ class Sweep:
         self._token_s = 0.0
         self._first_step_s = 0.0
         self._step_s: dict[Size, float] = {}
-        most = max((size.batch for size in sizes if size.phase is Phase.DECODE), default=0)
-        longest = max((size.length for size in sizes if size.phase is Phase.DECODE), default=0)
+        most = max((size.batch for size in sizes if size.phase is not Phase.PREFILL), default=0)
+        longest = max((size.length for size in sizes if size.phase is not Phase.PREFILL), default=0)
         # Decode points share their prompts, each a beginning of the same: where the engine keeps
         # prefixes, a prompt is read once and not once per point.
         self._decode_prompts = distinct_prompts(rng, most, longest)
@@ -203,7 +211,7 @@ class Sweep:
             if sum(cost.values()) <= 0.85 * self._budget_s:
                 return
             by_phase = {phase: [size for size in taken if size.phase is phase] for phase in Phase}
-            droppable = [size for size in cost if len(by_phase[size.phase]) > 8]
+            droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST[size.phase]]
             if not droppable:
                 raise InputError(
                     f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
@@ -258,8 +266,8 @@ class Sweep:
             if not await settled(self._client, self._facts) and not self._force:
                 break
             before = await self._counters()
-            measure = self._prefill if size.phase is Phase.PREFILL else self._decode
-            seconds, expected = await measure(size)
+            measure = {Phase.PREFILL: self._prefill, Phase.DECODE: self._decode, Phase.MIXED: self._mixed}
+            seconds, expected = await measure[size.phase](size)
             await settled(self._client, self._facts)
             after = await self._counters()
             iterations = None
@@ -274,7 +282,9 @@ class Sweep:
                     more = _more(before.iterations, after.iterations)
                     iterations = None if more is None else more - 1  # the prompt ahead has its own
             if seconds is not None:
-                return Sample(size.phase, size.batch, size.length, seconds, iterations)
+                return Sample(
+                    size.phase, size.batch, size.length, seconds, iterations, None, size.prefill_tokens
+                )
             whole = False
         if whole:
             raise BusyError(
@@ -308,11 +318,7 @@ class Sweep:
         """Seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
-        prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
-        tokens = size.batch * length
-        if self._facts.prefix_cache and size.batch > 1:
-            await self._client.complete(prompts, 1)
-            tokens *= 2
+        prompts, tokens = await self._read(size, length)
         # Until the last prompt is read those before it decode already.
         behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
         asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
@@ -324,6 +330,51 @@ class Sweep:
         if seconds is not None:
             self._step_s[size] = seconds
         return seconds, tokens
+
+    async def _read(self, size: Size, length: int) -> tuple[list[list[int]], int]:
+        """The prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
+        prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
+        tokens = size.batch * length
+        if self._facts.prefix_cache and size.batch > 1:
+            await self._client.complete(prompts, 1)
+            tokens *= 2
+        return prompts, tokens
+
+    async def _mixed(self, size: Size) -> tuple[float | None, int]:
+        """Seconds of the step that reads a prompt beside decodes, and the prompt tokens of all of it."""
+        length = max(1, size.length - _BEFORE_PROMPT)
+        prompts, tokens = await self._read(size, length)
+        behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
+        asked = behind + 2 * _BEFORE_PROMPT + 8
+        limit = self._facts.capacity.max_model_len
+        if limit is not None:
+            asked = min(asked, limit - length)
+        answer = await self._client.send(prompts, asked)
+        reading = asyncio.create_task(answer.read())
+        try:
+            step_s = self._step_s.get(size, self._first_step_s)
+            await asyncio.sleep((behind + _BEFORE_PROMPT) * step_s)
+            prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
+            (alone,) = await self._client.complete(prompt, 1)
+            times = await reading
+        finally:
+            answer.close()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        return _gap_at(times, alone.first_s), tokens + size.prefill_tokens
+
+    async def lone_requests(self) -> list[tuple[int, float]]:
+        """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
+        found = []
+        limit = (self._facts.capacity.max_model_len or 512) - 2
+        for number in range(_LONE):
+            await settled(self._client, self._facts)
+            tokens = max(1, min(limit, 32 * (1 + number)))
+            prompts = distinct_prompts(self._rng, 1, tokens)
+            started = time.monotonic()
+            (times,) = await self._client.complete(prompts, 1)
+            found.append((tokens, times.first_s - started))
+        return found
 
     # --- the result ---
 
@@ -348,16 +399,16 @@ class Sweep:
             if size.phase is Phase.PREFILL and budget is not None:
                 passes = math.ceil(size.tokens / budget)
             seconds = median(sample.seconds for sample in samples if sample.seconds is not None)
-            points.append(Point(size.phase, size.batch, size.length, seconds, passes))
+            points.append(Point(size.phase, size.batch, size.length, seconds, passes, size.prefill_tokens))
         notes = tuple(f"{size}: left out: {reason}" for size, reason in sorted(given_up.items()))
         return Measured(tuple(points), budget, notes)
 
 
-def _order(size: Size) -> tuple[bool, int, int]:
+def _order(size: Size) -> tuple[int, int, int, int]:
     """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
     if size.phase is Phase.PREFILL:
-        return (False, size.tokens, size.batch)
-    return (True, -size.length, size.batch)
+        return (0, size.tokens, size.batch, 0)
+    return (1 if size.phase is Phase.DECODE else 2, -size.length, size.batch, size.prefill_tokens)
 
 
 def _more(before: int | None, after: int | None) -> int | None:
@@ -374,6 +425,19 @@ def _together(times: Sequence[TokenTimes]) -> float | None:
     return median(steps)
 
 
+def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
+    """Seconds of the step that ended at `at_s`, as all streams show it; None where any was not running."""
+    gaps = []
+    for one in times:
+        stamps = [at for at, _ in one.stamps]
+        if len(stamps) < 4 or not stamps[1] < at_s < stamps[-1]:
+            return None
+        # A step's tokens come within moments of each other, in any order.
+        ends = min(range(1, len(stamps)), key=lambda i: abs(stamps[i] - at_s))
+        gaps.append(stamps[ends] - stamps[ends - 1])
+    return median(gaps) if gaps else None
+
+
 def _given_up(size: Size, reason: str) -> Sample:
     """The sample that says so."""
-    return Sample(size.phase, size.batch, size.length, reason=reason)
+    return Sample(size.phase, size.batch, size.length, reason=reason, prefill_tokens=size.prefill_tokens)
