@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from hetlb.cli.simulate_against import run_against
 from hetlb.cli.simulate_plot import write_plot
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
@@ -77,17 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="P.png", help="throughput, latencies, KV use and queues as a picture"
     )
     parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay what a proxy recorded")
+    parser.add_argument(
+        "--against", type=Path, metavar="LOG", help="hold a log of a real server against its profile"
+    )
+    parser.add_argument("--profile", type=Path, metavar="P.yaml", help="--against: of the server")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate or replay, and print."""
+    if args.against is not None:
+        return run_against(args)
     if args.event_log is not None:
         if args.config is not None or args.trace is not None:
             raise InputError("--event-log: expected alone; the log holds the fleet and the requests")
         return replay(args.event_log, args.json)
     if args.config is None or args.trace is None:
-        raise InputError("expected --config and --trace, or --event-log")
+        raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
     policies = read_policies(args.policy) if args.policy else [fleet.policy.name]
     rates: dict[float | str, str] = {
