@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.cli import profile_live
+from hetlb.cli.profile_log import from_log
 from hetlb.config import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import query
@@ -30,9 +30,9 @@ from hetlb.profiler.sources import (
     Roofline,
     complete,
     make_profile,
-    profile_text,
     read_csv,
     shape_of,
+    write_profile,
 )
 
 #: The sizes at which `show` and `compare` print times.
@@ -47,12 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
+        "       hetlb profile --from log:FILE --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml"
     )
     parser.add_argument("verb", nargs="?", choices=("show", "compare"), help="instead of making one")
     parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show or compare")
     parser.add_argument(
-        "--from", dest="source", metavar="SOURCE", help="csv:FILE, aiconfigurator or roofline"
+        "--from", dest="source", metavar="SOURCE", help="csv:FILE, log:FILE, aiconfigurator or roofline"
     )
     parser.add_argument("--out", type=Path, metavar="P.yaml", help="where the profile goes")
     parser.add_argument("--name", help="the profile's name (default: system, model and degree)")
@@ -82,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the engine schedules asynchronously (default: as vLLM of its version does)",
     )
     profile_live.add_arguments(parser)
+    log = parser.add_argument_group("from a log")
+    log.add_argument("--start", type=Path, metavar="P.yaml", help="the profile that is corrected")
+    log.add_argument(
+        "--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of the log's hash_ids"
+    )
     roofline = parser.add_argument_group("roofline (marked unmeasured)")
     roofline.add_argument("--peak-flops", type=float, metavar="F", help="FLOP/s of one GPU at this precision")
     roofline.add_argument("--bandwidth", type=float, metavar="B", help="memory bytes/s of one GPU")
@@ -138,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         live.journal.remove()
     elif kind == "csv" and file:
         written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
+    elif kind == "log" and file:
+        return from_log(args, Path(file))
     elif args.source == "aiconfigurator":
         for degree in degrees:
             out = args.out
@@ -147,7 +155,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.source == "roofline":
         written.append(_finish(args, args.out, _from_roofline(args, degrees[0])))
     else:
-        raise InputError(f"--from: expected csv:FILE, aiconfigurator or roofline, got {args.source!r}")
+        raise InputError(
+            f"--from: expected csv:FILE, log:FILE, aiconfigurator or roofline, got {args.source!r}"
+        )
     if args.json:
         print(json.dumps(written[0] if len(written) == 1 else written))
     return 0
@@ -177,7 +187,7 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
     if args.plot is not None:
         plot = args.plot if out == args.out else args.plot.with_name(f"{out.stem}{args.plot.suffix}")
         write_plot(plot, profile.name, points, result, profile.engine.max_num_batched_tokens)
-    _write_whole(out, profile_text(profile))
+    write_profile(out, profile)
     if not args.json:
         console = Console()
         console.print(_errors_table(profile))
@@ -410,16 +420,6 @@ def _descriptions(
             async_scheduling=args.async_scheduling,
         ),
     }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise ProfileError(f"{path}: expected a place to write to: {error.strerror}") from error
 
 
 def _errors_table(profile: Profile) -> Table:

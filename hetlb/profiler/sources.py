@@ -33,6 +33,7 @@ from hetlb.config import (
     RawGrid,
     Source,
 )
+from hetlb.core.latency import LatencyModel
 from hetlb.errors import ProfileError
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
@@ -200,9 +201,6 @@ def make_profile(
     assumed: tuple[str, ...] = (),
 ) -> Profile:
     """A profile of fitted points, its errors and the points themselves."""
-    k = result.latency
-    better, table, mixed = k.better_prefill, k.better_decode, k.mixed
-    grid = better.grid if better is not None else None
     prefill, decode = result.prefill.error, result.decode.error
     weight = prefill.points + decode.points
     return Profile(
@@ -211,33 +209,7 @@ def make_profile(
         hardware=hardware,
         model=model,
         engine=engine or EngineInfo(),
-        prefill=PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
-        decode=DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
-        better_prefill=BetterPrefill(
-            floor_s=better.floor_s,
-            token_s=better.token_s,
-            attention_s=better.attention_s,
-            p=better.p,
-            tile=better.tile,
-            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
-            if grid is not None
-            else None,
-        )
-        if better is not None
-        else None,
-        better_decode=None
-        if table is None
-        else BetterDecode(
-            token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
-        ),
-        mixed=None
-        if mixed is None
-        else MixedSteps(
-            sequence_s=mixed.sequence_s,
-            pair_s=mixed.pair_s,
-            token_s=mixed.token_s,
-            context_s=mixed.context_s,
-        ),
+        **_constants(result.latency),
         host=host,
         assumed=assumed,
         fit=FitReport(
@@ -247,11 +219,11 @@ def make_profile(
             points=weight,
             prefill=_report(result.prefill.form, prefill),
             prefill_paper=_report(Form.PAPER, result.prefill.held_out[Form.PAPER])
-            if better is not None
+            if result.latency.better_prefill is not None
             else None,
             decode=_report(result.decode.form, decode),
             decode_paper=_report(DecodeForm.PAPER, result.decode.held_out[DecodeForm.PAPER])
-            if table is not None
+            if result.latency.better_decode is not None
             else None,
             mixed=_report("kernels", result.mixed) if result.mixed is not None else None,
         ),
@@ -266,6 +238,55 @@ def make_profile(
             if any(p.passes > 1 for p in points)
             else None,
         ),
+    )
+
+
+def _constants(k: LatencyModel) -> dict[str, Any]:
+    """The sections of a profile that hold constants."""
+    better, table, mixed = k.better_prefill, k.better_decode, k.mixed
+    grid = better.grid if better is not None else None
+    return {
+        "prefill": PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
+        "decode": DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
+        "better_prefill": BetterPrefill(
+            floor_s=better.floor_s,
+            token_s=better.token_s,
+            attention_s=better.attention_s,
+            p=better.p,
+            tile=better.tile,
+            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
+            if grid is not None
+            else None,
+        )
+        if better is not None
+        else None,
+        "better_decode": BetterDecode(
+            token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
+        )
+        if table is not None
+        else None,
+        "mixed": MixedSteps(
+            sequence_s=mixed.sequence_s,
+            pair_s=mixed.pair_s,
+            token_s=mixed.token_s,
+            context_s=mixed.context_s,
+        )
+        if mixed is not None
+        else None,
+    }
+
+
+def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profile:
+    """A profile with other constants; points and errors, which are of the old ones, are left out."""
+    request_s = profile.host.request_s if profile.host is not None else 0.0
+    return msgspec.structs.replace(
+        profile,
+        version=2,
+        **_constants(latency),
+        host=HostTime(iteration_s=latency.host_s, request_s=request_s),
+        source=source,
+        fit=None,
+        grid=None,
     )
 
 
@@ -380,6 +401,17 @@ def profile_text(profile: Profile) -> str:
         else:
             lines.append(f"{key}: {_flow(value)}")
     return "\n".join(lines) + "\n"
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write the file whole or not at all. Raises `ProfileError`."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(profile_text(profile), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise ProfileError(f"{path}: expected a place to write to: {error.strerror}") from error
 
 
 def _drop_empty(value: Any) -> Any:

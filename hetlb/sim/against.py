@@ -36,8 +36,15 @@ LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("abov
 _LEAST_OF_A_LOAD = 10
 #: Corrections are fitted to so many requests at most.
 _FITTED = 1500
-#: How far off 1 a factor is expected to be, and how many seconds the host is expected to add.
-_FACTOR_SPREAD, _HOST_SPREAD_S = 0.3, 0.002
+#: How far off 1 factors are expected to be, in logarithms, and how many seconds the host is expected to add;
+#: and by how much a correction of that size must bring the log nearer.
+_SPREADS = (0.3, 0.6, 0.3)
+_HOST_SPREAD_S = 0.002
+_LEAST_GAIN = 0.003
+#: Groups whose means are fitted: by arrival, and by the length of prompts and of answers.
+_IN_ORDER, _ALIKE = 12, 4
+#: Steps of the search are shares of its variables, so these are kept off 0.
+_SHIFT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,28 +286,52 @@ def fit_corrections(
 ) -> Corrections:
     """The corrections with which the replay is nearest to the log; near none where it does not decide."""
     part = requests[:_FITTED]
+    groups = _groups(part)
     measured = np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in part])
     steps = np.array([max(1, each.output_tokens - 1) for each in part])
-    scale = np.maximum(measured, 0.05 * measured.mean(axis=0)) + 1e-9
+    means = np.array([measured[group].mean(axis=0) for group in groups])
+    scale = np.maximum(means, 0.05 * measured.mean(axis=0)) + 1e-9
 
-    def corrections(values: np.ndarray[Any, Any]) -> Corrections:
-        logs = _FACTOR_SPREAD * values
-        prefill, mixed, decode = (math.exp(float(each)) for each in logs[:3])
-        return Corrections(prefill, mixed, decode, float(values[3]) * _HOST_SPREAD_S)
+    def corrections(shifted: np.ndarray[Any, Any]) -> Corrections:
+        values = shifted - _SHIFT
+        factors = [
+            math.exp(spread * float(value)) for spread, value in zip(_SPREADS, values[:3], strict=True)
+        ]
+        return Corrections(factors[0], factors[1], factors[2], float(values[3]) * _HOST_SPREAD_S)
 
-    def residuals(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        model = corrections(values).applied(engine.latency)
+    def residuals(shifted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        model = corrections(shifted).applied(engine.latency)
         said = replay(part, replace(engine, latency=model), hash_block_tokens).requests
         times = np.array([(each.ttft_s, each.e2e_s) for each in said])
         tpot = (times[:, 1] - times[:, 0]) / steps
-        off = (np.column_stack([times[:, 0], tpot, times[:, 1]]) - measured) / scale
-        off[:, 1][measured[:, 1] <= 0.0] = 0.0
-        return np.concatenate([off.ravel() / math.sqrt(off.size), 0.01 * values])
+        simulated = np.column_stack([times[:, 0], tpot, times[:, 1]])
+        off = (np.array([simulated[group].mean(axis=0) for group in groups]) - means) / scale
+        return np.concatenate([off.ravel() / math.sqrt(off.size), _LEAST_GAIN * (shifted - _SHIFT)])
 
     best = least_squares(
-        residuals, np.zeros(4), bounds=(-4.0, 4.0), diff_step=0.05, max_nfev=8, loss="soft_l1", f_scale=0.1
+        residuals,
+        np.full(4, _SHIFT),
+        bounds=(0.0, 2.0 * _SHIFT),
+        diff_step=0.05,
+        max_nfev=12,
+        loss="soft_l1",
+        f_scale=0.1,
     )
     return corrections(best.x)
+
+
+def _groups(requests: Sequence[Measured]) -> list[np.ndarray[Any, Any]]:
+    """Indices of requests that came one after the other, and of those with prompts and answers alike.
+
+    Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
+    """
+    count = len(requests)
+    orders = (
+        (np.arange(count), _IN_ORDER),
+        (np.argsort([each.input_tokens for each in requests], kind="stable"), _ALIKE),
+        (np.argsort([each.output_tokens for each in requests], kind="stable"), _ALIKE),
+    )
+    return [group for order, parts in orders for group in np.array_split(order, min(parts, count))]
 
 
 # --- the comparison ---------------------------------------------------------------------------------------
@@ -421,9 +452,10 @@ def varies_enough(run: Replay) -> str:
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.
     """
-    total_s = sum(run.batches.values())
+    decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
+    total_s = sum(decoding.values())
     ends, elapsed_s = [], 0.0
-    for batch in sorted(run.batches):
+    for batch in sorted(decoding):
         elapsed_s += run.batches[batch]
         ends.append((elapsed_s / total_s, batch))
     low = next(batch for share, batch in ends if share >= 0.05)
