@@ -25,7 +25,7 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.plan.tp_search import Machine, PlanModel
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]

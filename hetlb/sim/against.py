@@ -22,9 +22,9 @@ from scipy.optimize import least_squares
 from hetlb.core.latency import MIXED_DECODE_ATTENTION_FACTOR, LatencyModel, MixedTerm
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, Measured
-from hetlb.sim.contents import HASH_BLOCK_TOKENS, TraceContents
 from hetlb.sim.engine import EngineLimits, EngineModel, SequenceState
 from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
 
 #: The kinds of time that are corrected, in this order, and what is left.
 PARTS = ("prefill", "mixed", "decode", "host")
@@ -91,9 +91,10 @@ def replay(
     requests: Sequence[Measured], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
 ) -> Replay:
     """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
-    contents = None
-    if engine.limits.enable_prefix_caching and requests[0].extra.keys() & {"hash_ids", "session_id"}:
-        contents = TraceContents(requests, hash_block_tokens)
+    contents: list[PromptContent] | None = None
+    rows = [each.row for each in requests if each.row is not None]
+    if engine.limits.enable_prefix_caching and any(row.hash_ids or row.session for row in rows):
+        contents = contents_of(rows, hash_block_tokens)
     model = EngineModel(engine.latency, engine.limits, prefix_cache=contents is not None)
     found: list[Simulated | None] = [None] * len(requests)
     kv: list[tuple[float, float]] = []
@@ -105,7 +106,8 @@ def replay(
         nonlocal sent
         while sent < len(requests) and requests[sent].arrival_s + engine.request_s <= before:
             at_s = requests[sent].arrival_s + engine.request_s
-            sequence = _sequence(_Course(sent, _load(model)), requests[sent], contents)
+            content = UNSHARED if contents is None else contents[sent]
+            sequence = _sequence(_Course(sent, _load(model)), requests[sent], content)
             if not model.fits(sequence.prompt_tokens, sequence.output_tokens):
                 raise TraceError(
                     f"request {sent + 1}: expected at most {engine.limits.max_sequence_tokens} tokens "
@@ -152,15 +154,9 @@ def replay(
     return Replay([each for each in found if each is not None], kv, model.preemptions, batches)
 
 
-def _sequence(course: _Course, request: Measured, contents: TraceContents | None) -> EngineSequence:
-    named = contents.of(course.index) if contents is not None else None
-    return EngineSequence(
-        max(1, request.input_tokens),
-        request.output_tokens,
-        course,
-        pieces=named.pieces if named is not None else (),
-        answer=named.answer if named is not None else None,
-    )
+def _sequence(course: _Course, request: Measured, content: PromptContent) -> EngineSequence:
+    prompt = max(1, request.input_tokens)
+    return EngineSequence(prompt, request.output_tokens, course, pieces=content.spans, answer=content.answer)
 
 
 def _load(model: EngineModel) -> float:

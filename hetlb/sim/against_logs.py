@@ -12,14 +12,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetlb.core.eventlog import decode_setup
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
-from hetlb.traces import read_trace
+from hetlb.workload.traces import Row, read_trace
 
 #: Fewer requests say little about anything.
 LEAST_REQUESTS = 10
@@ -30,7 +30,7 @@ _BENCH = "vllm bench serve --save-result --save-detailed"
 class Measured:
     """One request that ended well. Times in seconds; `queue_s` is None where the log does not say.
 
-    `arrival_s` is when the server got it. `extra` names contents, as columns of a trace do.
+    `arrival_s` is when the server got it. `row` names its content, where the log is a trace.
     """
 
     arrival_s: float
@@ -40,7 +40,7 @@ class Measured:
     e2e_s: float
     queue_s: float | None = None
     instance: str = ""
-    extra: dict[str, str] = field(default_factory=dict, compare=False)
+    row: Row | None = None
 
     @property
     def tpot_s(self) -> float:
@@ -89,7 +89,7 @@ def _shifted(each: Measured, first_s: float) -> Measured:
         each.e2e_s,
         each.queue_s,
         each.instance,
-        each.extra,
+        each.row,
     )
 
 
@@ -211,7 +211,7 @@ def _read_csv(path: Path, _: str) -> Log:
                 times["ttft_s"],
                 times["e2e_s"],
                 queue_s,
-                extra=row.extra,
+                row=row,
             )
         )
     return Log("csv", tuple(requests))

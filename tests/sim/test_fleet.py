@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies import POLICIES, PolicyParams
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
@@ -19,6 +18,7 @@ from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
 from hetlb.sim.reference import References
+from hetlb.workload.arrivals import PlannedRequest
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.latency import LatencyModel
-from hetlb.sim.contents import TraceContents
 from hetlb.sim.engine import EngineLimits, EngineModel, Sequence, SequenceState
 from hetlb.sim.plain_engine import PlainEngine, PlainSequence
-from hetlb.traces import TraceRow
+from hetlb.workload.content import contents_of, in_cycle
+from hetlb.workload.traces import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 
@@ -237,39 +237,32 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
 # --- what traces say ---------------------------------------------------------------------------------
 
 
-def row(prompt: int, output: int, **extra: str) -> TraceRow:
-    return TraceRow(None, prompt, output, extra)
+def row(prompt: int, output: int, session: str = "", turn: str = "", hash_ids: str = "") -> Row:
+    return Row(None, prompt, output, session=session, turn=turn, hash_ids=tuple(hash_ids.split()))
 
 
 def test_hash_ids_are_blocks_and_the_last_one_may_be_short() -> None:
-    contents = TraceContents([row(1200, 5, hash_ids="0 1 2"), row(1100, 5, hash_ids="0 1 2")])
-    first, second = contents.of(0), contents.of(1)
-    assert first.pieces[:2] == second.pieces[:2] == (("0", 512), ("1", 512))
-    assert first.pieces[2] != second.pieces[2]
-    assert sum(tokens for _, tokens in first.pieces) == 1200
+    first, second = contents_of([row(1200, 5, hash_ids="0 1 2"), row(1100, 5, hash_ids="0 1 2")])
+    assert first.spans[:2] == second.spans[:2] == (("0", 512), ("1", 512))
+    assert first.spans[2] != second.spans[2]
+    assert sum(tokens for _, tokens in first.spans) == 1200
     assert first.answer is None
-    again = contents.of(0, 1)
-    assert [tokens for _, tokens in again.pieces] == [512, 512, 176]
-    assert not {key for key, _ in again.pieces} & {key for key, _ in first.pieces}
+    again = in_cycle(first, 1)
+    assert [tokens for _, tokens in again.spans] == [512, 512, 176]
+    assert not {key for key, _ in again.spans} & {key for key, _ in first.spans}
 
 
 def test_turns_of_a_session_begin_with_what_was_said() -> None:
     rows = [
-        row(10, 20, session_id="s", turn="0"),
-        row(7, 5, session_id="other", turn="0"),
-        row(45, 0, session_id="s", turn="1"),
-        row(60, 5, session_id="s", turn="2"),
-        row(30, 5, session_id="s", turn="3"),
+        row(10, 20, session="s", turn="0"),
+        row(7, 5, session="other", turn="0"),
+        row(45, 0, session="s", turn="1"),
+        row(60, 5, session="s", turn="2"),
+        row(30, 5, session="s", turn="3"),
     ]
-    contents = TraceContents(rows)
-    named = [contents.of(i) for i in range(len(rows))]
-    assert named[2].pieces[:2] == (*named[0].pieces, (named[0].answer, 20))
-    assert named[3].pieces[:4] == (*named[2].pieces, (named[2].answer, 1))
-    assert [sum(tokens for _, tokens in each.pieces) for each in named] == [10, 7, 45, 60, 30]
-    assert len(named[4].pieces) == 1, "expected a shorter prompt to begin anew"
+    named = contents_of(rows)
+    assert named[2].spans[:2] == (*named[0].spans, (named[0].answer, 20))
+    assert named[3].spans[:4] == (*named[2].spans, (named[2].answer, 1))
+    assert [sum(tokens for _, tokens in each.spans) for each in named] == [10, 7, 45, 60, 30]
+    assert len(named[4].spans) == 1, "expected a shorter prompt to begin anew"
     assert len({each.answer for each in named}) == 5
-
-
-def test_a_trace_without_such_columns_says_so() -> None:
-    with pytest.raises(ValueError, match="hash_ids, or session_id and turn"):
-        TraceContents([row(5, 5)])
