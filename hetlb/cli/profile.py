@@ -20,6 +20,7 @@ from rich.table import Table
 
 from hetlb.cli import profile_live
 from hetlb.cli.profile_log import from_log
+from hetlb.cli.profile_running import from_proxy
 from hetlb.config import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import query
@@ -47,13 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
-        "       hetlb profile --from log:FILE --start P.yaml --out P.yaml [flags]\n"
+        "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml"
     )
     parser.add_argument("verb", nargs="?", choices=("show", "compare"), help="instead of making one")
     parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show or compare")
     parser.add_argument(
-        "--from", dest="source", metavar="SOURCE", help="csv:FILE, log:FILE, aiconfigurator or roofline"
+        "--from",
+        dest="source",
+        metavar="SOURCE",
+        help="csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline",
     )
     parser.add_argument("--out", type=Path, metavar="P.yaml", help="where the profile goes")
     parser.add_argument("--name", help="the profile's name (default: system, model and degree)")
@@ -83,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the engine schedules asynchronously (default: as vLLM of its version does)",
     )
     profile_live.add_arguments(parser)
-    log = parser.add_argument_group("from a log")
+    log = parser.add_argument_group("from a log or a running proxy")
+    log.add_argument("--server", metavar="NAME", help="proxy: the instance, by its name in the fleet")
     log.add_argument("--start", type=Path, metavar="P.yaml", help="the profile that is corrected")
     log.add_argument(
         "--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of the log's hash_ids"
@@ -146,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
         written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
     elif kind == "log" and file:
         return from_log(args, Path(file))
+    elif kind == "proxy" and file:
+        return from_proxy(args, file)
     elif args.source == "aiconfigurator":
         for degree in degrees:
             out = args.out
@@ -156,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         written.append(_finish(args, args.out, _from_roofline(args, degrees[0])))
     else:
         raise InputError(
-            f"--from: expected csv:FILE, log:FILE, aiconfigurator or roofline, got {args.source!r}"
+            f"--from: expected csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline, got {args.source!r}"
         )
     if args.json:
         print(json.dumps(written[0] if len(written) == 1 else written))

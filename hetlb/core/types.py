@@ -175,6 +175,7 @@ class Lease:
     __slots__ = (
         "dispatched_at",
         "ended",
+        "evidence",
         "first_mark",
         "first_token_at",
         "id",
@@ -215,6 +216,9 @@ class Lease:
         #: What the instance had done when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
+        #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
+        #: steps, seconds that they took, and whether prompts were read beside them.
+        self.evidence: tuple[float, float, bool] | None = None
         self.output_tokens = 0
         self.ended = False
 
@@ -223,7 +227,10 @@ class Lease:
 
     def __reduce__(self) -> tuple[Any, ...]:
         begun = (self.work_ns, self.kv_tokens, self.prompt_tokens, self.predicted_output, self.dispatched_at)
-        since = (self.first_token_at, self.mark, self.first_mark, self.output_tokens, self.ended)
+        since = (
+            *(self.first_token_at, self.mark, self.first_mark, self.evidence, self.output_tokens),
+            self.ended,
+        )
         return _lease, (self.id, self.request, self.instance, self.incarnation, begun, since)
 
 
@@ -243,7 +250,9 @@ def _lease(
         predicted_output=predicted_output,
         dispatched_at=dispatched_at,
     )
-    lease.first_token_at, lease.mark, lease.first_mark, lease.output_tokens, lease.ended = since
+    lease.first_token_at, lease.mark, lease.first_mark, lease.evidence, lease.output_tokens, lease.ended = (
+        since
+    )
     return lease
 
 

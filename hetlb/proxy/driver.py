@@ -337,7 +337,8 @@ class Driver:
         if lease.incarnation not in self._pools:
             self._pool_of(instance)
         exchange = self.exchanges[command.request_id]
-        exchange.dispatched(lease, lease.dispatched_at, expected_s(instance, lease))
+        total_s, first_s, mixed = expected_s(instance, lease)
+        exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
     # --- time ---
 

@@ -32,9 +32,9 @@ class Ended:
     """
 
     __slots__ = (
-        "arrived_at", "dispatched_at", "ended_at", "ended_in", "expected_s", "first_byte_at", "kind", "label",
-        "lease", "method", "outcome", "path", "prompt_tokens_used", "request", "retries", "status", "tenant",
-        "trace",
+        "arrived_at", "dispatched_at", "ended_at", "ended_in", "expected_first_s", "expected_s",
+        "first_byte_at", "kind", "label", "lease", "method", "mixed", "outcome", "path", "prompt_tokens_used",
+        "request", "retries", "status", "tenant", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,9 @@ class Ended:
         self.prompt_tokens_used: int | None = None
         #: Seconds from dispatch to the end, as the latency model saw it then.
         self.expected_s = 0.0
+        #: Seconds to the first token by the profile as it is, and whether others were beside it until then.
+        self.expected_first_s = 0.0
+        self.mixed = False
         self.arrived_at = now
         self.dispatched_at: float | None = None
         self.first_byte_at: float | None = None
