@@ -174,6 +174,10 @@ class Exact:
         pass_s = self._tables.pass_s(tokens + batch, prompts + batch)
         return self._host_s + pass_s + self._tables.attention_s(tokens, past, batch, context)
 
+    def step_s(self, batch: int, kv_tokens: int) -> float:
+        """Seconds of a decode step."""
+        return self.iteration_s(0, 0, 0, batch, kv_tokens) if batch else 0.0
+
     def step_growth_s(self, batch: int) -> float:
         """Seconds by which a step gets longer when each sequence has one more token."""
         if not batch:

@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from hetlb.cli.simulate_against import run_against
 from hetlb.cli.simulate_plot import write_plot
 from hetlb.config import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
@@ -94,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate or replay, and print."""
     if args.against is not None:
+        from hetlb.cli.simulate_against import run_against  # scipy takes half a second
+
         return run_against(args)
     if args.event_log is not None:
         if args.config is not None or args.trace is not None:

@@ -371,6 +371,8 @@ class LatencyModel(Value):
             if mixed is None:
                 seconds += self.k6 * batch
         seconds += self.host_s
+        if mixed is None:
+            return seconds
         step_s = self.step_s(batch, kv_tokens)
         return seconds if seconds > step_s else step_s
 

@@ -52,6 +52,8 @@ _LEAST = {Phase.PREFILL: 8, Phase.DECODE: 8, Phase.MIXED: 0}
 _LONE = 8
 #: Steps that decodes make before a prompt is put beside them.
 _BEFORE_PROMPT = 8
+#: Decodes of a mixed point run for so long at least.
+_MIXED_WINDOW_S = 0.4
 
 
 class BusyError(HetlbError):
@@ -225,11 +227,14 @@ class Sweep:
         """About how long one sample takes."""
         if size.phase is Phase.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
-        near = [s for each, s in self._step_s.items() if each.batch <= size.batch] or [self._first_step_s]
-        step_s = self._step_s.get(size, max(near))
+        step_s = self._step_s.get(size, self._near_step_s(size.batch))
         # With prefixes kept, prompts are read at the first sample of a point; what longer ones left counts.
         read = 0 if self._facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
+
+    def _near_step_s(self, batch: int) -> float:
+        """About how long a step of so many takes, by those of no more."""
+        return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
     def _plug_tokens(self, size: Size) -> int:
         seconds = _READ_S + _READ_S_PER_TOKEN * size.tokens
@@ -342,17 +347,19 @@ class Sweep:
 
     async def _mixed(self, size: Size) -> tuple[float | None, int]:
         """Seconds of the step that reads a prompt beside decodes, and the prompt tokens of all of it."""
-        length = max(1, size.length - _BEFORE_PROMPT)
+        step_s = self._near_step_s(size.batch)
+        # They must still run when the prompt has found its way through the server.
+        steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
+        length = max(1, size.length - steps // 2)
         prompts, tokens = await self._read(size, length)
         behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
-        asked = behind + 2 * _BEFORE_PROMPT + 8
+        asked = behind + steps
         limit = self._facts.capacity.max_model_len
         if limit is not None:
             asked = min(asked, limit - length)
         answer = await self._client.send(prompts, asked)
         reading = asyncio.create_task(answer.read())
         try:
-            step_s = self._step_s.get(size, self._first_step_s)
             await asyncio.sleep((behind + _BEFORE_PROMPT) * step_s)
             prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
             (alone,) = await self._client.complete(prompt, 1)
