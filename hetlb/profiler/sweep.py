@@ -352,15 +352,17 @@ class Sweep:
         steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._read(size, length)
-        behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
-        asked = behind + steps
+        read_tokens = 0 if self._facts.prefix_cache else size.batch * length
+        behind = math.ceil(read_tokens / (self._budget_tokens() or 2048))
+        asked = 2 * behind + steps
         limit = self._facts.capacity.max_model_len
         if limit is not None:
             asked = min(asked, limit - length)
         answer = await self._client.send(prompts, asked)
         reading = asyncio.create_task(answer.read())
         try:
-            await asyncio.sleep((behind + _BEFORE_PROMPT) * step_s)
+            # Until the last prompt of the decodes is read, and some steps more.
+            await asyncio.sleep(1.2 * read_tokens * self._token_s + _BEFORE_PROMPT * step_s)
             prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
             (alone,) = await self._client.complete(prompt, 1)
             times = await reading
