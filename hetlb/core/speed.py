@@ -64,6 +64,7 @@ class SpeedTracker:
         "_prompts",
         "_sequence_s",
         "_token_s",
+        "engines",
         "factor",
         "last",
         "last_expected_s",
@@ -85,6 +86,8 @@ class SpeedTracker:
         #: What the model says of the last answer's steps, and whether prompts were read beside much of them.
         self.last_expected_s = 0.0
         self.last_mixed = False
+        #: Engines that share what runs: the model is of one of them.
+        self.engines = 1
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
@@ -112,16 +115,17 @@ class SpeedTracker:
         """
         if seconds <= 0.0 or steps < 1.0:
             return False
-        running = (self._sequence_s - since.sequence_s) / seconds
+        engine_s = seconds * self.engines
+        running = (self._sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
             running = 1.0
-        tokens = (self._token_s - since.token_s) / seconds
+        tokens = (self._token_s - since.token_s) / engine_s
         expected_s = steps * model.step_s(running, tokens)
         prompts = self._prompts - since.prompts
         delay_s = 0.0
         if prompts > 0:
             mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
-            delay_s = prompts * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
+            delay_s = prompts / self.engines * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
             expected_s += delay_s
         self.last_expected_s = expected_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s

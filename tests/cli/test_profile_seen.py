@@ -13,7 +13,7 @@ from hetlb.cli.main import main
 from hetlb.cli.profile_running import counters
 from hetlb.config import load_profile
 from hetlb.core.types import Outcome
-from hetlb.proxy.totals import InstanceTotals
+from hetlb.proxy.telemetry.counters import InstanceTotals
 
 PROFILE = """\
 version: 1
