@@ -2,8 +2,8 @@
 
     python bench/fit_errors.py DIR
 
-DIR holds aic_vllm.csv and aic_kv_capacity.csv. Fitted on the default 12 + 12 points, tested on all others;
-`best` is the form chosen by held-out error within the 12.
+DIR holds aic_vllm.csv and aic_kv_capacity.csv. Fitted on the default 12 + 12 points, tested on all
+others; `best` is the form chosen by held-out error within the 12.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from statistics import median
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
+    DecodeForm,
     Form,
     Phase,
     Point,
@@ -44,7 +45,7 @@ def main() -> None:
             of_phase = [p for p in of_configuration if p.phase is phase]
             train = [p for p in of_phase if (p.batch, p.length) in grid]
             test = [p for p in of_phase if (p.batch, p.length) not in grid]
-            forms = tuple(Form) if phase is Phase.PREFILL else (Form.PAPER,)
+            forms = tuple(Form) if phase is Phase.PREFILL else tuple(DecodeForm)
             unseen = {form: errors_on(fit_phase(train, form), test).mean for form in forms}
             best = min(forms, key=lambda form, train=train: held_out_errors(train, form).median)
             for form in forms:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,22 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.cli import profile_live
-from hetlb.config import EngineInfo, Hardware, ModelInfo, Profile, Source, load_profile
+from hetlb.cli.profile_log import from_log
+from hetlb.cli.profile_running import from_proxy
+from hetlb.config import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import query
-from hetlb.profiler.fit import FitResult, Form, Phase, Point, fit
+from hetlb.profiler.fit import FitResult, Form, ModelShape, Phase, Point, fit, shown_tile
 from hetlb.profiler.plot import write_plot
-from hetlb.profiler.sources import Roofline, make_profile, profile_text, read_csv
+from hetlb.profiler.sources import (
+    ASSUMED_TILE,
+    Roofline,
+    complete,
+    make_profile,
+    read_csv,
+    shape_of,
+    write_profile,
+)
 
 #: The sizes at which `show` and `compare` print times.
 _SIZES = {
@@ -38,12 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
+        "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml"
     )
     parser.add_argument("verb", nargs="?", choices=("show", "compare"), help="instead of making one")
     parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show or compare")
     parser.add_argument(
-        "--from", dest="source", metavar="SOURCE", help="csv:FILE, aiconfigurator or roofline"
+        "--from",
+        dest="source",
+        metavar="SOURCE",
+        help="csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline",
     )
     parser.add_argument("--out", type=Path, metavar="P.yaml", help="where the profile goes")
     parser.add_argument("--name", help="the profile's name (default: system, model and degree)")
@@ -61,7 +75,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="capacity, kept in the file")
     parser.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of the model, over all GPUs")
     parser.add_argument("--memory-bytes", type=int, metavar="N", help="of one GPU")
+    parser.add_argument("--block-size", type=int, metavar="N", help="of the KV cache, kept in the file")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the model (default: known by its name)")
+    parser.add_argument("--heads", type=int, metavar="N", help="attention heads of the model, likewise")
+    parser.add_argument(
+        "--tile", type=int, metavar="N", help="tokens of a tile of dense kernels (default: shown, else 128)"
+    )
+    parser.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="whether the engine schedules asynchronously (default: as vLLM of its version does)",
+    )
     profile_live.add_arguments(parser)
+    log = parser.add_argument_group("from a log or a running proxy")
+    log.add_argument("--server", metavar="NAME", help="proxy: the instance, by its name in the fleet")
+    log.add_argument("--start", type=Path, metavar="P.yaml", help="the profile that is corrected")
+    log.add_argument(
+        "--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of the log's hash_ids"
+    )
     roofline = parser.add_argument_group("roofline (marked unmeasured)")
     roofline.add_argument("--peak-flops", type=float, metavar="F", help="FLOP/s of one GPU at this precision")
     roofline.add_argument("--bandwidth", type=float, metavar="B", help="memory bytes/s of one GPU")
@@ -69,12 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roofline.add_argument("--bytes-per-parameter", type=float, default=2.0, metavar="B")
     roofline.add_argument("--flops-efficiency", type=float, default=0.5, metavar="SHARE")
     roofline.add_argument("--bandwidth-efficiency", type=float, default=0.7, metavar="SHARE")
-    estimated = parser.add_argument_group("roofline and aiconfigurator")
+    estimated = parser.add_argument_group("without a server")
     estimated.add_argument(
         "--overhead-ms",
         type=float,
         metavar="MS",
-        help="host time of every step (default: roofline 2, else 0)",
+        help="host time of every iteration (default: roofline 2, else 0)",
     )
     estimated.add_argument(
         "--scale", type=float, default=1.0, metavar="X", help="aiconfigurator: factor on all times"
@@ -100,6 +131,10 @@ def run(args: argparse.Namespace) -> int:
         "max_num_batched_tokens",
         "kv_bytes_per_token",
         "memory_bytes",
+        "block_size",
+        "layers",
+        "heads",
+        "tile",
     ):
         value = getattr(args, flag)
         if value is not None and value < 1:
@@ -114,6 +149,10 @@ def run(args: argparse.Namespace) -> int:
         live.journal.remove()
     elif kind == "csv" and file:
         written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
+    elif kind == "log" and file:
+        return from_log(args, Path(file))
+    elif kind == "proxy" and file:
+        return from_proxy(args, file)
     elif args.source == "aiconfigurator":
         for degree in degrees:
             out = args.out
@@ -123,7 +162,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.source == "roofline":
         written.append(_finish(args, args.out, _from_roofline(args, degrees[0])))
     else:
-        raise InputError(f"--from: expected csv:FILE, aiconfigurator or roofline, got {args.source!r}")
+        raise InputError(
+            f"--from: expected csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline, got {args.source!r}"
+        )
     if args.json:
         print(json.dumps(written[0] if len(written) == 1 else written))
     return 0
@@ -153,7 +194,7 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
     if args.plot is not None:
         plot = args.plot if out == args.out else args.plot.with_name(f"{out.stem}{args.plot.suffix}")
         write_plot(plot, profile.name, points, result, profile.engine.max_num_batched_tokens)
-    _write_whole(out, profile_text(profile))
+    write_profile(out, profile)
     if not args.json:
         console = Console()
         console.print(_errors_table(profile))
@@ -165,9 +206,10 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
 def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: int | None) -> _Made:
     facts, capacity = live.facts, live.facts.capacity
     try:
-        result = _fit(args, live.points)
+        result, assumed = _fit(args, live.points, *_known(args, facts.model, degree), tile=None)
     except ProfileError as error:
         raise ProfileError(f"{live.journal.path}: {error}") from error
+    host = HostTime(request_s=live.request_s(result.latency))
     hardware = Hardware(gpu=args.system, gpus=degree or 1, memory_bytes=args.memory_bytes)
     profile = make_profile(
         args.name or _default_name(args.system, facts.model, degree),
@@ -175,7 +217,9 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
         result,
         source=Source(kind="live", name=args.url),
         hardware=hardware if args.system else None,
-        model=ModelInfo(name=facts.model, kv_bytes_per_token=args.kv_bytes_per_token),
+        model=_model_info(args, facts.model),
+        host=host,
+        assumed=tuple(each for each in assumed if not each.startswith("host.")),
         engine=EngineInfo(
             name="vllm",
             version=facts.version,
@@ -185,6 +229,8 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
             max_num_seqs=capacity.max_num_seqs,
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
+            enable_prefix_caching=facts.prefix_cache if facts.counts else None,
+            async_scheduling=args.async_scheduling,
         ),
     )
     return profile, live.points, result
@@ -192,11 +238,13 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
 
 def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
     chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
+    degree = chosen.tensor_parallel_size or tp
+    host = HostTime(iteration_s=_overhead_ms(args, 0.0) / 1e3)
     try:
-        result = _fit(args, chosen.points)
+        known = _known(args, chosen.model or args.model, degree)
+        result, assumed = _fit(args, chosen.points, *known, host=host)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
-    degree = chosen.tensor_parallel_size or tp
     profile = make_profile(
         args.name or _default_name(chosen.system, chosen.model, degree) or path.stem,
         chosen.points,
@@ -208,6 +256,8 @@ def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
             licence=args.licence,
             attribution=args.attribution,
         ),
+        host=host,
+        assumed=assumed,
         **_descriptions(args, chosen.system, chosen.model, degree, chosen.backend, chosen.backend_version),
     )
     return profile, chosen.points, result
@@ -221,7 +271,7 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
         raise InputError(f"--scale: expected a number above 0, got {args.scale}")
     overhead_ms = _overhead_ms(args, 0.0)
     found = query(args.model, args.system, degree, overhead_s=overhead_ms / 1e3, scale=args.scale)
-    result = _fit(args, found.points)
+    result, assumed = _fit(args, found.points, *_known(args, args.model, degree))
     if found.kv_cache_tokens is None and args.kv_cache_tokens is None:
         print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
     note = "kernel tables measured on the GPU, composed; host time is left out"
@@ -241,14 +291,20 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
         ),
         hardware=Hardware(gpu=args.system, gpus=degree, memory_bytes=args.memory_bytes or found.memory_bytes),
         model=ModelInfo(
-            name=args.model, kv_bytes_per_token=args.kv_bytes_per_token or found.kv_bytes_per_token
+            name=args.model,
+            kv_bytes_per_token=args.kv_bytes_per_token or found.kv_bytes_per_token,
+            layers=args.layers,
+            attention_heads=args.heads,
         ),
         engine=EngineInfo(
             tensor_parallel_size=degree,
             kv_cache_tokens=args.kv_cache_tokens or found.kv_cache_tokens,
             max_num_seqs=args.max_num_seqs or found.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens or found.max_num_batched_tokens,
+            async_scheduling=args.async_scheduling,
         ),
+        host=HostTime(),
+        assumed=assumed,
     )
     return profile, found.points, result
 
@@ -288,7 +344,7 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         step_overhead_s=overhead_ms / 1e3,
     )
     points = tuple(roofline.points())
-    result = _fit(args, points)
+    result, assumed = _fit(args, points, *_known(args, args.model, degree))
     note = (
         f"estimated, not measured: {args.peak_flops:g} FLOP/s at {args.flops_efficiency:g}, "
         f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
@@ -299,17 +355,48 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         points,
         result,
         source=Source(kind="roofline", measured=False, system=args.system, note=note),
+        host=HostTime(),
+        assumed=assumed,
         **_descriptions(args, args.system, args.model, degree, None, None),
     )
     return profile, points, result
 
 
-def _fit(args: argparse.Namespace, points: tuple[Point, ...]) -> FitResult:
+def _fit(
+    args: argparse.Namespace,
+    points: tuple[Point, ...],
+    shape: ModelShape | None,
+    *,
+    host: HostTime | None = None,
+    tile: int | None = ASSUMED_TILE,
+) -> tuple[FitResult, tuple[str, ...]]:
+    """The fit, completed by assumptions; `tile` is the one assumed where the points show none."""
     form = Form(args.form) if args.form is not None else None
+    prefill = [point for point in points if point.phase is Phase.PREFILL]
+    tile = args.tile or (None if shown_tile(prefill) else tile)
     try:
-        return fit(points, form=form, relative=args.weights == "relative")
+        result = fit(points, form=form, relative=args.weights == "relative", tile=tile)
     except (RuntimeError, ValueError) as error:
         raise ProfileError(f"expected points that a model can be fitted to: {error}") from error
+    if args.tile is not None:
+        result = replace(result, tile=args.tile)
+    return complete(result, points, shape, host or HostTime())
+
+
+def _known(args: argparse.Namespace, model: str | None, degree: int | None) -> tuple[ModelShape | None]:
+    """The model's shape, where its name or the flags tell it."""
+    return (shape_of(_model_info(args, model), degree),)
+
+
+def _model_info(args: argparse.Namespace, model: str | None) -> ModelInfo | None:
+    if model is None and args.layers is None:
+        return None
+    return ModelInfo(
+        name=model or "model",
+        kv_bytes_per_token=args.kv_bytes_per_token,
+        layers=args.layers,
+        attention_heads=args.heads,
+    )
 
 
 def _default_name(system: str | None, model: str | None, degree: int | None) -> str:
@@ -328,25 +415,18 @@ def _descriptions(
     hardware = Hardware(gpu=system, gpus=degree or 1, memory_bytes=args.memory_bytes) if system else None
     return {
         "hardware": hardware,
-        "model": ModelInfo(name=model, kv_bytes_per_token=args.kv_bytes_per_token) if model else None,
+        "model": _model_info(args, model),
         "engine": EngineInfo(
             name=backend or "vllm",
             version=version,
             tensor_parallel_size=degree,
             kv_cache_tokens=args.kv_cache_tokens,
             max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+            async_scheduling=args.async_scheduling,
         ),
     }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise ProfileError(f"{path}: expected a place to write to: {error.strerror}") from error
 
 
 def _errors_table(profile: Profile) -> Table:
@@ -354,11 +434,11 @@ def _errors_table(profile: Profile) -> Table:
     for column in ("phase", "form", "mean", "p95", "max", "points", "worst at"):
         table.add_column(column, justify="left" if column in ("phase", "form") else "right")
     report = profile.fit
-    phases = () if report is None else ("prefill", "prefill_paper", "decode")
+    phases = () if report is None else ("prefill", "prefill_paper", "decode", "decode_paper", "mixed")
     for phase in phases:
         error = getattr(report, phase)
         if error is not None:
-            worst = f"batch {error.worst['batch']}, length {error.worst['length']}" if error.worst else "-"
+            worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items()) or "-"
             figures = (f"{x:.1%}" for x in (error.mean_error, error.p95_error, error.max_error))
             table.add_row(phase.partition("_")[0], error.form, *figures, str(error.points), worst)
     table.caption = "relative errors on points held out of the fit"
@@ -385,6 +465,10 @@ def _show(profile: Profile, as_json: bool) -> int:
             console.print(f"{key}: " + ", ".join(f"{k} {v}" for k, v in values.items()), markup=False)
     if profile.source is not None and not profile.source.measured:
         console.print("[bold yellow]unmeasured: an estimate that no hardware has confirmed[/bold yellow]")
+    for line in profile.assumed:
+        console.print(f"assumed: {line}", markup=False)
+    for line in profile.lacks:
+        console.print(f"lacks {line}", markup=False)
     for section in (profile.prefill, profile.decode):
         values = msgspec.to_builtins(section)
         console.print("  ".join(f"{k} = {v:.4g}" for k, v in values.items()))

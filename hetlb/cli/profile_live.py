@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import msgspec
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from hetlb.config import load_yaml
+from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
@@ -39,10 +41,11 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--grid FILE`: rows of batch and length for each phase."""
+    """`--grid FILE`: rows of batch and length for each phase; of mixed steps the prompt tokens first."""
 
     prefill: tuple[tuple[_PositiveInt, _PositiveInt], ...]
     decode: tuple[tuple[_PositiveInt, _PositiveInt], ...]
+    mixed: tuple[tuple[_PositiveInt, _PositiveInt, _PositiveInt], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class LiveResult:
     facts: ServerFacts
     points: tuple[Point, ...]
     journal: Journal
+    lone: tuple[tuple[int, float], ...]
+
+    def request_s(self, latency: LatencyModel) -> float:
+        """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
+        return max(0.0, median(seconds - latency.prefill_s(tokens) for tokens, seconds in self.lone))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,10 +102,10 @@ def parse_duration(text: str) -> float:
 def read_grid(path: Path) -> tuple[Size, ...]:
     """The points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
-    return tuple(
-        Size(phase, batch, length)
-        for phase, rows in ((Phase.PREFILL, table.prefill), (Phase.DECODE, table.decode))
-        for batch, length in rows
+    pure = ((Phase.PREFILL, table.prefill), (Phase.DECODE, table.decode))
+    return (
+        *(Size(phase, batch, length) for phase, rows in pure for batch, length in rows),
+        *(Size(Phase.MIXED, batch, length, prompt) for prompt, batch, length in table.mixed),
     )
 
 
@@ -160,6 +168,7 @@ async def _measure(
             )
             try:
                 measured = await sweep.run()
+                lone = await sweep.lone_requests()
             except (HetlbError, asyncio.CancelledError) as stopped:
                 kept = f"{len(journal.samples)} samples are kept in {journal_path}; the same command goes on"
                 journal.close()
@@ -171,7 +180,7 @@ async def _measure(
         console.print(f"note: {note}", style="yellow", highlight=False)
     batched = args.max_num_batched_tokens or measured.max_num_batched_tokens
     capacity = capacity.updated(Capacity(max_num_batched_tokens=batched))
-    return LiveResult(replace(facts, capacity=capacity), measured.points, journal)
+    return LiveResult(replace(facts, capacity=capacity), measured.points, journal, tuple(lone))
 
 
 def _bars(console: Console) -> Bars:

@@ -83,17 +83,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="P.png", help="throughput, latencies, KV use and queues as a picture"
     )
     parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay what a proxy recorded")
+    parser.add_argument(
+        "--against", type=Path, metavar="LOG", help="hold a log of a real server against its profile"
+    )
+    parser.add_argument("--profile", type=Path, metavar="P.yaml", help="--against: of the server")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate or replay, and print."""
+    if args.against is not None:
+        from hetlb.cli.simulate_against import run_against  # scipy takes half a second
+
+        return run_against(args)
     if args.event_log is not None:
         if args.config is not None or args.trace is not None:
             raise InputError("--event-log: expected alone; the log holds the fleet and the requests")
         return replay(args.event_log, args.json)
     if args.config is None or args.trace is None:
-        raise InputError("expected --config and --trace, or --event-log")
+        raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
     policies = read_policies(args.policy) if args.policy else [fleet.policy.name]
     rates: dict[float | str, str] = {
@@ -363,7 +371,8 @@ def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
     try:
         limits = EngineLimits.from_capacity(profile.capacity)
-        return EngineSpec(profile.latency, limits, max_model_len=profile.capacity.max_model_len)
+        request_s = profile.host.request_s if profile.host is not None else 0.0
+        return EngineSpec(profile.latency, limits, request_s, max_model_len=profile.capacity.max_model_len)
     except ValueError as error:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 

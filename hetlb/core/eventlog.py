@@ -15,7 +15,7 @@ from typing import Any, Final
 from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
-from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
+from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
@@ -191,7 +191,17 @@ def _latency(raw: dict[str, Any]) -> LatencyModel:
         axes = {name: tuple(grid[name]) for name in ("batches", "lengths")}
         grid = PrefillGrid(**axes, log_ratio=tuple(tuple(row) for row in grid["log_ratio"]))
         better = {**better, "grid": grid}
-    return LatencyModel(**{**raw, "better_prefill": PnormPrefill(**better) if better else None})
+    decode, mixed = raw.get("better_decode"), raw.get("mixed")
+    if decode:
+        decode = {name: tuple(each) if isinstance(each, list) else each for name, each in decode.items()}
+    return LatencyModel(
+        **{
+            **raw,
+            "better_prefill": PnormPrefill(**better) if better else None,
+            "better_decode": DecodeTable(**decode) if decode else None,
+            "mixed": MixedTerm(**mixed) if mixed else None,
+        }
+    )
 
 
 def decode_setup(line: str) -> SchedulerSetup:

@@ -542,7 +542,9 @@ class Instance:
             mark, began_at = lease.mark, lease.dispatched_at
         elif now - first_at < _DECODING * took_s:
             return False
-        if not self.speed.answered(self.nominal, mark, now - began_at, steps, now, self.token_budget):
+        changed = self.speed.answered(self.nominal, mark, now - began_at, steps, now, self.token_budget)
+        lease.evidence = (self.speed.last_expected_s, now - began_at, self.speed.last_mixed)
+        if not changed:
             return False
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)

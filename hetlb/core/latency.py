@@ -38,6 +38,8 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
+#: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
+_EXACT_PARTS: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,22 @@ def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
     return i, math.log(value / axis[i]) / math.log(axis[i + 1] / axis[i])
 
 
+def in_tiles(tokens: float, tile: float) -> float:
+    """Tokens that a dense kernel computes: whole tiles, of half the size where they are two at most."""
+    if tile <= 1.0:
+        return tokens
+    if tokens <= 2.0 * tile:
+        tile /= 2.0
+    return math.ceil(tokens / tile) * tile
+
+
 @dataclass(frozen=True, slots=True)
 class PnormPrefill(Value):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
-    whichever is longer, with a soft corner (`p`); attention adds `attention_s` = b per token squared.
+    whichever is longer, with a soft corner (`p`); attention adds `attention_s` = b per token squared. Dense
+    kernels work on tiles of `tile` tokens: the last one takes as long as a full one.
     """
 
     floor_s: float
@@ -95,8 +107,11 @@ class PnormPrefill(Value):
     attention_s: float
     p: float
     grid: PrefillGrid | None = None
+    tile: int = 1
 
     def __post_init__(self) -> None:
+        if self.tile < 1:
+            raise ValueError(f"tile: expected a whole number from 1, got {self.tile}")
         for name, least in (("floor_s", 0.0), ("token_s", 0.0), ("attention_s", 0.0), ("p", 1.0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
@@ -107,21 +122,34 @@ class PnormPrefill(Value):
         return self.pass_s(batch * input_tokens, batch, batch * input_tokens * input_tokens)
 
     def pass_s(
-        self, tokens: float, prompts: float, attended: float, decodes: float = 0.0, floor_s: float = 0.0
+        self,
+        tokens: float,
+        prompts: float,
+        attended: float,
+        decodes: float = 0.0,
+        floor_s: float = 0.0,
+        decodes_s: float = 0.0,
+        least_s: float = 0.0,
     ) -> float:
         """Seconds of a pass over `tokens` prompt tokens of `prompts` prompts, beside `decodes` single tokens.
 
         `attended` is the sum of length squared over whole prompts; a chunk of c tokens behind o computed
-        ones counts c * (c + 2 * o). The dense part takes at least `floor_s`. Affine in `attended`.
+        ones counts c * (c + 2 * o). The dense part takes at least `floor_s`; attention takes `decodes_s` more
+        for the single tokens, and at least `least_s`.
         """
         floor = max(self.floor_s, floor_s)
-        rate = self.token_s * (tokens + decodes)
+        rate = self.token_s * in_tiles(tokens + decodes, self.tile)
         low, high = (floor, rate) if floor < rate else (rate, floor)
-        dense = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p) if high > 0.0 else 0.0
-        if self.grid is None:
-            return dense + self.attention_s * attended
-        factor = self.grid.factor(prompts, tokens / prompts)
-        return max(floor_s, dense * factor) + self.attention_s * attended * factor
+        dense_s = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p) if high > 0.0 else 0.0
+        attention_s = self.attention_s * attended
+        if self.grid is not None:
+            factor = self.grid.factor(prompts, tokens / prompts)
+            attention_s *= factor
+            dense_s *= factor
+            if dense_s < floor_s:
+                dense_s = floor_s
+        attention_s += decodes_s
+        return dense_s + (attention_s if attention_s > least_s else least_s)
 
     def elasticity(self, batch: float, input_tokens: float) -> tuple[float, float]:
         """d log(seconds) / d log(batch) and / d log(input_tokens) without the grid; both rise with either."""
@@ -146,11 +174,100 @@ class PnormPrefill(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyModel(Value):
-    """The eight constants k1..k8 and, where the profile has it, a better form of prefill.
+class DecodeTable(Value):
+    """A decode step as `token_s * kv_tokens + context_s * kv_tokens / batch + seconds(batch)`.
 
-    Units: seconds, tokens, requests. `batch` counts decoding sequences, `kv_tokens` the tokens that they
-    hold in the KV cache together, the one computed in this step included.
+    `seconds` stand for `batches`, in between lines; beyond the last the line goes on. What the batch costs
+    bends: matrices become matrix products at 2, tiles and the sampler fill up.
+    """
+
+    token_s: float
+    context_s: float
+    batches: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("token_s", "context_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: expected a number from 0, got {value}")
+        rising = all(low < high for low, high in pairwise(self.batches))
+        if len(self.batches) < 2 or self.batches[0] < 1 or not rising:
+            raise ValueError(f"batches: expected at least 2 rising numbers from 1, got {list(self.batches)}")
+        if len(self.seconds) != len(self.batches):
+            raise ValueError(f"seconds: expected {len(self.batches)} numbers, got {len(self.seconds)}")
+        falling = any(high < low for low, high in pairwise(self.seconds))
+        if falling or not self.seconds[0] > 0.0 or not math.isfinite(self.seconds[-1]):
+            raise ValueError(f"seconds: expected numbers above 0 that do not fall, got {list(self.seconds)}")
+
+    def step_s(self, batch: float, kv_tokens: float) -> float:
+        """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
+        batches, seconds = self.batches, self.seconds
+        last = len(batches) - 1
+        if batch <= batches[0]:
+            own_s = seconds[0]
+        else:
+            i = 1
+            while i < last and batches[i] < batch:
+                i += 1
+            low = batches[i - 1]
+            own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
+        return self.token_s * kv_tokens + self.context_s * kv_tokens / batch + own_s
+
+    def scaled(self, factor: float) -> DecodeTable:
+        """The same form, every duration multiplied by `factor`."""
+        return DecodeTable(
+            self.token_s * factor,
+            self.context_s * factor,
+            self.batches,
+            tuple([each * factor for each in self.seconds]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTerm(Value):
+    """Seconds that decodes add to a pass over prompt tokens, beyond the dense work of their tokens.
+
+    `sequence_s * D + pair_s * D * P + max(token_s * C, context_s * C / D)`: D decodes over C cached tokens
+    beside P prompt tokens. An attention kernel that takes both kinds at once gives every decode a grid
+    for the longest part of a prompt, so most of its blocks are empty (`pair_s`, by heads per GPU); it does
+    not split a decode's context over blocks, so one runs through it alone (`context_s`), and heads that share
+    keys read them several times (`token_s`).
+    """
+
+    sequence_s: float
+    pair_s: float
+    token_s: float
+    context_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_s", "pair_s", "token_s", "context_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: expected a number from 0, got {value}")
+
+    def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
+        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        shared_s = self.token_s * kv_tokens
+        alone_s = self.context_s * kv_tokens / batch
+        return (self.sequence_s + self.pair_s * tokens) * batch + (
+            shared_s if shared_s > alone_s else alone_s
+        )
+
+    def scaled(self, factor: float) -> MixedTerm:
+        """The same term, every duration multiplied by `factor`."""
+        return MixedTerm(
+            self.sequence_s * factor, self.pair_s * factor, self.token_s * factor, self.context_s * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel(Value):
+    """The eight constants k1..k8 and, where the profile has them, better forms.
+
+    `host_s` is what the host adds to every iteration beyond the points that were fitted (0 where these hold
+    it already). Units: seconds, tokens, requests. `batch` counts decoding sequences, `kv_tokens` the tokens
+    that they hold in the KV cache together, the one computed in this step included.
     """
 
     k1: float
@@ -162,12 +279,17 @@ class LatencyModel(Value):
     k7: float
     k8: float
     better_prefill: PnormPrefill | None = None
+    better_decode: DecodeTable | None = None
+    mixed: MixedTerm | None = None
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         for index in range(1, 9):
             value = getattr(self, f"k{index}")
             if not math.isfinite(value):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
+        if not (math.isfinite(self.host_s) and self.host_s >= 0.0):
+            raise ValueError(f"host_s: expected a number from 0, got {self.host_s}")
 
     # --- the paper's equations: k1..k8 ---
 
@@ -194,10 +316,16 @@ class LatencyModel(Value):
         """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
         if batch <= 0.0:
             return 0.0
-        return self.k5 * kv_tokens + self.k6 * batch + self.k7 * kv_tokens / batch + self.k8
+        better = self.better_decode
+        if better is not None:
+            return self.host_s + better.step_s(batch, kv_tokens)
+        return self.host_s + self.k5 * kv_tokens + self.k6 * batch + self.k7 * kv_tokens / batch + self.k8
 
     def step_growth_s(self, batch: float) -> float:
         """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
+        better = self.better_decode
+        if better is not None:
+            return better.token_s * batch + better.context_s
         return self.k5 * batch + self.k7
 
     def mixed_step_s(
@@ -213,23 +341,44 @@ class LatencyModel(Value):
 
         `prefill_tokens` of `prompts` prompts are computed, at most `longest` of one. `attended` is what
         attention goes over: the sum of c * (c + 2 * o) over the parts of prompts, c tokens behind o
-        computed or cached ones; below 0: `prefill_tokens * longest`. Weights are read once (5-8 % off
-        measured mixed steps). Without prompt tokens this is `step_s`; affine in `attended` and `kv_tokens`.
+        computed or cached ones; below 0: `prefill_tokens * longest`. Weights are read once. Without prompt
+        tokens this is `step_s`; it is never less than that.
         """
         if prefill_tokens <= 0.0:
             return self.step_s(batch, kv_tokens)
-        attention_s = floor_s = 0.0
-        if batch > 0.0:
-            attention_s = MIXED_DECODE_ATTENTION_FACTOR * (self.k5 * kv_tokens + self.k7 * kv_tokens / batch)
+        if attended < 0.0:
+            attended = prefill_tokens * longest
+        better, mixed = self.better_prefill, self.mixed
+        # One block of threads runs through a context alone, however few tokens attend to it.
+        chain_s = mixed.context_s * (attended / prefill_tokens + longest) / 2.0 if mixed is not None else 0.0
+        if batch <= 0.0:
+            if better is not None:
+                return self.host_s + better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
+            return self.host_s + self._paper_pass_s(prefill_tokens, prompts, longest) + self.k4
+        if mixed is None:
+            # A profile without mixed steps: the attention of decodes is taken to be so many times as long.
+            decodes_s = self.k5 * kv_tokens + self.k7 * kv_tokens / batch
+            decodes_s *= MIXED_DECODE_ATTENTION_FACTOR
             floor_s = self.k6 * batch + self.k8
-        better = self.better_prefill
+        else:
+            decodes_s = mixed.seconds(prefill_tokens, batch, kv_tokens)
+            floor_s = 0.0
         if better is not None:
-            if attended < 0.0:
-                attended = prefill_tokens * longest
-            return better.pass_s(prefill_tokens, prompts, attended, batch, floor_s) + attention_s
-        least_s = self.k8 if batch > 0.0 and self.k8 > self.k4 else self.k4
-        prefill_s = self.k1 * prefill_tokens + self.k2 * prompts + self.k3 * longest
-        return least_s + prefill_s + self.k6 * batch + attention_s
+            seconds = better.pass_s(prefill_tokens, prompts, attended, batch, floor_s, decodes_s, chain_s)
+        else:
+            least_s = self.k4 if self.k4 > self.k8 else self.k8
+            seconds = least_s + self._paper_pass_s(prefill_tokens, prompts, longest) + decodes_s
+            if mixed is None:
+                seconds += self.k6 * batch
+        seconds += self.host_s
+        if mixed is None:
+            return seconds
+        step_s = self.step_s(batch, kv_tokens)
+        return seconds if seconds > step_s else step_s
+
+    def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
+        """What prompt tokens add to a pass, by k1..k3."""
+        return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
     def iteration_s(
         self,
@@ -244,7 +393,8 @@ class LatencyModel(Value):
         """Seconds of one engine iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
         if rule is IterationRule.SUM and prefill_tokens > 0.0:
             prefill_s = self.mixed_step_s(prefill_tokens, prompts, longest, 0.0, 0.0, attended)
-            return prefill_s + self.step_s(batch, kv_tokens)
+            step_s = self.step_s(batch, kv_tokens)
+            return prefill_s + step_s - self.host_s if step_s > 0.0 else prefill_s
         return self.mixed_step_s(prefill_tokens, prompts, longest, batch, kv_tokens, attended)
 
     # --- one request ---
@@ -289,7 +439,15 @@ class LatencyModel(Value):
         read = full * part
         # One prompt alone: its parts attend to all before them; the sum over the full parts is exact.
         attended = part * (read + 2.0 * cached) if own >= total and sequences <= 1.0 else part * per_token
-        full_s = full * self.mixed_step_s(part, 1.0, part, batch, kv_tokens, attended)
+        full_s = 0.0
+        if self.mixed is not None and full <= _EXACT_PARTS and sequences <= 1.0 and own >= total:
+            i = 0.0
+            while i < full:
+                behind = part * (part + 2.0 * (cached + i * part))
+                full_s += self.mixed_step_s(part, 1.0, part, batch, kv_tokens, behind)
+                i += 1.0
+        else:
+            full_s = full * self.mixed_step_s(part, 1.0, part, batch, kv_tokens, attended)
         last = total - read
         attended = (
             last * (last + 2.0 * (cached + read)) if own >= total and sequences <= 1.0 else last * per_token
@@ -340,9 +498,14 @@ class LatencyModel(Value):
 
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
-        better = self.better_prefill
-        model = LatencyModel(*(getattr(self, f"k{index}") * factor for index in range(1, 9)))
-        return replace(model, better_prefill=better.scaled(factor)) if better is not None else model
+        prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
+        return replace(
+            LatencyModel(*(getattr(self, f"k{index}") * factor for index in range(1, 9))),
+            better_prefill=None if prefill is None else prefill.scaled(factor),
+            better_decode=None if decode is None else decode.scaled(factor),
+            mixed=None if mixed is None else mixed.scaled(factor),
+            host_s=self.host_s * factor,
+        )
 
 
 #: What an instance without a profile is taken for until it has shown its speed: an 8B model at bf16 on

@@ -30,6 +30,8 @@ MOST_PROFILED: Final = 4.0
 MOST_UNPROFILED: Final = 64.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
+#: Steps count as mixed where reading prompts beside them is more than this share of their time.
+_MIXED_SHARE: Final = 0.1
 
 
 @mypyc_attr(acyclic=True)
@@ -65,6 +67,8 @@ class SpeedTracker:
         "engines",
         "factor",
         "last",
+        "last_expected_s",
+        "last_mixed",
     )  # fmt: skip
 
     def __init__(self, profiled: bool, now: float) -> None:
@@ -79,6 +83,9 @@ class SpeedTracker:
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: What the model's durations are to be multiplied with.
         self.factor = 1.0
+        #: What the model says of the last answer's steps, and whether prompts were read beside much of them.
+        self.last_expected_s = 0.0
+        self.last_mixed = False
         #: Engines that share what runs: the model is of one of them.
         self.engines = 1
 
@@ -115,10 +122,13 @@ class SpeedTracker:
         tokens = (self._token_s - since.token_s) / engine_s
         expected_s = steps * model.step_s(running, tokens)
         prompts = self._prompts - since.prompts
+        delay_s = 0.0
         if prompts > 0:
             mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
-            delay_s = model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
-            expected_s += prompts / self.engines * delay_s
+            delay_s = prompts / self.engines * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
+            expected_s += delay_s
+        self.last_expected_s = expected_s
+        self.last_mixed = delay_s > _MIXED_SHARE * expected_s
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

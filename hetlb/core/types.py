@@ -189,6 +189,7 @@ class Lease:
     __slots__ = (
         "dispatched_at",
         "ended",
+        "evidence",
         "first_mark",
         "first_token_at",
         "id",
@@ -242,6 +243,9 @@ class Lease:
         #: What the instance had done when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
+        #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
+        #: steps, seconds that they took, and whether prompts were read beside them.
+        self.evidence: tuple[float, float, bool] | None = None
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False

@@ -1,6 +1,6 @@
-"""Measured points to the constants k1..k8 and, for prefill, to the better forms; with honest errors.
+"""Measured points to the constants k1..k8 and to the better forms; with errors on points left out.
 
-Promise: no fitted model predicts a negative time, a time below its floor, or one that falls as batch or
+No fitted model predicts a negative time, a time below its floor, or one that falls as batch or
 length grows. Errors are relative and come from points that the fit did not see. R2 is never looked at:
 plain least squares reaches 1.000 here and is 25 to 115 % wrong somewhere.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import OptimizeWarning, curve_fit
+from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
-from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
+from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
 
 _Array = NDArray[np.float64]
@@ -29,27 +29,43 @@ _Array = NDArray[np.float64]
 MEAN_ERROR_LIMIT = 0.10
 MAX_ERROR_LIMIT = 0.30
 
-#: The default sweep: it fits as well as three times as many points.
+#: The default grid of what can be asked at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
-DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 8, 32, 128) for n in (256, 1024, 4096))
+#: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
+DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
+
+#: A table over the batch is taken where its held-out error, times this, is below that of k5..k8.
+_TABLE_GAIN = 0.75
 
 #: Up to so many points each is left out once; beyond, they are left out in this many groups.
 _FOLDS = 12
 
 
 class Phase(StrEnum):
-    """Prefill: one forward pass of `batch` prompts of `length`; decode: one step at `length` cached."""
+    """Kinds of points.
+
+    Prefill: one pass over `batch` prompts of `length`; decode: one step of `batch` sequences at `length`
+    cached tokens each; mixed: such a step and `prefill_tokens` of one prompt in the same pass.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
 
 
 class Form(StrEnum):
-    """What a prediction comes from: k1..k8, the p-norm form, or that corrected by the measured grid."""
+    """Forms of prefill: k1..k4, the p-norm form, or that corrected by the measured grid."""
 
     PAPER = "paper"
     PNORM = "pnorm"
     GRID = "grid"
+
+
+class DecodeForm(StrEnum):
+    """Forms of a decode step: k5..k8, or a table over the batch."""
+
+    PAPER = "paper"
+    TABLE = "table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,7 @@ class Point:
     """One measurement: seconds that `batch` requests of `length` tokens took.
 
     A live engine splits what exceeds its token budget: `passes` is how many forward passes a prefill took.
+    `prefill_tokens` are the prompt tokens of a mixed step.
     """
 
     phase: Phase
@@ -64,6 +81,7 @@ class Point:
     length: int
     seconds: float
     passes: int = 1
+    prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +95,15 @@ class ErrorSummary:
     points: int
     worst_batch: int
     worst_length: int
+    worst_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseFit:
     """One phase: the chosen form, and the held-out errors of every form that was tried."""
 
-    form: Form
-    held_out: dict[Form, ErrorSummary]
+    form: Form | DecodeForm
+    held_out: Mapping[Form | DecodeForm, ErrorSummary]
 
     @property
     def error(self) -> ErrorSummary:
@@ -101,6 +120,10 @@ class FitResult:
     prefill: PhaseFit
     decode: PhaseFit
     warnings: tuple[str, ...]
+    #: Held-out errors of mixed steps, where there were enough of them.
+    mixed: ErrorSummary | None = None
+    #: The tile, where the points show it.
+    tile: int | None = None
 
 
 class Predictor(Protocol):
@@ -111,56 +134,95 @@ class Predictor(Protocol):
 
 
 def merge_repeats(points: Iterable[Point]) -> list[Point]:
-    """One point for each phase, batch and length: the median of its repeats. In sorted order."""
-    repeats: dict[tuple[Phase, int, int], list[Point]] = {}
+    """One point for each phase and size: the median of its repeats. In sorted order."""
+    repeats: dict[tuple[Phase, int, int, int], list[Point]] = {}
     for point in points:
-        repeats.setdefault((point.phase, point.batch, point.length), []).append(point)
+        key = (point.phase, point.batch, point.length, point.prefill_tokens)
+        repeats.setdefault(key, []).append(point)
     return [
         replace(same[0], seconds=median(point.seconds for point in same))
         for _, same in sorted(repeats.items())
     ]
 
 
-def fit(points: Iterable[Point], *, form: Form | None = None, relative: bool = True) -> FitResult:
-    """Fit both phases. `form` fixes the prefill form, None chooses by held-out error.
+def fit(
+    points: Iterable[Point],
+    *,
+    form: Form | None = None,
+    relative: bool = True,
+    decode_form: DecodeForm | None = None,
+    tile: int | None = None,
+) -> FitResult:
+    """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    Raises `ProfileError` where a phase has too few or unusable points.
+    `tile` fixes the tile; None takes what the points show, or none. Mixed points are fitted where there are
+    at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in Phase}
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
-    prefill, decode = by_phase[Phase.PREFILL], by_phase[Phase.DECODE]
-    tried = tuple(Form) if form is None else tuple(dict.fromkeys((Form.PAPER, form)))
-    held_out: dict[Form, ErrorSummary] = {}
-    for each in tried:
-        try:
-            held_out[each] = held_out_errors(prefill, each, relative=relative)
-            fit_phase(prefill, each, relative=relative)
-        except ProfileError:
-            if each in (Form.PAPER, form):
-                raise
-            held_out.pop(each, None)  # points too odd for this form: it is not a candidate
-    # By the median: with 12 points one that the others do not determine would decide the mean.
-    chosen = form if form is not None else min(held_out, key=lambda each: held_out[each].median)
-    k1, k2, k3, k4 = fit_linear(prefill, relative=relative)
-    k5, k6, k7, k8 = fit_linear(decode, relative=relative)
-    better = None if chosen is Form.PAPER else fit_pnorm(prefill)
-    if better is not None and chosen is Form.GRID:
+    prefill, decode, mixed = by_phase[Phase.PREFILL], by_phase[Phase.DECODE], by_phase[Phase.MIXED]
+    shown = None if form is Form.PAPER else shown_tile(prefill)
+    tile = tile or shown or 1
+    prefill_fit = PhaseFit(*_choose(prefill, tuple(Form), Form.PAPER, form, relative, tile))
+    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, decode_form, relative, tile))
+    better = None if prefill_fit.form is Form.PAPER else fit_pnorm(prefill, tile)
+    if better is not None and prefill_fit.form is Form.GRID:
         better = with_grid(better, prefill)
-    prefill_fit = PhaseFit(chosen, held_out)
-    decode_errors = {Form.PAPER: held_out_errors(decode, Form.PAPER, relative=relative)}
-    decode_fit = PhaseFit(Form.PAPER, decode_errors)
+    latency = LatencyModel(
+        *fit_linear(prefill, relative=relative),
+        *fit_linear(decode, relative=relative),
+        better_prefill=better,
+        better_decode=None if decode_fit.form is DecodeForm.PAPER else fit_table(decode),
+    )
+    mixed_error = None
+    if len(mixed) >= LEAST_MIXED:
+        mixed_error = held_out_mixed_errors(latency, mixed)
+        latency = replace(latency, mixed=fit_mixed(latency, mixed))
+    errors = {Phase.PREFILL: prefill_fit.error, Phase.DECODE: decode_fit.error, Phase.MIXED: mixed_error}
     return FitResult(
-        LatencyModel(k1, k2, k3, k4, k5, k6, k7, k8, better),
+        latency,
         {
-            Phase.PREFILL: fit_phase(prefill, chosen, relative=relative),
-            Phase.DECODE: fit_phase(decode, Form.PAPER, relative=relative),
+            Phase.PREFILL: fit_phase(prefill, prefill_fit.form, relative=relative, tile=tile),
+            Phase.DECODE: fit_phase(decode, decode_fit.form, relative=relative),
         },
         prefill_fit,
         decode_fit,
-        (*_warnings(Phase.PREFILL, prefill_fit.error), *_warnings(Phase.DECODE, decode_fit.error)),
+        tuple(line for phase, error in errors.items() if error for line in _warnings(phase, error)),
+        mixed_error,
+        shown,
     )
+
+
+_AnyForm = Form | DecodeForm
+
+
+def _choose(
+    points: Sequence[Point],
+    forms: Sequence[_AnyForm],
+    paper: _AnyForm,
+    form: _AnyForm | None,
+    relative: bool,
+    tile: int,
+) -> tuple[_AnyForm, dict[_AnyForm, ErrorSummary]]:
+    """The form asked for, or that with the least held-out error; and the errors of all that were tried."""
+    tried = forms if form is None else tuple(dict.fromkeys((paper, form)))
+    held_out: dict[_AnyForm, ErrorSummary] = {}
+    for each in tried:
+        try:
+            error = held_out_errors(points, each, relative=relative, tile=tile)
+            fit_phase(points, each, relative=relative, tile=tile)
+            held_out[each] = error
+        except ProfileError:
+            if each in (paper, form):
+                raise  # else the points are too odd for this form: it is not a candidate
+    # By the median: with 12 points one that the others do not determine would decide the mean. Between
+    # measured batches a table is right where a line is not, which few points can show: it is preferred.
+    chosen = form or min(
+        held_out, key=lambda each: held_out[each].median * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0)
+    )
+    return chosen, held_out
 
 
 def _check_enough(phase: Phase, points: Sequence[Point]) -> None:
@@ -170,6 +232,8 @@ def _check_enough(phase: Phase, points: Sequence[Point]) -> None:
                 f"{phase} at batch {point.batch}, length {point.length}: "
                 f"expected a time above 0, got {point.seconds}"
             )
+    if phase is Phase.MIXED:
+        return
     batches, lengths = {p.batch for p in points}, {p.length for p in points}
     if len(points) < 8 or len(batches) < 2 or len(lengths) < 2:
         raise ProfileError(
@@ -198,7 +262,9 @@ def errors_on(predict: Predictor, points: Sequence[Point]) -> ErrorSummary:
     return _summary(points, [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
 
-def held_out_errors(points: Sequence[Point], form: Form, *, relative: bool = True) -> ErrorSummary:
+def held_out_errors(
+    points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1
+) -> ErrorSummary:
     """Relative errors on points left out of the fit, each once (cross-validation, no randomness).
 
     The four corners of the grid are never left out: without its corner a fit would have to extrapolate
@@ -214,7 +280,10 @@ def held_out_errors(points: Sequence[Point], form: Form, *, relative: bool = Tru
         group = [i for i in range(len(points)) if (i * 7 + i // folds) % folds == fold]
         left_out = set(group)
         predict = fit_phase(
-            [*corners, *(p for i, p in enumerate(points) if i not in left_out)], form, relative=relative
+            [*corners, *(p for i, p in enumerate(points) if i not in left_out)],
+            form,
+            relative=relative,
+            tile=tile,
         )
         for i in group:
             point = points[i]
@@ -232,12 +301,20 @@ def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
         len(points),
         points[worst].batch,
         points[worst].length,
+        points[worst].prefill_tokens,
     )
 
 
-def fit_phase(points: Sequence[Point], form: Form, *, relative: bool = True) -> Predictor:
-    """The times of one phase, fitted in one form (decode knows only the paper's)."""
-    if form is Form.PAPER:
+def fit_phase(points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1) -> Predictor:
+    """The times of prefill or decode, fitted in one form."""
+    if form is DecodeForm.TABLE:
+        table = fit_table(points)
+
+        def table_s(batch: float, length: float, passes: int = 1) -> float:
+            return passes * table.step_s(batch, batch * length)
+
+        return table_s
+    if form in (Form.PAPER, DecodeForm.PAPER):
         a, b, c, d = fit_linear(points, relative=relative)
 
         def linear_s(batch: float, length: float, passes: int = 1) -> float:
@@ -245,7 +322,7 @@ def fit_phase(points: Sequence[Point], form: Form, *, relative: bool = True) -> 
             return a * batch * length + b * batch + passes * (c * longest + d)
 
         return linear_s
-    better = fit_pnorm(points)
+    better = fit_pnorm(points, tile)
     if form is Form.GRID:
         better = with_grid(better, points)
     return partial(_passes_s, better)
@@ -310,10 +387,10 @@ def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
 # --- the better forms of prefill ------------------------------------------------------------------------
 
 
-def fit_pnorm(points: Sequence[Point]) -> PnormPrefill:
+def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
     """`(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, weighted by 1/seconds; floor, a and b are not negative."""
     batch, length, seconds, passes = _arrays(points)
-    tokens = batch * length / passes
+    tokens = np.array([in_tiles(each, tile) for each in batch * length / passes])
     quadratic = batch * length * length
     floor_0, rate_0 = float((seconds / passes).min()), float(np.min(seconds / (tokens * passes)))
     bend_0 = float(np.max(seconds / quadratic)) * 1e-3
@@ -340,7 +417,32 @@ def fit_pnorm(points: Sequence[Point]) -> PnormPrefill:
         except RuntimeError as error:
             raise ProfileError(f"prefill: expected points that the p-norm form fits: {error}") from error
     floor, rate, p, bend = (float(value) for value in best)
-    return PnormPrefill(floor * floor_0, rate * rate_0, bend * bend_0, p)
+    return PnormPrefill(floor * floor_0, rate * rate_0, bend * bend_0, p, None, tile)
+
+
+#: Sizes of tiles that are tried, and by how much the error must fall for one to be believed.
+_TILES = (16, 32, 64, 128, 256)
+_TILE_GAIN = 0.9
+
+
+def shown_tile(points: Sequence[Point]) -> int | None:
+    """The tile that the points show; None where all their token counts are multiples of 128, or few.
+
+    1: time is proportional to tokens.
+    """
+    tokens = [p.batch * p.length / p.passes for p in points]
+    if sum(count > 128 and count % 128 != 0 for count in tokens) < 2:
+        return None
+
+    def error(tile: int) -> float:
+        try:
+            return held_out_errors(points, Form.PNORM, tile=tile).mean
+        except ProfileError:
+            return math.inf
+
+    plain = error(1)
+    best = min(_TILES, key=error)
+    return best if error(best) < _TILE_GAIN * plain else 1
 
 
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
@@ -380,6 +482,7 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
         base.attention_s,
         base.p,
         PrefillGrid(tuple(batches), tuple(lengths), tuple(tuple(float(x) for x in row) for row in logs)),
+        base.tile,
     )
 
 
@@ -413,3 +516,100 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
     steps_b[:, 0] = [base.elasticity(b, 1)[0] * (log_b[i + 1] - log_b[i]) for i, b in enumerate(batches[:-1])]
     steps_l[0, :] = [base.elasticity(1, n)[1] * (log_l[j + 1] - log_l[j]) for j, n in enumerate(lengths[:-1])]
     return steps_b, steps_l
+
+
+# --- decode ---------------------------------------------------------------------------------------------
+
+
+def fit_table(points: Sequence[Point]) -> DecodeTable:
+    """A decode step over the batch (`DecodeTable`), weighted by 1/seconds; nothing is negative or falls."""
+    batch, length, seconds, _ = _arrays(points)
+    batches = sorted({p.batch for p in points})
+    if len(batches) < 2:
+        raise ProfileError(f"decode: expected at least 2 batch sizes, got {len(batches)}")
+    # Columns: tokens, mean tokens, and the rise from each batch to the next.
+    rises = [(batch >= each).astype(float) for each in batches]
+    terms = np.stack([batch * length, length, *rises], axis=1) / seconds[:, None]
+    scale = np.maximum(terms.max(axis=0), 1e-300)
+    shares, _ = nnls(terms / scale, np.ones(len(points)))
+    constants = [float(value) for value in shares / scale]
+    own = [float(value) for value in np.cumsum(constants[2:])]
+    if own[0] <= 0.0:
+        raise ProfileError("decode: expected points whose times do not go to 0 with the length")
+    return DecodeTable(constants[0], constants[1], tuple(batches), tuple(own))
+
+
+# --- mixed steps ----------------------------------------------------------------------------------------
+
+#: With fewer mixed points none are fitted.
+LEAST_MIXED = 4
+#: How much a constant weighs against the points: an error of this share for each e-fold off the assumed one.
+_PRIOR = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Layers of a model and its attention heads on one GPU."""
+
+    layers: int
+    heads_per_gpu: float
+
+
+#: Seconds per layer and head that a decode beside a prompt costs, and per layer, head and prompt token; per
+#: layer and token of context where one block runs through it. Attention kernels of one GPU (RTX 4090, 128
+#: multiprocessors): they follow its clock and its blocks in flight, which differ little between GPUs.
+_SEQUENCE_S, _PAIR_S, _CONTEXT_S = 3.3e-8, 5e-11, 2.9e-8
+#: The same as multiples of `token_s` of a decode step where the shape is not known.
+_SEQUENCE_TOKENS, _PAIR_TOKENS, _CONTEXT_TOKENS = 240.0, 0.36, 6.7
+#: How many times as long the attention of decodes takes beside a prompt: 1.3 to 3.4 were measured.
+_SHARED_READS = 2.0
+
+
+def assumed_mixed(latency: LatencyModel, shape: ModelShape | None) -> MixedTerm:
+    """The mixed term of a model without mixed points: from its shape, else from its decode steps."""
+    table = latency.better_decode
+    token_s = table.token_s if table is not None else latency.k5
+    if shape is None:
+        return MixedTerm(
+            _SEQUENCE_TOKENS * token_s,
+            _PAIR_TOKENS * token_s,
+            _SHARED_READS * token_s,
+            _CONTEXT_TOKENS * token_s,
+        )
+    blocks = shape.layers * shape.heads_per_gpu
+    return MixedTerm(
+        _SEQUENCE_S * blocks, _PAIR_S * blocks, _SHARED_READS * token_s, _CONTEXT_S * shape.layers
+    )
+
+
+def mixed_s(latency: LatencyModel, point: Point) -> float:
+    """What a model says of a mixed point."""
+    tokens = point.prefill_tokens
+    return latency.mixed_step_s(tokens, 1.0, tokens, point.batch, point.batch * point.length)
+
+
+def fit_mixed(latency: LatencyModel, points: Sequence[Point], shape: ModelShape | None = None) -> MixedTerm:
+    """The mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
+    assumed = assumed_mixed(latency, shape)
+    start = np.array([assumed.sequence_s, assumed.pair_s, assumed.token_s, assumed.context_s])
+    start = np.maximum(start, 1e-15)
+    seconds = np.array([p.seconds for p in points])
+
+    def residuals(logs: _Array) -> _Array:
+        term = MixedTerm(*(float(value) for value in start * np.exp(logs)))
+        model = replace(latency, mixed=term)
+        off = np.array([mixed_s(model, p) for p in points]) / seconds - 1.0
+        return np.concatenate([off, _PRIOR * logs])
+
+    best = least_squares(residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05)
+    return MixedTerm(*(float(value) for value in start * np.exp(best.x)))
+
+
+def held_out_mixed_errors(latency: LatencyModel, points: Sequence[Point]) -> ErrorSummary:
+    """Relative errors of mixed points, each left out of the fit once."""
+    errors = []
+    for index, point in enumerate(points):
+        others = [p for i, p in enumerate(points) if i != index]
+        model = replace(latency, mixed=fit_mixed(latency, others))
+        errors.append(abs(mixed_s(model, point) / point.seconds - 1.0))
+    return _summary(points, errors)

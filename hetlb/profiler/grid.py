@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetlb.core.types import Capacity
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase
+from hetlb.profiler.fit import DEFAULT_DECODE_GRID, Phase
 
 #: Of the KV cache, what a point may fill.
 _KV_SHARE = 0.9
@@ -21,29 +21,44 @@ DECODE_ROOM = 128
 _MIN_BATCHES = 2
 _MOST_LENGTHS = 6
 _SHORTEST = 16
+#: Tokens of a pass where the engine has not told: vLLM's least default.
+_USUAL_BUDGET = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """A point to measure: `batch` requests of `length` prompt (prefill) or cached (decode) tokens."""
+    """A point to measure: `batch` requests of `length` prompt (prefill) or cached (decode, mixed) tokens.
+
+    A mixed step has `prefill_tokens` of another prompt in it.
+    """
 
     phase: Phase
     batch: int
     length: int
+    prefill_tokens: int = 0
 
     @property
     def tokens(self) -> int:
         """Of all requests together."""
-        return self.batch * self.length
+        return self.batch * self.length + self.prefill_tokens
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.batch} x {self.length}"
+        beside = f" beside {self.prefill_tokens}" if self.prefill_tokens else ""
+        return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-DEFAULT_GRID = tuple(
-    Size(phase, batch, length)
-    for phase, grid in ((Phase.PREFILL, DEFAULT_PREFILL_GRID), (Phase.DECODE, DEFAULT_DECODE_GRID))
-    for batch, length in grid
+#: Lengths at which tiles are full and others: powers of two alone are the best case.
+_LIVE_PREFILL = {1: (128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
+#: Prompt tokens, decodes beside them, tokens cached by each.
+_LIVE_MIXED = (
+    *((prompt, decodes, cached) for prompt in (300, 1500) for decodes in (4, 32) for cached in (256, 1024)),
+    (700, 96, 512),
+)
+
+DEFAULT_GRID = (
+    *(Size(Phase.PREFILL, batch, length) for batch, lengths in _LIVE_PREFILL.items() for length in lengths),
+    *(Size(Phase.DECODE, batch, length) for batch, length in DEFAULT_DECODE_GRID),
+    *(Size(Phase.MIXED, decodes, cached, prompt) for prompt, decodes, cached in _LIVE_MIXED),
 )
 
 
@@ -54,7 +69,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
     """
     sizes = list(grid)
     clipped: list[Size] = []
-    for phase in Phase:
+    for phase in (Phase.PREFILL, Phase.DECODE):
         wanted = [size for size in sizes if size.phase is phase]
         fitting = _fit_all(wanted, capacity)
         lengths = sorted({size.length for size in fitting})
@@ -68,7 +83,28 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
             lengths = more
             fitting = _fit_all([Size(phase, b, n) for b in batches for n in reversed(lengths)], capacity)
         clipped += fitting
-    return clipped
+    return clipped + _clip_mixed([size for size in sizes if size.phase is Phase.MIXED], capacity)
+
+
+def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
+    """Mixed points within the limits: a place for the prompt beside the decodes, and one pass for both."""
+    places = (capacity.max_num_seqs or 1 << 20) - 1
+    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET
+    kept: dict[Size, None] = {}
+    for size in sizes:
+        batch = min(size.batch, places)
+        if batch < 1:
+            continue
+        prompt = min(size.prefill_tokens, budget - batch)
+        if capacity.max_model_len is not None:
+            prompt = min(prompt, capacity.max_model_len - 1)
+        room = capacity
+        if capacity.kv_cache_tokens is not None:
+            room = capacity.updated(Capacity(kv_cache_tokens=max(1, capacity.kv_cache_tokens - prompt)))
+        length = min(size.length, longest(Phase.DECODE, batch, room))
+        if length >= _SHORTEST and prompt >= _SHORTEST:
+            kept[Size(Phase.MIXED, batch, length, prompt)] = None
+    return sorted(kept)
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:

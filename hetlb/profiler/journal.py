@@ -41,11 +41,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float | None = None
     iterations: int | None = None
     reason: str | None = None
+    prefill_tokens: int = 0
 
     @property
     def size(self) -> Size:
         """The point."""
-        return Size(self.phase, self.batch, self.length)
+        return Size(self.phase, self.batch, self.length, self.prefill_tokens)
 
 
 class Journal:

@@ -9,18 +9,22 @@ from __future__ import annotations
 import csv
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from hetlb.config import (
+    BetterDecode,
     BetterPrefill,
     DecodeCoefficients,
     EngineInfo,
     FitReport,
     Hardware,
+    HostTime,
+    MixedSteps,
     ModelInfo,
     PhaseReport,
     PrefillCoefficients,
@@ -29,19 +33,26 @@ from hetlb.config import (
     RawGrid,
     Source,
 )
+from hetlb.core.latency import LatencyModel
 from hetlb.errors import ProfileError
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
+    DecodeForm,
     ErrorSummary,
     FitResult,
     Form,
+    ModelShape,
     Phase,
     Point,
+    assumed_mixed,
+    fit_mixed,
     merge_repeats,
 )
 
 REQUIRED_COLUMNS = ("phase", "batch", "length", "latency_ms")
+#: Of mixed rows: the prompt tokens beside `batch` decodes over `length` cached tokens each.
+MIXED_COLUMN = "prefill_tokens"
 IDENTITY_COLUMNS = ("system", "backend", "backend_version", "model", "tp")
 _MAX_SIZE = 1 << 24
 
@@ -122,9 +133,13 @@ def _read_rows(path: Path, file: Any) -> list[tuple[dict[str, str], Point]]:
 
 def _point(where: str, row: dict[str, str]) -> Point:
     if row["phase"] not in tuple(Phase):
-        raise ProfileError(f"{where}: phase: expected prefill or decode, got {row['phase']!r}")
+        raise ProfileError(f"{where}: phase: expected prefill, decode or mixed, got {row['phase']!r}")
+    phase = Phase(row["phase"])
+    if phase is Phase.MIXED and MIXED_COLUMN not in row:
+        raise ProfileError(f"{where}: phase: expected a column {MIXED_COLUMN} for mixed steps, got none")
     sizes = []
-    for column in ("batch", "length", *(("tp",) if "tp" in row else ())):
+    columns = (*(("tp",) if "tp" in row else ()), *((MIXED_COLUMN,) if phase is Phase.MIXED else ()))
+    for column in ("batch", "length", *columns):
         text = row[column]
         if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_SIZE):
             raise ProfileError(f"{where}: {column}: expected a whole number from 1, got {text!r}")
@@ -135,7 +150,8 @@ def _point(where: str, row: dict[str, str]) -> Point:
         latency_ms = math.nan
     if not (math.isfinite(latency_ms) and latency_ms > 0):
         raise ProfileError(f"{where}: latency_ms: expected milliseconds above 0, got {row['latency_ms']!r}")
-    return Point(Phase(row["phase"]), sizes[0], sizes[1], latency_ms / 1e3)
+    tokens = sizes[-1] if phase is Phase.MIXED else 0
+    return Point(phase, sizes[0], sizes[1], latency_ms / 1e3, prefill_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,32 +197,21 @@ def make_profile(
     hardware: Hardware | None = None,
     model: ModelInfo | None = None,
     engine: EngineInfo | None = None,
+    host: HostTime | None = None,
+    assumed: tuple[str, ...] = (),
 ) -> Profile:
     """A profile of fitted points, its errors and the points themselves."""
-    k = result.latency
-    better = k.better_prefill
-    grid = better.grid if better is not None else None
     prefill, decode = result.prefill.error, result.decode.error
     weight = prefill.points + decode.points
     return Profile(
-        version=1,
+        version=2,
         name=name,
         hardware=hardware,
         model=model,
         engine=engine or EngineInfo(),
-        prefill=PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
-        decode=DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
-        better_prefill=BetterPrefill(
-            floor_s=better.floor_s,
-            token_s=better.token_s,
-            attention_s=better.attention_s,
-            p=better.p,
-            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
-            if grid is not None
-            else None,
-        )
-        if better is not None
-        else None,
+        **_constants(result.latency),
+        host=host,
+        assumed=assumed,
         fit=FitReport(
             mean_error=(prefill.mean * prefill.points + decode.mean * decode.points) / weight,
             p95_error=max(prefill.p95, decode.p95),
@@ -214,14 +219,21 @@ def make_profile(
             points=weight,
             prefill=_report(result.prefill.form, prefill),
             prefill_paper=_report(Form.PAPER, result.prefill.held_out[Form.PAPER])
-            if better is not None
+            if result.latency.better_prefill is not None
             else None,
-            decode=_report(Form.PAPER, decode),
+            decode=_report(result.decode.form, decode),
+            decode_paper=_report(DecodeForm.PAPER, result.decode.held_out[DecodeForm.PAPER])
+            if result.latency.better_decode is not None
+            else None,
+            mixed=_report("kernels", result.mixed) if result.mixed is not None else None,
         ),
         source=source,
         grid=RawGrid(
             prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.PREFILL),
             decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.DECODE),
+            mixed=tuple(
+                (p.prefill_tokens, p.batch, p.length, p.seconds) for p in points if p.phase is Phase.MIXED
+            ),
             prefill_passes=tuple(p.passes for p in points if p.phase is Phase.PREFILL)
             if any(p.passes > 1 for p in points)
             else None,
@@ -229,23 +241,148 @@ def make_profile(
     )
 
 
-def _report(form: Form, error: ErrorSummary) -> PhaseReport:
+def _constants(k: LatencyModel) -> dict[str, Any]:
+    """The sections of a profile that hold constants."""
+    better, table, mixed = k.better_prefill, k.better_decode, k.mixed
+    grid = better.grid if better is not None else None
+    return {
+        "prefill": PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
+        "decode": DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
+        "better_prefill": BetterPrefill(
+            floor_s=better.floor_s,
+            token_s=better.token_s,
+            attention_s=better.attention_s,
+            p=better.p,
+            tile=better.tile,
+            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
+            if grid is not None
+            else None,
+        )
+        if better is not None
+        else None,
+        "better_decode": BetterDecode(
+            token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
+        )
+        if table is not None
+        else None,
+        "mixed": MixedSteps(
+            sequence_s=mixed.sequence_s,
+            pair_s=mixed.pair_s,
+            token_s=mixed.token_s,
+            context_s=mixed.context_s,
+        )
+        if mixed is not None
+        else None,
+    }
+
+
+def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profile:
+    """A profile with other constants; points and errors, which are of the old ones, are left out."""
+    request_s = profile.host.request_s if profile.host is not None else 0.0
+    return msgspec.structs.replace(
+        profile,
+        version=2,
+        **_constants(latency),
+        host=HostTime(iteration_s=latency.host_s, request_s=request_s),
+        source=source,
+        fit=None,
+        grid=None,
+    )
+
+
+#: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
+ASSUMED_TILE = 128
+
+#: Layers and attention heads of models whose names are met often.
+_KNOWN_SHAPES = {
+    "llama-3-8b": (32, 32),
+    "llama-3.1-8b": (32, 32),
+    "llama-3-70b": (80, 64),
+    "llama-3.1-70b": (80, 64),
+    "llama-3.3-70b": (80, 64),
+    "llama-2-7b": (32, 32),
+    "llama-2-13b": (40, 40),
+    "mistral-7b": (32, 32),
+    "qwen2.5-7b": (28, 28),
+    "qwen2.5-14b": (48, 40),
+    "qwen2.5-32b": (64, 40),
+    "qwen2.5-72b": (80, 64),
+    "qwen3-4b": (36, 32),
+    "qwen3-8b": (36, 32),
+    "qwen3-14b": (40, 40),
+    "qwen3-32b": (64, 64),
+}
+
+
+def shape_of(model: ModelInfo | None, tensor_parallel_size: int | None) -> ModelShape | None:
+    """Layers and heads per GPU: as stated, or those of a model of that name; None where not known."""
+    if model is None:
+        return None
+    layers, heads = model.layers, model.attention_heads
+    if layers is None or heads is None:
+        name = model.name.lower().replace("meta-", "").replace("_", "-")
+        known = next((shape for key, shape in _KNOWN_SHAPES.items() if key in name), None)
+        if known is None:
+            return None
+        layers, heads = known
+    return ModelShape(layers, heads / (tensor_parallel_size or 1))
+
+
+def complete(
+    result: FitResult, points: Sequence[Point], shape: ModelShape | None, host: HostTime
+) -> tuple[FitResult, tuple[str, ...]]:
+    """The fit with what its points do not show assumed, and one phrase for each assumption."""
+    latency, assumed = result.latency, []
+    better = latency.better_prefill
+    if better is not None and result.tile is None:
+        assumed.append(
+            f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens)"
+        )
+    mixed = [p for p in points if p.phase is Phase.MIXED]
+    heads = "unknown" if shape is None else f"{shape.layers} layers, {shape.heads_per_gpu:g} heads a GPU"
+    if latency.mixed is None:
+        latency = replace(latency, mixed=assumed_mixed(latency, shape))
+        assumed.append(
+            f"mixed: from decode steps and the model's shape ({heads}), no mixed step is among the points"
+        )
+    elif shape is not None:
+        latency = replace(latency, mixed=fit_mixed(latency, mixed, shape))
+    if not host.iteration_s:
+        assumed.append("host.iteration_s: none beyond the points")
+    if not host.request_s:
+        assumed.append("host.request_s: none")
+    return replace(result, latency=latency), tuple(assumed)
+
+
+def _report(form: str, error: ErrorSummary) -> PhaseReport:
+    worst: dict[Literal["batch", "length", "prefill_tokens"], int] = {
+        "batch": error.worst_batch,
+        "length": error.worst_length,
+    }
+    if error.worst_prefill_tokens:
+        worst["prefill_tokens"] = error.worst_prefill_tokens
     return PhaseReport(
-        form=form.value,
+        form=str(form),
         mean_error=error.mean,
         p95_error=error.p95,
         max_error=error.max,
         points=error.points,
-        worst={"batch": error.worst_batch, "length": error.worst_length},
+        worst=worst,
     )
 
 
 def profile_text(profile: Profile) -> str:
     """The profile as YAML that reads well: one line per table, one per row of a grid, 6 digits."""
     document = _drop_empty(msgspec.to_builtins(profile))
+    if not document.get("assumed"):
+        document.pop("assumed", None)
+    if not document.get("grid", {}).get("mixed", True):
+        del document["grid"]["mixed"]
     lines = []
     for key, value in document.items():
-        if key in ("grid", "better_prefill", "fit"):
+        if key == "assumed":
+            lines += ["assumed:", *(f"  - {_flow(each)}" for each in value)]
+        elif key in ("grid", "better_prefill", "fit"):
             lines.append(f"{key}:")
             for inner, content in value.items():
                 if key == "grid":
@@ -264,6 +401,17 @@ def profile_text(profile: Profile) -> str:
         else:
             lines.append(f"{key}: {_flow(value)}")
     return "\n".join(lines) + "\n"
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write the file whole or not at all. Raises `ProfileError`."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(profile_text(profile), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise ProfileError(f"{path}: expected a place to write to: {error.strerror}") from error
 
 
 def _drop_empty(value: Any) -> Any:

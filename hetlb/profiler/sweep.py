@@ -46,6 +46,16 @@ _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 _MOST_SEQS = 1000
 
 
+#: Of each phase, so many points are measured at least.
+_LEAST = {Phase.PREFILL: 8, Phase.DECODE: 8, Phase.MIXED: 0}
+#: Lone requests that tell what a server adds to one.
+_LONE = 8
+#: Steps that decodes make before a prompt is put beside them.
+_BEFORE_PROMPT = 8
+#: Decodes of a mixed point run for so long at least.
+_MIXED_WINDOW_S = 0.4
+
+
 class BusyError(HetlbError):
     """Others use the server."""
 
@@ -143,8 +153,8 @@ class Sweep:
         self._token_s = 0.0
         self._first_step_s = 0.0
         self._step_s: dict[Size, float] = {}
-        most = max((size.batch for size in sizes if size.phase is Phase.DECODE), default=0)
-        longest = max((size.length for size in sizes if size.phase is Phase.DECODE), default=0)
+        most = max((size.batch for size in sizes if size.phase is not Phase.PREFILL), default=0)
+        longest = max((size.length for size in sizes if size.phase is not Phase.PREFILL), default=0)
         # Decode points share their prompts, each a beginning of the same: where the engine keeps
         # prefixes, a prompt is read once and not once per point.
         self._decode_prompts = distinct_prompts(rng, most, longest)
@@ -203,7 +213,7 @@ class Sweep:
             if sum(cost.values()) <= 0.85 * self._budget_s:
                 return
             by_phase = {phase: [size for size in taken if size.phase is phase] for phase in Phase}
-            droppable = [size for size in cost if len(by_phase[size.phase]) > 8]
+            droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST[size.phase]]
             if not droppable:
                 raise InputError(
                     f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
@@ -217,11 +227,14 @@ class Sweep:
         """About how long one sample takes."""
         if size.phase is Phase.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
-        near = [s for each, s in self._step_s.items() if each.batch <= size.batch] or [self._first_step_s]
-        step_s = self._step_s.get(size, max(near))
+        step_s = self._step_s.get(size, self._near_step_s(size.batch))
         # With prefixes kept, prompts are read at the first sample of a point; what longer ones left counts.
         read = 0 if self._facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
+
+    def _near_step_s(self, batch: int) -> float:
+        """About how long a step of so many takes, by those of no more."""
+        return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
     def _plug_tokens(self, size: Size) -> int:
         seconds = _READ_S + _READ_S_PER_TOKEN * size.tokens
@@ -258,8 +271,8 @@ class Sweep:
             if not await settled(self._client, self._facts) and not self._force:
                 break
             before = await self._counters()
-            measure = self._prefill if size.phase is Phase.PREFILL else self._decode
-            seconds, expected = await measure(size)
+            measure = {Phase.PREFILL: self._prefill, Phase.DECODE: self._decode, Phase.MIXED: self._mixed}
+            seconds, expected = await measure[size.phase](size)
             await settled(self._client, self._facts)
             after = await self._counters()
             iterations = None
@@ -274,7 +287,9 @@ class Sweep:
                     more = _more(before.iterations, after.iterations)
                     iterations = None if more is None else more - 1  # the prompt ahead has its own
             if seconds is not None:
-                return Sample(size.phase, size.batch, size.length, seconds, iterations)
+                return Sample(
+                    size.phase, size.batch, size.length, seconds, iterations, None, size.prefill_tokens
+                )
             whole = False
         if whole:
             raise BusyError(
@@ -308,11 +323,7 @@ class Sweep:
         """Seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
-        prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
-        tokens = size.batch * length
-        if self._facts.prefix_cache and size.batch > 1:
-            await self._client.complete(prompts, 1)
-            tokens *= 2
+        prompts, tokens = await self._read(size, length)
         # Until the last prompt is read those before it decode already.
         behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
         asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
@@ -324,6 +335,55 @@ class Sweep:
         if seconds is not None:
             self._step_s[size] = seconds
         return seconds, tokens
+
+    async def _read(self, size: Size, length: int) -> tuple[list[list[int]], int]:
+        """The prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
+        prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
+        tokens = size.batch * length
+        if self._facts.prefix_cache and size.batch > 1:
+            await self._client.complete(prompts, 1)
+            tokens *= 2
+        return prompts, tokens
+
+    async def _mixed(self, size: Size) -> tuple[float | None, int]:
+        """Seconds of the step that reads a prompt beside decodes, and the prompt tokens of all of it."""
+        step_s = self._near_step_s(size.batch)
+        # They must still run when the prompt has found its way through the server.
+        steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
+        length = max(1, size.length - steps // 2)
+        prompts, tokens = await self._read(size, length)
+        read_tokens = 0 if self._facts.prefix_cache else size.batch * length
+        behind = math.ceil(read_tokens / (self._budget_tokens() or 2048))
+        asked = 2 * behind + steps
+        limit = self._facts.capacity.max_model_len
+        if limit is not None:
+            asked = min(asked, limit - length)
+        answer = await self._client.send(prompts, asked)
+        reading = asyncio.create_task(answer.read())
+        try:
+            # Until the last prompt of the decodes is read, and some steps more.
+            await asyncio.sleep(1.2 * read_tokens * self._token_s + _BEFORE_PROMPT * step_s)
+            prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
+            (alone,) = await self._client.complete(prompt, 1)
+            times = await reading
+        finally:
+            answer.close()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        return _gap_at(times, alone.first_s), tokens + size.prefill_tokens
+
+    async def lone_requests(self) -> list[tuple[int, float]]:
+        """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
+        found = []
+        limit = (self._facts.capacity.max_model_len or 512) - 2
+        for number in range(_LONE):
+            await settled(self._client, self._facts)
+            tokens = max(1, min(limit, 32 * (1 + number)))
+            prompts = distinct_prompts(self._rng, 1, tokens)
+            started = time.monotonic()
+            (times,) = await self._client.complete(prompts, 1)
+            found.append((tokens, times.first_s - started))
+        return found
 
     # --- the result ---
 
@@ -348,16 +408,16 @@ class Sweep:
             if size.phase is Phase.PREFILL and budget is not None:
                 passes = math.ceil(size.tokens / budget)
             seconds = median(sample.seconds for sample in samples if sample.seconds is not None)
-            points.append(Point(size.phase, size.batch, size.length, seconds, passes))
+            points.append(Point(size.phase, size.batch, size.length, seconds, passes, size.prefill_tokens))
         notes = tuple(f"{size}: left out: {reason}" for size, reason in sorted(given_up.items()))
         return Measured(tuple(points), budget, notes)
 
 
-def _order(size: Size) -> tuple[bool, int, int]:
+def _order(size: Size) -> tuple[int, int, int, int]:
     """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
     if size.phase is Phase.PREFILL:
-        return (False, size.tokens, size.batch)
-    return (True, -size.length, size.batch)
+        return (0, size.tokens, size.batch, 0)
+    return (1 if size.phase is Phase.DECODE else 2, -size.length, size.batch, size.prefill_tokens)
 
 
 def _more(before: int | None, after: int | None) -> int | None:
@@ -374,6 +434,19 @@ def _together(times: Sequence[TokenTimes]) -> float | None:
     return median(steps)
 
 
+def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
+    """Seconds of the step that ended at `at_s`, as all streams show it; None where any was not running."""
+    gaps = []
+    for one in times:
+        stamps = [at for at, _ in one.stamps]
+        if len(stamps) < 4 or not stamps[1] < at_s < stamps[-1]:
+            return None
+        # A step's tokens come within moments of each other, in any order.
+        ends = min(range(1, len(stamps)), key=lambda i: abs(stamps[i] - at_s))
+        gaps.append(stamps[ends] - stamps[ends - 1])
+    return median(gaps) if gaps else None
+
+
 def _given_up(size: Size, reason: str) -> Sample:
     """The sample that says so."""
-    return Sample(size.phase, size.batch, size.length, reason=reason)
+    return Sample(size.phase, size.batch, size.length, reason=reason, prefill_tokens=size.prefill_tokens)

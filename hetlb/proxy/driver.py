@@ -529,7 +529,8 @@ class Driver(ExchangeDriver):
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
-        exchange.dispatched(lease, lease.dispatched_at, expected_s(instance, lease))
+        total_s, first_s, mixed = expected_s(instance, lease)
+        exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
     def _tick(self) -> None:
         self._ticker = None

@@ -145,11 +145,20 @@ class Exchange(RequestRecord):
 
     # --- from the scheduler ---
 
-    def dispatched(self, lease: Lease, now: float, expected_s: float = 0.0) -> None:
+    def dispatched(
+        self,
+        lease: Lease,
+        now: float,
+        expected_s: float = 0.0,
+        expected_first_s: float = 0.0,
+        mixed: bool = False,
+    ) -> None:
         """The scheduler chose an instance: go there."""
         assert self.phase is Phase.QUEUE, f"dispatched in phase {self.phase}"
         self.lease = lease
         self.expected_s = expected_s
+        self.expected_first_s = expected_first_s
+        self.mixed = mixed
         self.dispatched_at = now
         self._enter(Phase.CONNECT, now)
         self._driver.pool(lease).send(self)

@@ -9,12 +9,13 @@ from hetlb.core.instance import Instance
 from hetlb.core.types import Lease
 
 
-def expected_s(instance: Instance, lease: Lease) -> float:
+def expected_s(instance: Instance, lease: Lease) -> tuple[float, float, bool]:
     """Seconds from dispatch to the end of the answer, the lease being booked on `instance` already.
 
-    Prompts that wait there are read first; then the predicted length is decoded beside the sequences that
-    the instance runs now, each half-grown. Nothing that comes later is foreseen. Of several data-parallel
-    engines each has an equal part of all this.
+    Also the seconds to its first token by the profile as it is (without the correction by the instance's
+    speed), and whether prompts or decodes are beside it until then. Prompts that wait there are read first;
+    then the predicted length is decoded beside the sequences that the instance runs now, each half-grown.
+    Nothing that comes later is foreseen. Of several data-parallel engines each has an equal part of all this.
     """
     request, model = lease.request, instance.latency
     sequences = request.sequences
@@ -32,6 +33,7 @@ def expected_s(instance: Instance, lease: Lease) -> float:
     batch, kv_tokens = others / engines, kv_tokens / engines
     first_s = model.first_token_s(prompt, cached, pending / engines, batch, kv_tokens, budget, own)
     # The first token comes with the prefill.
-    return first_s + model.answer_s(
+    total_s = first_s + model.answer_s(
         prompt, lease.predicted_output - 1.0, batch + own - 1, kv_tokens + (own - 1) * prompt
     )
+    return total_s, first_s / instance.speed.factor, others + pending > 0

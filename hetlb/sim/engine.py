@@ -591,10 +591,14 @@ class EngineModel:
             self.prefilled_tokens += tokens
         if self.pool.used_blocks > self.kv_peak_blocks:
             self.kv_peak_blocks = self.pool.used_blocks
-        first_s = self.latency.iteration_s(
-            tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
-        )
-        increment_s = self.latency.step_growth_s(decodes)
+        latency = self.latency
+        if tokens:
+            first_s = latency.iteration_s(
+                tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
+            )
+        else:
+            first_s = latency.step_s(decodes, self._decode_tokens)
+        increment_s = latency.step_growth_s(decodes)
         return Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
     def _make_room(self, demand: int) -> int:

@@ -177,6 +177,8 @@ class Dispatch(Message, tag=33, frozen=True):
     predicted_output: float
     expected_s: float
     model: str
+    expected_first_s: float = 0.0
+    mixed: bool = False
 
 
 class Rejected(Message, tag=34, frozen=True):

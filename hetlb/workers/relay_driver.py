@@ -310,7 +310,7 @@ class RelayDriver(ExchangeDriver):
         self._recent.append(lease)
         if target.incarnation not in self._pools:
             self.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(lease, now, command.expected_s)
+        exchange.dispatched(lease, now, command.expected_s, command.expected_first_s, command.mixed)
 
     def reject(self, command: Rejected) -> None:
         """Answer a request that was turned down."""

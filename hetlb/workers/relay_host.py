@@ -462,6 +462,7 @@ class RelayHost:
         self.decisions.add(command)
         lease, found = command.lease, self._open[command.request_id]
         found.lease, found.lease_number = lease, lease.id
+        total_s, first_s, mixed = expected_s(self.scheduler.holder(lease), lease)
         found.link.send(
             protocol.Dispatch(
                 command.request_id,
@@ -469,8 +470,10 @@ class RelayHost:
                 lease.instance,
                 lease.work_ns,
                 lease.predicted_output,
-                expected_s(self.scheduler.holder(lease), lease),
+                total_s,
                 "" if found.named else found.request.model,
+                first_s,
+                mixed,
             )
         )
 

@@ -62,7 +62,10 @@ def test_a_roofline_is_marked_unmeasured(tmp_path: Path, capsys: pytest.CaptureF
             "line 2: latency_ms: expected milliseconds above 0, got '0'",
         ),
         (HEADER + "a,v,1,m,1,prefill,1,128,nan\n", "line 2: latency_ms: expected"),
-        (HEADER + "a,v,1,m,1,train,1,128,1\n", "line 2: phase: expected prefill or decode, got 'train'"),
+        (
+            HEADER + "a,v,1,m,1,train,1,128,1\n",
+            "line 2: phase: expected prefill, decode or mixed, got 'train'",
+        ),
         (HEADER + "a,v,1,m,1,prefill,0,128,1\n", "line 2: batch: expected a whole number from 1, got '0'"),
         (HEADER + "a,v,1,m,1,prefill,1,1.5,1\n", "line 2: length: expected a whole number"),
         (HEADER + "a,v,1,m,x,prefill,1,128,1\n", "line 2: tp: expected a whole number"),

@@ -41,7 +41,7 @@ def test_a_small_server_still_gets_enough_points() -> None:
     capacity = Capacity(kv_cache_tokens=29056, block_size=128, max_num_seqs=64, max_model_len=2048)
     for phase in Phase:
         sizes = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is phase]
-        assert len(sizes) >= 12
+        assert len(sizes) >= (8 if phase is Phase.MIXED else 12)
         assert len({size.length for size in sizes}) >= 3
 
 

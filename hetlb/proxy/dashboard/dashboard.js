@@ -284,7 +284,8 @@ class FleetTable {
       ["Instance", "left"], ["Health", "left"], ["In flight", "", "dispatched and not ended"],
       ["Runs", "", "running, as the engine reports"], ["Waits", "", "waiting, as the engine reports"],
       ["KV cache", "left", "promised and reported share of the tokens there are"],
-      ["Work", "", "assigned and not completed"], ["Report", "", "age of the engine's last report"], ["State", "left"],
+      ["Work", "", "assigned and not completed"],
+      ["Model", "", "seen against expected by the profile: prefill, mixed and decode steps"], ["Report", "", "age of the engine's last report"], ["State", "left"],
     ];
     this.element = make("div", { class: "model" },
       make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Instances of ${model || "all models"}` },
@@ -330,6 +331,13 @@ class FleetTable {
   }
 }
 
+/** By how much seen times differ from the profile's: prefill, mixed, decode. */
+function modelFactors(factors) {
+  const parts = ["prefill", "mixed", "decode"].map((part) => factors?.[part] ?? null);
+  if (parts.every((each) => each === null)) return "-";
+  return parts.map((each) => each === null ? "-" : `${each >= 1 ? "+" : ""}${((each - 1) * 100).toFixed(0)} %`).join(" / ");
+}
+
 class FleetRow {
   #cells;
   #pill = make("span", { class: "pill" });
@@ -348,13 +356,14 @@ class FleetRow {
     }));
     this.#cells = ["in_flight", "running", "waiting"].map(() => make("td"));
     this.workload = make("td");
+    this.model = make("td");
     this.age = make("td");
     this.element = make("tr", {},
       make("th", { scope: "row", text: instance.name, title: instance.url }),
       make("td", { class: "left" }, this.#pill, " ", this.#why),
       ...this.#cells,
       make("td", { class: "left kv" }, this.#track, " ", this.#figures),
-      this.workload, this.age,
+      this.workload, this.model, this.age,
       make("td", { class: "left" },
         make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons)));
   }
@@ -376,6 +385,7 @@ class FleetRow {
     set(this.#figures, "title", `${count(row.kv_reserved_tokens)} of ${count(row.kv_cache_tokens)} tokens promised, `
       + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
     say(this.workload, seconds(row.workload));
+    say(this.model, modelFactors(row.model_factors));
     say(this.age, seconds(row.signal_age_s));
     this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
     for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === row.state));

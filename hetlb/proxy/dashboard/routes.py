@@ -99,6 +99,8 @@ class Dashboard:
         for model in fleet["models"]:
             for instance in model["instances"]:
                 instance["health_reason"] = reasons[instance["name"]]
+                counted = source.totals.instances.get(instance["name"])
+                instance["model_factors"] = None if counted is None else counted.model_factors()
         oldest_at = scheduler.queue.oldest_at()
         fleet["queue"]["models"] = scheduler.queue.by_model()
         fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at

@@ -28,6 +28,8 @@ RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+#: Seconds expected of a part of a latency model before what was seen says anything.
+LEAST_EVIDENCE_S: Final = 1.0
 #: Resolution of the event loop's clock, seconds.
 CLOCK_S: Final = 0.001
 #: Models with series of their own (engines may list many adapters); further ones are `other`.
@@ -38,7 +40,8 @@ OTHER_MODELS: Final = "other"
 #: Attributes of the totals of a model and of an instance that can be added up.
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
-    "cached_prompt_tokens", "ejections", "expected_cached_prompt_tokens", "expected_s", "output_tokens",
+    "cached_prompt_tokens", "decode_expected_s", "decode_seen_s", "ejections",
+    "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens", "prefill_expected_s", "prefill_seen_s",
     "prompt_tokens", "served_s",
 )  # fmt: skip
 
@@ -75,6 +78,40 @@ class InstanceTotals:
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
+        #: What the latency model as profiled says, and what was seen: times to the first token with nothing
+        #: beside them, steps without prompts beside them, and what had both.
+        self.prefill_expected_s = self.prefill_seen_s = 0.0
+        self.decode_expected_s = self.decode_seen_s = 0.0
+        self.mixed_expected_s = self.mixed_seen_s = 0.0
+
+    def first_token(self, expected_s: float, seen_s: float, mixed: bool) -> None:
+        """A first token came; `mixed`: prompts or decodes were beside it."""
+        if mixed:
+            self.mixed_expected_s += expected_s
+            self.mixed_seen_s += seen_s
+        else:
+            self.prefill_expected_s += expected_s
+            self.prefill_seen_s += seen_s
+
+    def decoded(self, expected_s: float, seen_s: float, mixed: bool) -> None:
+        """The steps of an answer have ended; `mixed`: prompts were beside them."""
+        if mixed:
+            self.mixed_expected_s += expected_s
+            self.mixed_seen_s += seen_s
+        else:
+            self.decode_expected_s += expected_s
+            self.decode_seen_s += seen_s
+
+    def model_factors(self) -> dict[str, float | None]:
+        """Seen over expected time by part of the latency model; None where too little was seen."""
+        return {
+            part: seen_s / expected_s if expected_s >= LEAST_EVIDENCE_S else None
+            for part, expected_s, seen_s in (
+                ("prefill", self.prefill_expected_s, self.prefill_seen_s),
+                ("mixed", self.mixed_expected_s, self.mixed_seen_s),
+                ("decode", self.decode_expected_s, self.decode_seen_s),
+            )
+        }
 
     def ended(self, outcome: Outcome) -> None:
         """A lease on it ended."""
@@ -158,6 +195,12 @@ class Totals:
             instance.expected_cached_prompt_tokens += record.prompts * lease.shared.held_tokens
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
+            if record.expected_first_s > 0.0 and request.generates and record.first_byte_at is not None:
+                seen_s = record.first_byte_at - lease.dispatched_at
+                instance.first_token(record.expected_first_s, seen_s, record.mixed)
+        if lease.evidence is not None:
+            expected_s, seen_s, mixed = lease.evidence
+            instance.decoded(expected_s, seen_s, mixed)
         if outcome is not Outcome.OK:
             return
         model.e2e.observe(record.e2e_s)

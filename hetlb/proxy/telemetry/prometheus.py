@@ -236,6 +236,22 @@ class MetricsPage:
         )
         for name, help_text, of in families:
             yield _family(name, "counter", help_text, [f"{{{label}}} {of(each)!r}" for label, each in pairs])
+        for name, help_text, what in (
+            (
+                "hetlb_instance_model_expected_seconds_total",
+                "Times that the profile as it is expects.",
+                "expected",
+            ),
+            ("hetlb_instance_model_seen_seconds_total", "The same times as they were seen.", "seen"),
+        ):
+            yield _family(
+                name, "counter", help_text,
+                [
+                    f'{{{label},part="{part}"}} {getattr(each, f"{part}_{what}_s")!r}'
+                    for label, each in pairs
+                    for part in ("prefill", "mixed", "decode")
+                ],
+            )  # fmt: skip
         yield _family(
             "hetlb_instance_invalid_samples_total", "counter", "Scrapes with absurd values.",
             [f"{{{self._label(each.name)}}} {invalid.get(each.name, 0)}" for each in instances],

@@ -37,8 +37,9 @@ class RequestRecord:
 
     __slots__ = (
         "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
-        "expected_s", "first_byte_at", "kind", "label", "lease", "method", "outcome", "path", "prompts",
-        "request", "retries", "status", "streamed", "tenant", "trace", "usage_prompt_tokens",
+        "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
+        "outcome", "path", "prompts", "request", "retries", "status", "streamed", "tenant", "trace",
+        "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,9 @@ class RequestRecord:
         self.cached_tokens: int | None = None
         #: Seconds from dispatch to the end, as the latency model predicted them at dispatch.
         self.expected_s = 0.0
+        #: Seconds to the first token by the profile as it is, and whether others were beside it until then.
+        self.expected_first_s = 0.0
+        self.mixed = False
         self.arrived_at = now
         self.dispatched_at: float | None = None
         self.first_byte_at: float | None = None

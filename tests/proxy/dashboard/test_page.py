@@ -75,6 +75,7 @@ async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:
             shown["models"][0]["instances"], fleet["models"][0]["instances"], strict=True
         ):
             assert mine.pop("health_reason") == "probe answered"
+            assert set(mine.pop("model_factors")) == {"prefill", "mixed", "decode"}
             assert mine.keys() == theirs.keys()
         assert shown["queue"] == {"requests": 0, "bytes": 0, "models": {}, "oldest_s": None}
         assert (shown["policy"], snapshot["policies"][0]) == ("rr", "rr")

@@ -1,0 +1,95 @@
+"""One real vLLM server on CPU: profiled live, loaded, and its log held against the profile.
+
+    python bench/cpu_server.py [--budget 3m] [--rates 1,2,4] [--runs 3] [--out FILE.json]
+
+It needs the machine for itself: what else runs on the cores is in the error. Every run sends Poisson arrivals
+of each rate one after the other with `hetlb bench --save-detailed` and replays them with `hetlb simulate
+--against`. Printed are the errors of TTFT, TPOT and E2E of each, with the load of the machine; and medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))  # engines.py, pair.py
+
+import pair as real
+from engines import TINY_FAST, VENV_PYTHON, vllm_servers
+
+LOAD = (
+    *("--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "48"),
+    *("--random-range-ratio", "0.8"),
+)
+HETLB = (sys.executable, "-m", "hetlb")
+
+
+def hetlb(*arguments: str) -> str:
+    """Run a command of hetlb; its output."""
+    done = subprocess.run([*HETLB, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"hetlb {arguments[0]} failed: {done.returncode}")
+    return done.stdout
+
+
+def main() -> int:
+    """Profile, load, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", default="3m")
+    parser.add_argument("--rates", default="1,2,4")
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args()
+    if not (real.MODELS / TINY_FAST.model / "config.json").is_file():
+        make = Path(real.__file__).parent / "make_models.py"
+        subprocess.run([VENV_PYTHON, make, real.MODELS], check=True, timeout=300)
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="hetlb-cpu-") as name:
+        folder = Path(name)
+        with vllm_servers([TINY_FAST], real.MODELS, folder) as (server,):
+            hetlb("bench", "--url", server.url, "--num-prompts", "32", *LOAD, "--json")
+            profile = folder / "p.yaml"
+            hetlb(
+                "profile",
+                "--url",
+                server.url,
+                "--budget",
+                args.budget,
+                "--system",
+                "cpu",
+                "--out",
+                str(profile),
+            )
+            print(profile.read_text())
+            for number in range(args.runs):
+                for rate in args.rates.split(","):
+                    log = folder / f"{number}-{rate}.json"
+                    log.write_text(
+                        hetlb(
+                            *("bench", "--url", server.url, "--request-rate", rate, "--seed", str(number)),
+                            *("--num-prompts", str(args.num_prompts), *LOAD, "--save-detailed", "--json"),
+                        )
+                    )
+                    said = json.loads(
+                        hetlb("simulate", "--against", str(log), "--profile", str(profile), "--json")
+                    )
+                    errors = {metric: each["error"] for metric, each in said["errors"].items()}
+                    found.append({"run": number, "rate": rate, "load": os.getloadavg()[0], **errors})
+                    print(found[-1], said["verdict"])
+    for metric in ("ttft", "tpot", "e2e"):
+        print(f"{metric}: median error {100 * median(abs(each[metric]) for each in found):.1f} %")
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Profiles corrected by a log and by what a running proxy has seen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+from hetlb.cli.profile_running import counters
+from hetlb.config import load_profile
+from hetlb.core.types import Outcome
+from hetlb.proxy.telemetry.counters import InstanceTotals
+
+PROFILE = """\
+version: 1
+name: some
+prefill: {k1: 1.0e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}
+decode: {k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}
+engine: {kv_cache_tokens: 60000}
+"""
+PAGE = """\
+# TYPE hetlb_instance_model_expected_seconds_total counter
+hetlb_instance_model_expected_seconds_total{server="a",part="prefill"} 40.0
+hetlb_instance_model_expected_seconds_total{server="a",part="mixed"} 3.0
+hetlb_instance_model_expected_seconds_total{server="a",part="decode"} 100.0
+hetlb_instance_model_seen_seconds_total{server="a",part="prefill"} 50.0
+hetlb_instance_model_seen_seconds_total{server="a",part="mixed"} 30.0
+hetlb_instance_model_seen_seconds_total{server="a",part="decode"} 90.0
+hetlb_instance_model_seen_seconds_total{server="b",part="decode"} 1.0
+"""
+
+
+@pytest.fixture
+def admin() -> Iterator[str]:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(PAGE.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_part_that_was_seen_enough_is_corrected(
+    tmp_path: Path, admin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, out = tmp_path / "start.yaml", tmp_path / "out.yaml"
+    start.write_text(PROFILE)
+    arguments = ["profile", "--from", f"proxy:{admin}", "--server", "a", "--start", str(start)]
+    assert main([*arguments, "--out", str(out)]) == 0
+    before, after = load_profile(start).latency, load_profile(out).latency
+    assert after.k1 == pytest.approx(1.25 * before.k1)
+    assert after.k8 == pytest.approx(0.9 * before.k8)
+    assert "mixed: left as it is, under 30 s" in capsys.readouterr().out
+    assert main([*arguments[:-3], "b", "--start", str(start), "--out", str(out)]) == 2
+    assert "expected at least 30 s of some part on b" in capsys.readouterr().err
+
+
+def test_counters_of_a_page() -> None:
+    assert counters(PAGE, "a")["decode"] == {"expected": 100.0, "seen": 90.0}
+    assert counters(PAGE, "nothing") == {}
+
+
+def test_a_version_1_profile_says_what_it_lacks_and_may_not_have_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(PROFILE)
+    assert main(["profile", "show", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "lacks mixed steps: the attention of decodes beside a prompt is taken to be 1.5 times as long"
+        in shown
+    )
+    path.write_text(PROFILE + "host: {iteration_s: 0.001}\n")
+    assert main(["profile", "show", str(path)]) == 2
+    assert "host: expected version: 2 of the file for this key, got 1" in capsys.readouterr().err
+
+
+def test_factors_need_evidence() -> None:
+    totals = InstanceTotals()
+    totals.ended(Outcome.OK)
+    totals.first_token(0.5, 0.6, False)
+    assert totals.model_factors()["prefill"] is None
+    totals.first_token(1.5, 1.8, False)
+    totals.decoded(2.0, 1.0, True)
+    assert totals.model_factors() == {"prefill": pytest.approx(1.2), "mixed": 0.5, "decode": None}
+
+
+def test_a_log_of_one_load_tells_no_parts_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, log = tmp_path / "start.yaml", tmp_path / "log.csv"
+    start.write_text(PROFILE)
+    rows = "".join(f"{20 * i},500,50,0.06,0.7\n" for i in range(30))
+    log.write_text("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n" + rows)
+    out = str(tmp_path / "out.yaml")
+    assert main(["profile", "--from", f"log:{log}", "--start", str(start), "--out", out]) == 2
+    assert "expected arrivals that vary" in capsys.readouterr().err
+    assert main(["simulate", "--against", str(log), "--profile", str(start)]) == 0
+    assert "E2E error by part" in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""A log held against a model: errors split into parts, and logs that say what they lack."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill
+from hetlb.errors import TraceError
+from hetlb.sim.against import Corrections, Engine, compare, errors, fit_corrections, replay, varies_enough
+from hetlb.sim.against_logs import Log, Measured, read_log
+from hetlb.sim.engine import EngineLimits
+
+TRUE = LatencyModel(
+    *(8e-5, 0.0, 0.0, 0.015, 1.4e-7, 4.5e-5, 0.0, 0.016),
+    better_prefill=PnormPrefill(0.018, 9e-5, 2e-9, 4.0, None, 128),
+    better_decode=DecodeTable(1.4e-7, 1e-9, (1, 8, 32, 128), (0.0166, 0.0174, 0.0190, 0.0222)),
+    mixed=MixedTerm(3.4e-5, 5e-8, 2.8e-7, 9e-7),
+    host_s=0.001,
+)
+ENGINE = Engine(TRUE, EngineLimits(60_000, 16, 128, 2048, async_scheduling=True))
+
+
+def asked(rate: float, count: int = 150, seed: int = 1) -> list[Measured]:
+    rng, at_s, found = random.Random(seed), 0.0, []
+    for index in range(count):
+        at_s += rng.expovariate(rate * (0.4 if index < count / 2 else 1.6))
+        found.append(Measured(at_s, rng.randint(50, 1800), rng.randint(5, 300), 0.0, 0.0))
+    return found
+
+
+def log_of(engine: Engine, requests: list[Measured]) -> Log:
+    said = replay(requests, engine).requests
+    return Log(
+        "csv",
+        tuple(
+            replace(request, ttft_s=s.ttft_s, e2e_s=s.e2e_s, queue_s=s.queue_s)
+            for request, s in zip(requests, said, strict=True)
+        ),
+    )
+
+
+LOG = log_of(ENGINE, asked(4.0))
+
+
+def test_the_model_that_made_a_log_is_right_about_it() -> None:
+    found = compare(LOG, {"": ENGINE})
+    assert all(abs(error.error) < 1e-9 and error.per_request < 1e-9 for error in found.errors.values())
+    assert found.verdict == "right within 1 %"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(TRUE, mixed=TRUE.mixed and TRUE.mixed.scaled(0.3)),
+        replace(TRUE, better_decode=TRUE.better_decode and TRUE.better_decode.scaled(1.2)),
+        replace(TRUE, better_prefill=TRUE.better_prefill and TRUE.better_prefill.scaled(0.7)),
+        replace(TRUE, host_s=0.0),
+    ],
+)
+def test_the_split_sums_to_the_error_and_corrections_take_most_of_it_away(wrong: LatencyModel) -> None:
+    engine = replace(ENGINE, latency=wrong)
+    found = compare(LOG, {"": engine})
+    e2e, ttft = found.errors["e2e"], found.errors["ttft"]
+    assert sum(found.split.values()) == pytest.approx(e2e.simulated_s - e2e.measured_s, rel=1e-6)
+    assert sum(found.split_ttft.values()) == pytest.approx(ttft.simulated_s - ttft.measured_s, rel=1e-6)
+    after = replace(engine, latency=found.corrections.applied(wrong))
+    corrected = errors(LOG.requests, replay(LOG.requests, after).requests)
+    assert abs(corrected["e2e"].error) < max(0.01, 0.3 * abs(e2e.error))
+    assert "off by" in found.verdict or "right within" in found.verdict
+
+
+def test_requests_of_one_size_one_after_the_other_tell_no_parts_apart() -> None:
+    requests = [Measured(20.0 * i, 500, 50, 0.0, 0.0) for i in range(30)]
+    assert "1 to 1 sequences" in varies_enough(replay(requests, ENGINE))
+    assert varies_enough(replay(asked(4.0), ENGINE)) == ""
+
+
+def test_corrections_of_a_right_model_are_none() -> None:
+    found = fit_corrections(LOG.requests, ENGINE)
+    for factor in (found.prefill, found.mixed, found.decode):
+        assert factor == pytest.approx(1.0, abs=0.02)
+    assert abs(found.host_s) < 2e-4
+    model = Corrections(1.0, 1.0, 1.0, -0.01).applied(TRUE)
+    assert model.host_s == 0.0
+    assert 0.0 < model.step_s(1, 100) < TRUE.step_s(1, 100)
+
+
+# --- logs ------------------------------------------------------------------------------------------------
+
+
+def bench_document() -> dict[str, object]:
+    part = LOG.requests
+    return {
+        "start_times": [1000.0 + each.arrival_s for each in part],
+        "input_lens": [each.input_tokens for each in part],
+        "output_lens": [each.output_tokens for each in part],
+        "ttfts": [each.ttft_s for each in part],
+        "itls": [[each.tpot_s] * (each.output_tokens - 1) for each in part],
+        "errors": ["" for _ in part],
+    }
+
+
+def aiperf_lines() -> list[str]:
+    return [
+        json.dumps(
+            {
+                "metadata": {"request_start_ns": int(1e9 * each.arrival_s)},
+                "metrics": {
+                    "input_sequence_length": {"value": each.input_tokens, "unit": "tokens"},
+                    "output_sequence_length": {"value": each.output_tokens, "unit": "tokens"},
+                    "time_to_first_token": {"value": 1e3 * each.ttft_s, "unit": "ms"},
+                    "request_latency": {"value": 1e3 * each.e2e_s, "unit": "ms"},
+                },
+                "error": None,
+            }
+        )
+        for each in LOG.requests
+    ]
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["arrival_s", "input_tokens", "output_tokens", "ttft_s", "e2e_s"])
+        for each in LOG.requests:
+            rows.writerow([each.arrival_s, each.input_tokens, each.output_tokens, each.ttft_s, each.e2e_s])
+
+
+def test_every_kind_of_log_tells_the_same(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("bench.json", "profile_export.jsonl", "log.csv")]
+    paths[0].write_text(json.dumps(bench_document()))
+    paths[1].write_text("\n".join(aiperf_lines()) + "\n")
+    write_csv(paths[2])
+    first_s = LOG.requests[0].arrival_s
+    for path, kind in zip(paths, ("bench", "aiperf", "csv"), strict=True):
+        log = read_log(path)
+        assert log.kind == kind
+        assert len(log.requests) == len(LOG.requests)
+        for got, expected in zip(log.requests, LOG.requests, strict=True):
+            assert got.arrival_s == pytest.approx(expected.arrival_s - first_s, abs=1e-6)
+            assert (got.input_tokens, got.output_tokens) == (expected.input_tokens, expected.output_tokens)
+            assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"ttfts": [0.1]}), "missing start_times, input_lens, output_lens, itls"),
+        ("arrival_s,input_tokens,output_tokens\n0,1,2\n", "missing ttft_s, e2e_s"),
+        ("INFO 01-01 Received request cmpl-1: params\n", "token counts and first-token times"),
+        ("hello\n", "expected the document of vllm bench serve"),
+        ('{"metadata": {}, "metrics": {}}\n', "input_sequence_length"),
+        ("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,0.1,0.2\n", "at least 10 requests"),
+        (
+            "arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,soon,0.2\n",
+            "line 2: ttft_s: expected seconds",
+        ),
+    ],
+)
+def test_a_log_with_too_little_in_it_says_what_is_missing(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message) as caught:
+        read_log(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_answers_tell_no_first_token(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    rows = "".join(f"{i},5,2,0.3,0.3\n" for i in range(20))
+    path.write_text("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n" + rows)
+    with pytest.raises(TraceError, match="not streamed"):
+        read_log(path)
