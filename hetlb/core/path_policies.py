@@ -8,7 +8,7 @@ what it is told afterwards.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -208,10 +208,3 @@ class Swarm(PathPolicy):
     def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
         edge = (sender, receiver)
         self._hop_s[edge] += SWARM_SMOOTHING * (seconds - self._hop_s[edge])
-
-
-PathPolicyMaker = Callable[[StageNetwork, Mapping[str, StageLedger], float, random.Random], PathPolicy]
-
-PATH_POLICIES: dict[str, PathPolicyMaker] = {
-    policy.name: policy for policy in (WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue)
-}

@@ -14,13 +14,26 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from hetlb.core.path_ledger import PathDispatch, PathLease, StageLedger, fullest_layer
-from hetlb.core.path_policies import PATH_POLICIES, PathPolicy, PathQuestion
+from hetlb.core.least_time_paths import LeastTime
+from hetlb.core.path_policies import (
+    PathPolicy,
+    PathQuestion,
+    RandomPaths,
+    ShortestQueue,
+    Swarm,
+    WeightedRoundRobin,
+)
 from hetlb.core.predictor import Predictor
 from hetlb.core.stages import StageNetwork
 from hetlb.core.types import LeaseId, Outcome, Reject, RejectReason, Request, RequestId
 
 #: Share of a stage's KV cache that expected use may reach (Helix's high-water mark).
 HIGH_WATER: Final = 0.85
+
+#: Policies by name; the first is the default.
+PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
+    policy.name: policy for policy in (LeastTime, WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue)
+}
 
 PathCommand: TypeAlias = PathDispatch | Reject
 

@@ -2,12 +2,12 @@
 
 Promise: arithmetic alone, about a millisecond; it ranks placements, it does not replace the simulation.
 
-The model is a closed queueing network (mean value analysis with batch service). At x requests/s, a node with
-the share phi of them has prompts at the rate x phi and decode tokens at x phi O. A batch of k decodes takes
-D = l t_d(k) and, with a prompt, l t_p more, so that the mean cycle C solves C = l t_d(x phi O C) + x phi C l t_p. A
-token waits for what is left of the cycle, E[C^2] / 2 E[C], and goes through one more. Prompts block links for
-their whole length: a token waits as in M/G/1. The requests in flight, x (O R_decode + R_prompt), are as many as the
-KV cache of the scarcest layer holds; that equation gives x.
+The model is a closed queueing network. Tokens travel in convoys: the first of a convoy finds a node idle and is
+computed alone (which takes twice a decode, see `sim.pipelines`), the others wait for it and go through together.
+So a node with l layers takes 2 l t_d(1) + l t_d(k) per token, k being what is there at once (Little's law), and
+what prompts take in between: they block nodes and links for their whole length, as in M/G/1. The requests in
+flight, x (O R_decode + R_prompt) at x requests/s, are as many as the KV cache of the scarcest layer holds; that
+equation gives x. Measured against the simulator: docs/placement.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _Array = NDArray[np.float64]
 KV_SHARE = 0.8
 #: Rounds of the fixed point; the relative change is below 1 % long before.
 _ROUNDS = 14
-_CYCLE_ROUNDS = 6
 #: Utilisation is kept below 1, so that an overloaded node is slow instead of undefined.
 _FULL = 0.98
 _MOST_DECODES = 1024
@@ -124,20 +123,14 @@ class _Nodes:
         """Seconds that a decode pass and a prompt pass spend on nodes at so many requests/s."""
         prompts = rate * self._share
         decodes = prompts * self._output
-        free = 1.0 - np.minimum(_FULL, prompts * self._prompt)
-        cycle = self._decode_s(np.ones_like(prompts)) / free
-        for _ in range(_CYCLE_ROUNDS):
-            cycle = self._decode_s(decodes * cycle) / free
-        batch = cycle * free
-        with_prompt = np.minimum(1.0, prompts * cycle)
-        square = batch**2 + with_prompt * (2.0 * batch * self._prompt + self._prompt_square)
-        busy = np.minimum(1.0, decodes * cycle)
-        residual = busy * square / (2.0 * cycle)
-        one = batch + self._prompt
-        used = np.minimum(_FULL, prompts * one)
-        queue = used / (2.0 * (1.0 - used)) * one
-        decode = float((self._share * (residual + batch + busy * (cycle - batch))).sum())
-        return decode, float((self._share * (residual + queue + one)).sum())
+        blocked = prompts * self._prompt_square / (2.0 * (1.0 - np.minimum(_FULL, prompts * self._prompt)))
+        alone = 2.0 * self._decode_s(np.ones_like(prompts))
+        batch = self._decode_s(decodes * (alone + blocked))
+        batch = self._decode_s(decodes * (alone + blocked + batch))
+        used = np.minimum(_FULL, prompts * (batch + self._prompt))
+        queue = used / (2.0 * (1.0 - used)) * (batch + self._prompt)
+        decode = float((self._share * (alone + blocked + batch)).sum())
+        return decode, float((self._share * (alone + blocked + queue + batch + self._prompt)).sum())
 
 
 class _Links:
