@@ -13,7 +13,6 @@ import highspy
 import numpy as np
 
 from hetlb.core.stages import SINK, SOURCE, Edge
-from hetlb.errors import PlanError
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow, max_flow, valid_links
 
@@ -22,7 +21,7 @@ _LEAST_SHARE = 1e-6
 
 
 def balanced_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
-    """The maximum flow with its load spread most evenly. Raises `PlanError` if the solver fails."""
+    """The maximum flow with its load spread most evenly; as it came where the solver finds no optimum."""
     flow = max_flow(cluster, placement, partial_inference=partial_inference)
     if flow.tokens_per_s <= 0.0:
         return flow
@@ -41,6 +40,8 @@ def balanced_flow(cluster: Cluster, placement: Placement, *, partial_inference: 
     weights = [*(1.0 / cap for cap in link_caps), *(total / rates[name] for name in names)]
     rows = _conservation(edges, names)
     values = _solve(caps, weights, rows, count)
+    if values is None:
+        return flow
     links = {edge: share * total for edge, share in zip(edges, values, strict=False) if share > _LEAST_SHARE}
     return Flow(total, links)
 
@@ -63,7 +64,8 @@ def _conservation(edges: list[Edge], names: list[str]) -> list[tuple[list[int], 
 
 def _solve(
     caps: list[float], weights: list[float], rows: list[tuple[list[int], list[float], float]], count: int
-) -> list[float]:
+) -> list[float] | None:
+    """The optimum, None where the solver gives none (seen once in some thousand ill-scaled networks)."""
     solver = highspy.Highs()
     solver.silent()
     solver.setOptionValue("threads", 1)
@@ -80,5 +82,5 @@ def _solve(
     solver.passHessian(hessian)
     solver.run()
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        raise PlanError(f"balancing the flow: HiGHS ended with {solver.getModelStatus().name}")
+        return None
     return [float(value) for value in solver.getSolution().col_value]
