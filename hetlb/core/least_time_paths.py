@@ -1,17 +1,17 @@
 """hetlb's own choice of paths: the least predicted time of a request and of those whom it delays.
 
 Promise: a decision depends on the ledgers and on what was dispatched before; nothing is random. Dynamic
-programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the cheapest
-way to each follows from the cheapest ways to those before it.
+programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the
+cheapest way to each follows from the cheapest ways to those before it.
 
 The cost of a path (s) has two parts.
 
 - The first pass, as a timetable: when every stage and link is done with the prompts it was given before, by
   prediction, so that a prompt goes where no other one stands.
-- The decode passes, times the output predicted: what one more request adds to the time that all requests spend
-  on a stage or link, F(n + 1) - F(n) with F(n) = n T(n). T(n) is the time of a pass with n requests in flight: the
-  batch, and prompts in between as in an M/G/1 queue. So a request pays for the delay of others too, and traffic
-  is spread as a central planner would (marginal costs; Beckmann et al., 1956).
+- The decode passes, times the output predicted: what one more request adds to the time that all requests
+  spend on a stage or link, F(n + 1) - F(n) with F(n) = n T(n). T(n) is the time of a pass with n requests in
+  flight: the batch, and prompts in between as in an M/G/1 queue. So a request pays for the delay of others
+  too, and traffic is spread as a central planner would (marginal costs; Beckmann et al., 1956).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is booked on the stages of a model: the ledger of `core.instance`, for requests that use several workers.
+"""What is booked on the stages of a model: the ledger of `core.instance`, for requests that use several
+workers.
 
 Promise: a path books token-layers of KV on every stage it crosses and gives back exactly those, once, however
 it ends. Figures are integers: a ledger is at any moment the sum over its leases.
@@ -16,13 +17,13 @@ from hetlb.core.types import LeaseId, Request, RequestId
 class PathLease:
     """One dispatch of one request over a path, and what it booked on every stage.
 
-    `context_tokens` is what the first pass reads (the prompt and, after a replay, the tokens so far), `kv_tokens`
-    that and the output predicted. The driver counts `output_tokens` before it reports the end.
+    `context_tokens` is what the first pass reads (the prompt and, after a replay, the tokens so far),
+    `kv_tokens` that and the output predicted. The driver counts `output_tokens` before it reports the end.
     """
 
     __slots__ = (
-        "context_tokens", "dispatched_at", "ended", "first_token_at", "hops", "id", "kv_tokens", "output_tokens",
-        "predicted_output", "request",
+        "context_tokens", "dispatched_at", "ended", "first_token_at", "hops", "id", "kv_tokens",
+        "output_tokens", "predicted_output", "request",
     )  # fmt: skip
 
     def __init__(
@@ -79,16 +80,15 @@ class StageLedger:
         """Requests whose path crosses this stage."""
         return len(self.leases)
 
-    def has_room(self, kv_tokens: int, high_water: float) -> bool:
+    def has_room(self, context_tokens: int, kv_tokens: int, high_water: float) -> bool:
         """Whether a request that would use all layers stays within this share of the KV cache.
 
-        An idle stage takes any request that fits at all.
+        An idle stage takes any request whose first pass and one token fit, whatever is predicted.
         """
         spec = self.spec
-        needed = self.kv_token_layers + kv_tokens * spec.layers
-        return needed <= high_water * spec.kv_token_layers or (
-            not self.leases and needed <= spec.kv_token_layers
-        )
+        if not self.leases:
+            return (context_tokens + 1) * spec.layers <= spec.kv_token_layers
+        return self.kv_token_layers + kv_tokens * spec.layers <= high_water * spec.kv_token_layers
 
     def acquire(self, lease: PathLease, layers: int) -> None:
         """Book a lease that computes so many layers here."""
@@ -116,13 +116,17 @@ class StageLedger:
         """Assert that the ledger is the sum over the live leases."""
         leases = self.leases.values()
         pending = sum(lease.context_tokens for lease, _ in leases if lease.first_token_at is None)
-        assert self.kv_token_layers == sum(lease.kv_tokens * layers for lease, layers in leases), self.spec.name
+        assert self.kv_token_layers == sum(lease.kv_tokens * layers for lease, layers in leases), (
+            self.spec.name
+        )
         assert self.pending_prompt_tokens == pending, self.spec.name
         assert all(not lease.ended for lease, _ in leases), self.spec.name
 
 
 def fullest_layer(ledgers: Iterable[StageLedger], layers: int) -> float:
-    """Booked share of the KV cache of the fullest layer, summed over the stages that hold it (Helix's measure)."""
+    """Booked share of the KV cache of the fullest layer, summed over the stages that hold it (Helix's
+    measure).
+    """
     booked, total = [0.0] * layers, [0.0] * layers
     for ledger in ledgers:
         spec = ledger.spec

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from hetlb.core.path_ledger import PathLease, StageLedger
@@ -89,7 +90,7 @@ class PathPolicy:
         if name == SINK:
             return True
         ledger = self._ledgers[name]
-        return ledger.up and ledger.has_room(question.kv_tokens, self._high_water)
+        return ledger.up and ledger.has_room(question.context_tokens, question.kv_tokens, self._high_water)
 
     def _hops(self, names: Sequence[str]) -> tuple[Hop, ...]:
         at, hops = 0, []
@@ -135,10 +136,12 @@ class ShortestQueue(PathPolicy):
 
 
 class WeightedRoundRobin(PathPolicy):
-    """Helix's interleaved weighted round robin (ASPLOS 2025, section 5.1): every sender follows the flow's shares.
+    """Helix's interleaved weighted round robin (ASPLOS 2025, section 5.1): every sender follows the flow's
+    shares.
 
-    The receiver with the least (tokens sent + tokens of this request) / flow is next. The tokens of a request are
-    its first pass and its output: as predicted when it is dispatched, corrected to what came when it ends.
+    The receiver with the least (tokens sent + tokens of this request) / flow is next. The tokens of a
+    request are its first pass and its output: as predicted when it is dispatched, corrected to what came
+    when it ends.
     """
 
     name = "iwrr"
@@ -151,7 +154,9 @@ class WeightedRoundRobin(PathPolicy):
         for (sender, _), rate in network.flows.items():
             totals[sender] = totals.get(sender, 0.0) + rate
         self._flows = {
-            edge: rate for edge, rate in network.flows.items() if rate >= LEAST_FLOW_SHARE * totals[edge[0]] > 0.0
+            edge: rate
+            for edge, rate in network.flows.items()
+            if rate >= LEAST_FLOW_SHARE * totals[edge[0]] > 0.0
         }
         self._sent: dict[Edge, float] = dict.fromkeys(self._flows, 0.0)
         self._counted: dict[int, float] = {}
@@ -166,7 +171,7 @@ class WeightedRoundRobin(PathPolicy):
 
     def _count(self, lease: PathLease, tokens: float) -> None:
         names = [SOURCE, *(hop.stage for hop in lease.hops), SINK]
-        for edge in zip(names, names[1:], strict=False):
+        for edge in pairwise(names):
             if edge in self._sent:
                 self._sent[edge] += tokens
 
@@ -180,7 +185,8 @@ class WeightedRoundRobin(PathPolicy):
 
 
 class Swarm(PathPolicy):
-    """SWARM's stochastic wiring (Ryabinin et al., ICML 2023, appendix C): each sender's receivers by measured time.
+    """SWARM's stochastic wiring (Ryabinin et al., ICML 2023, appendix C): each sender's receivers by
+    measured time.
 
     A receiver's priority grows by its smoothed hop time whenever it is chosen; the lowest is next.
     """

@@ -1,9 +1,9 @@
 """The scheduler of pipelines: facts and the current time go in, commands come out, as in `core.scheduler`.
 
-Promise: no I/O, no clock, no logging. Every dispatch is one lease with a path that computes each layer once; what
-it booked on every stage is given back exactly once, however it ends. A request is at any moment waiting, leased
-or gone. No path crosses a stage that is lost. The queue is bounded. The simulator drives this object from a
-heap of events, a proxy in front of `hetlb stage` workers from real messages.
+Promise: no I/O, no clock, no logging. Every dispatch is one lease with a path that computes each layer once;
+what it booked on every stage is given back exactly once, however it ends. A request is at any moment
+waiting, leased or gone. No path crosses a stage that is lost. The queue is bounded. The simulator drives
+this object from a heap of events, a proxy in front of `hetlb stage` workers from real messages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from hetlb.core.path_ledger import PathDispatch, PathLease, StageLedger, fullest_layer
 from hetlb.core.least_time_paths import LeastTime
+from hetlb.core.path_ledger import PathDispatch, PathLease, StageLedger, fullest_layer
 from hetlb.core.path_policies import (
     PathPolicy,
     PathQuestion,
@@ -36,6 +36,9 @@ PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
 }
 
 PathCommand: TypeAlias = PathDispatch | Reject
+
+#: A request whose path broke so often is given up: it may be what breaks stages.
+MOST_REPLAYS: Final = 3
 
 #: Ends of a lease after which the rest of the answer can be computed elsewhere.
 _REPLAYED = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
@@ -72,6 +75,7 @@ class PathScheduler:
         self._queue: deque[_Waiting] = deque()
         self._leased: dict[LeaseId, PathLease] = {}
         self._next_lease = 1
+        self._replays: dict[RequestId, int] = {}
 
     def _make_policy(self, name: str) -> PathPolicy:
         return PATH_POLICIES[name](self._network, self._ledgers, self._high_water, self._rng)
@@ -135,8 +139,8 @@ class PathScheduler:
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
         """A lease ended; what it booked is given back, and whoever waits may be placed.
 
-        `lease.output_tokens` holds what was produced. After a broken path the request goes first in the queue:
-        its next path reads the prompt and the tokens so far.
+        `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
+        queue: its next path reads the prompt and the tokens so far.
         """
         del self._leased[lease.id]
         for hop in lease.hops:
@@ -145,19 +149,29 @@ class PathScheduler:
         self._policy.ended(lease, now)
         request = lease.request
         done = lease.context_tokens - request.prompt_tokens + lease.output_tokens
+        if outcome in _REPLAYED:
+            replays = self._replays.pop(request.id, 0) + 1
+            if replays > MOST_REPLAYS:
+                detail = "Every path of the request broke."
+                return [Reject(request.id, RejectReason.NO_RESPONSE, detail), *self._flush(now)]
+            self._replays[request.id] = replays
+            self._queue.appendleft(_Waiting(request, done))
+            return self._flush(now)
         if outcome is Outcome.OK:
             self._predictor.observe(request, done)
-        elif outcome in _REPLAYED:
-            self._queue.appendleft(_Waiting(request, done))
+        self._replays.pop(request.id, None)
         return self._flush(now)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
+        self._replays.pop(request_id, None)
         self._queue = deque(entry for entry in self._queue if entry.request.id != request_id)
         return self._flush(now)
 
     def on_stage(self, name: str, *, up: bool, now: float) -> list[PathCommand]:
-        """A stage was lost or came back. Leases that cross it end when the driver says so. Unknown names are ignored."""
+        """A stage was lost or came back. Leases that cross it end when the driver says so. Unknown names are
+        ignored.
+        """
         ledger = self._ledgers.get(name)
         if ledger is None:
             return []
@@ -224,9 +238,12 @@ class PathScheduler:
             at = 0
             for hop in lease.hops:
                 spec = self._ledgers[hop.stage].spec
-                assert hop.first == at and spec.first <= hop.first < hop.end <= spec.end, f"{lease!r}"
+                assert hop.first == at, f"{lease!r} goes on at layer {hop.first}, not {at}"
+                assert spec.first <= hop.first < hop.end <= spec.end, f"{lease!r} leaves {spec.name}"
                 at = hop.end
             assert at == self._network.layers, f"{lease!r} ends at layer {at}"
         leased = {lease.request.id for lease in self._leased.values()}
         waiting = [entry.request.id for entry in self._queue]
-        assert len(set(waiting)) == len(waiting) and not leased & set(waiting)
+        assert len(set(waiting)) == len(waiting), "a request waits twice"
+        assert not leased & set(waiting), "a request waits and is leased"
+        assert self._replays.keys() <= leased | set(waiting), "a count of replays outlived its request"

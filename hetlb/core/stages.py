@@ -1,8 +1,8 @@
 """A model divided into layer ranges over several workers (stages), and the links between them.
 
-Promise: plain values. Layers are numbered from 0; a range is half open, [first, end). Times are seconds, sizes
-bytes, KV is counted in token-layers: one token in one layer. `SOURCE` and `SINK` name the coordinator, where
-requests enter and tokens come out.
+Promise: plain values. Layers are numbered from 0; a range is half open, [first, end). Times are seconds,
+sizes bytes, KV is counted in token-layers: one token in one layer. `SOURCE` and `SINK` name the coordinator,
+where requests enter and tokens come out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Edge: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise linear function through points with ascending x, continued with the slope of the last piece."""
+    """A piecewise linear function through points with ascending x, continued with the slope of the last
+    piece.
+    """
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -47,7 +49,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Most that one batch of a stage may hold: prompts, their tokens, decoding requests, their cached tokens."""
+    """Most that one batch of a stage may hold: prompts, their tokens, decoding requests, their cached
+    tokens.
+    """
 
     prompts: int
     prompt_tokens: int
@@ -117,7 +121,9 @@ class StageNetwork:
     flows: Mapping[Edge, float] = field(default_factory=dict)
 
     def successors(self, stage: StageSpec | None) -> tuple[StageSpec, ...]:
-        """Stages that may compute the layers behind those of `stage` (None: the source) and are linked to it."""
+        """Stages that may compute the layers behind those of `stage` (None: the source) and are linked to
+        it.
+        """
         at = 0 if stage is None else stage.end
         sender = SOURCE if stage is None else stage.name
         return tuple(

@@ -5,13 +5,14 @@ Promise: a run depends on its arguments alone (same seed, same result). Nothing 
 
 The model, after Helix's simulator (Mei et al., ASPLOS 2025):
 
-- A stage runs one batch at a time: what has arrived when the last batch ended, first come first served, within
-  its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the decode time of
-  its decoding requests (twice that of a single one), and once the copying of the activations that came in.
+- A stage runs one batch at a time: what has arrived when the last batch ended, first come first served,
+  within its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the
+  decode time of its decoding requests (twice that of a single one), and once the copying of the activations
+  that came in.
 - A stage that can be entered behind its first layer goes through its segments in turn; at each one those that
   enter there join the batch.
-- A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing data
-  on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
+- A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
+  data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
 - The first pass of a request reads its prompt and gives its first token; every further token is one pass from
   the source to the sink.
 """
@@ -23,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hetlb.core.path_ledger import PathDispatch, PathLease
@@ -33,7 +35,8 @@ from hetlb.core.types import Outcome, Reject, Request
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
 
-#: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5 GB/s).
+#: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5
+#: GB/s).
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 #: A query of an offline load arrives so long after the event that called for it (s).
 FEED_DELAY_S: Final = 0.1
@@ -47,9 +50,7 @@ class _Link:
 
     __slots__ = ("free_at", "latency_s", "nic_in", "nic_out", "seconds_per_token")
 
-    def __init__(
-        self, seconds_per_token: float, latency_s: float, nic_out: _Nic, nic_in: _Nic
-    ) -> None:
+    def __init__(self, seconds_per_token: float, latency_s: float, nic_out: _Nic, nic_in: _Nic) -> None:
         self.seconds_per_token = seconds_per_token
         self.latency_s = latency_s
         self.nic_out = nic_out
@@ -70,7 +71,8 @@ class _Nic:
 class _Flight:
     """One request on its way."""
 
-    __slots__ = ("arrived_at", "cached", "lease", "links", "nodes", "output_tokens", "pass_at", "position",
+    __slots__ = ("arrived_at", "broken", "cached", "lease", "links", "nodes", "output_tokens", "pass_at",
+    "position",
                  "produced", "sent_at", "tokens")  # fmt: skip
 
     def __init__(self, arrived_at: float, output_tokens: int) -> None:
@@ -84,24 +86,32 @@ class _Flight:
         self.pass_at = 0.0
         self.sent_at = 0.0
         self.position = 0
+        #: A stage of its path was lost: what is left of it on the way goes nowhere.
+        self.broken = False
         self.lease: PathLease | None = None
         self.nodes: list[_Node] = []
         self.links: list[_Link] = []
+
+    def again(self) -> _Flight:
+        """The same request on another path, with what it has produced."""
+        flight = _Flight(self.arrived_at, self.output_tokens)
+        flight.produced = self.produced
+        return flight
 
 
 class _Node:
     """A stage: what has arrived, what waits at each segment, the batch that runs."""
 
     __slots__ = (
-        "batch", "busy", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used", "prompt_s",
-        "segment", "segments", "spec", "waiting", "wake_at",
+        "batch", "busy", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used",
+        "prompt_s", "segment", "segments", "spec", "waiting", "wake_at",
     )  # fmt: skip
 
     def __init__(self, spec: StageSpec, entries: Sequence[int]) -> None:
         self.spec = spec
         #: Layers of each segment, and where a layer begins one.
         bounds = [*entries, spec.end]
-        self.segments = [end - first for first, end in zip(bounds, bounds[1:], strict=False)]
+        self.segments = [end - first for first, end in pairwise(bounds)]
         self.entry = {first: i for i, first in enumerate(entries)}
         self.prompt_s = spec.prompt.table(1)
         self.decode_s = spec.decode.table(1)
@@ -131,6 +141,8 @@ class _Node:
         inbox = self.inbox
         while inbox and inbox[0][0] <= now:
             flight = heapq.heappop(inbox)[2]
+            if flight.broken:
+                continue
             assert flight.lease is not None
             self.waiting[self.entry[flight.lease.hops[flight.position].first]].append(flight)
             self.copied_tokens += flight.tokens
@@ -150,7 +162,9 @@ class _Node:
                     prompt_tokens += tokens
                     batch.append(flight)
                     continue
-            elif decodes < limits.decodes and context + flight.cached <= limits.decode_context or not decodes:
+            elif (
+                decodes < limits.decodes and context + flight.cached <= limits.decode_context
+            ) or not decodes:
                 decodes += 1
                 context += flight.cached
                 batch.append(flight)
@@ -160,7 +174,9 @@ class _Node:
         return batch
 
     def next_segment(self) -> bool:
-        """Turn to the next segment that has something to do; the present one comes last. False if none has."""
+        """Turn to the next segment that has something to do; the present one comes last. False if none
+        has.
+        """
         count = len(self.segments)
         for step in range(1, count + 1):
             segment = (self.segment + step) % count
@@ -189,7 +205,9 @@ class PassTimes:
     def document(self) -> dict[str, float]:
         """As JSON names it."""
         ordered = sorted(self.seconds)
-        named = {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 25, 50, 75, 95)}
+        named = {
+            f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 25, 50, 75, 95)
+        }
         return {"mean": self.mean, **named} if ordered else {}
 
 
@@ -238,8 +256,9 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class OfflineLoad:
-    """As many queries as the cluster holds: `initial` at first, 0.1 s apart, and one more whenever a prompt or a query
-    is done while the booked KV of the fullest layer is at most `high_water`, or, with `constant`, whenever a query is.
+    """As many queries as the cluster holds: `initial` at first, 0.1 s apart, and one more whenever a prompt
+    or a query is done while the booked KV of the fullest layer is at most `high_water`, or, with `constant`,
+    whenever a query is.
     """
 
     initial: int = 20
@@ -346,7 +365,9 @@ class PipelineSimulation:
             return
         self._requests += 1
         self._flights[self._requests] = _Flight(now, max(1, lengths[1]))
-        self._obey(self._scheduler.on_arrival(Request(self._requests, "", lengths[0], prompt_exact=True), now), now)
+        self._obey(
+            self._scheduler.on_arrival(Request(self._requests, "", lengths[0], prompt_exact=True), now), now
+        )
         self._result.most_in_flight = max(self._result.most_in_flight, self._scheduler.in_flight)
 
     def _obey(self, commands: list[PathCommand], now: float) -> None:
@@ -359,12 +380,12 @@ class PipelineSimulation:
                 self._watch(command, now)
             lease = command.lease
             flight = self._flights[command.request_id]
+            if flight.lease is not None:  # a replay: messages of the broken path may still be on their way
+                flight = self._flights[command.request_id] = flight.again()
             flight.lease = lease
             names = [hop.stage for hop in lease.hops]
             flight.nodes = [self._nodes[name] for name in names]
-            flight.links = [
-                self._link(edge) for edge in zip((SOURCE, *names), (*names, SINK), strict=True)
-            ]
+            flight.links = [self._link(edge) for edge in zip((SOURCE, *names), (*names, SINK), strict=True)]
             flight.tokens, flight.cached = lease.context_tokens, 0
             flight.pass_at = flight.arrived_at if flight.produced == 0 else now
             self._start_pass(flight, now)
@@ -430,24 +451,22 @@ class PipelineSimulation:
     def _batch_ended(self, node: _Node, now: float) -> None:
         segment = node.segment
         batch, node.batch = node.batch, []
-        layers = node.segments[segment]
-        for flight in batch:
-            node.kv_used += flight.tokens * layers
-        node.kv_peak = max(node.kv_peak, node.kv_used)
         if segment + 1 < len(node.segments):
             node.waiting[segment + 1].extend(batch)
         else:
             for flight in batch:
-                self._pass_on(flight, node, now)
+                if not flight.broken:
+                    self._pass_on(flight, node, now)
+            node.kv_peak = max(node.kv_peak, node.kv_used)
         node.collect(now)
         node.next_segment()
         self._begin_batch(node, now)
 
     def _pass_on(self, flight: _Flight, node: _Node, now: float) -> None:
-        position = flight.position
+        position, lease = flight.position, flight.lease
+        assert lease is not None
+        node.kv_used += flight.tokens * lease.hops[position].layers
         if self._reads_hops:
-            lease = flight.lease
-            assert lease is not None
             sender = lease.hops[position - 1].stage if position else SOURCE
             self._scheduler.on_hop(sender, node.spec.name, now - flight.sent_at)
         flight.position = position = position + 1
@@ -459,7 +478,8 @@ class PipelineSimulation:
 
     def _token(self, flight: _Flight, now: float) -> None:
         lease, result = flight.lease, self._result
-        assert lease is not None
+        if flight.broken or lease is None:
+            return
         measured = now >= self._begin
         first = flight.cached == 0
         flight.produced += 1
@@ -498,7 +518,19 @@ class PipelineSimulation:
             self._push(now + FEED_DELAY_S, _ARRIVAL, None)
 
     def _change(self, change: StageChange, now: float) -> None:
-        raise NotImplementedError
+        commands = self._scheduler.on_stage(change.stage, up=change.up, now=now)
+        if not change.up:
+            for lease, _ in list(self._scheduler.ledgers[change.stage].leases.values()):
+                self._break(self._flights[lease.request.id], lease)
+                commands += self._scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, now)
+        self._obey(commands, now)
+
+    def _break(self, flight: _Flight, lease: PathLease) -> None:
+        """A path is lost with its KV: what each stage held for it is free."""
+        flight.broken = True
+        for index, hop in enumerate(lease.hops):
+            held = flight.cached + (flight.tokens if index < flight.position else 0)
+            self._nodes[hop.stage].kv_used -= held * hop.layers
 
 
 def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:

@@ -1,7 +1,8 @@
 """The most even of all maximum flows of a placement.
 
 Promise: the value is that of the maximum flow; among all flows of that value this one has the least sum of
-f^2 / capacity over nodes and links, so replicas share their load by speed and no queue is longer than it must be.
+f^2 / capacity over nodes and links, so replicas share their load by speed and no queue is longer than it
+must be.
 
 A maximum flow is not unique: an algorithm that stops at the first one leaves replicas idle that the flow does
 not need, and weighted round robin would never use them. A convex quadratic program, solved by HiGHS.
@@ -66,7 +67,7 @@ def _solve(
     caps: list[float], weights: list[float], rows: list[tuple[list[int], list[float], float]], count: int
 ) -> list[float] | None:
     """The optimum, None where the solver gives none (seen once in some thousand ill-scaled networks)."""
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.silent()
     solver.setOptionValue("threads", 1)
     # The caps leave room for the rounding of the maximum flow.

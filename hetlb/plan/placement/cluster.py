@@ -20,7 +20,8 @@ Placement: TypeAlias = Mapping[str, tuple[int, int]]
 class Holding:
     """A machine of one kind with a given number of layers.
 
-    `tokens_per_s` is the rate at which it passes tokens (prompt and decode counted alike) through all of them.
+    `tokens_per_s` is the rate at which it passes tokens (prompt and decode counted alike) through all of
+    them.
     """
 
     tokens_per_s: float
@@ -92,7 +93,11 @@ class Cluster:
         return link.bytes_per_s / (self.model.token_bytes if outside else self.model.activation_bytes)
 
     def network(
-        self, placement: Placement, *, partial_inference: bool = False, flows: Mapping[Edge, float] | None = None
+        self,
+        placement: Placement,
+        *,
+        partial_inference: bool = False,
+        flows: Mapping[Edge, float] | None = None,
     ) -> StageNetwork:
         """The stages of a placement, in the order of the nodes. Nodes without layers are left out."""
         stages = []

@@ -2,12 +2,12 @@
 
 Promise: arithmetic alone, about a millisecond; it ranks placements, it does not replace the simulation.
 
-The model is a closed queueing network. Tokens travel in convoys: the first of a convoy finds a node idle and is
-computed alone (which takes twice a decode, see `sim.pipelines`), the others wait for it and go through together.
-So a node with l layers takes 2 l t_d(1) + l t_d(k) per token, k being what is there at once (Little's law), and
-what prompts take in between: they block nodes and links for their whole length, as in M/G/1. The requests in
-flight, x (O R_decode + R_prompt) at x requests/s, are as many as the KV cache of the scarcest layer holds; that
-equation gives x. Measured against the simulator: docs/placement.md.
+The model is a closed queueing network. Tokens travel in convoys: the first of a convoy finds a node idle and
+is computed alone (which takes twice a decode, see `sim.pipelines`), the others wait for it and go through
+together. So a node with l layers takes 2 l t_d(1) + l t_d(k) per token, k being what is there at once
+(Little's law), and what prompts take in between: they block nodes and links for their whole length, as in
+M/G/1. The requests in flight, x (O R_decode + R_prompt) at x requests/s, are as many as the KV cache of the
+scarcest layer holds; that equation gives x. Measured against the simulator: docs/placement.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Estimator:
             self._decode_s[name] = np.array(kind.decode.table(_MOST_DECODES))
 
     def estimate(self, placement: Placement, shares: Mapping[Edge, float]) -> Estimate:
-        """Estimate a placement under a flow. `shares` may have any scale: the part of each link is what counts."""
+        """Estimate a placement under a flow. `shares` may have any scale: the part of each link is what
+        counts.
+        """
         total = sum(rate for (sender, _), rate in shares.items() if sender == SOURCE)
         if total <= 0.0:
             return Estimate(0.0, 0.0, 0.0, 0.0)
@@ -133,7 +135,9 @@ class _Nodes:
         used = np.minimum(_FULL, prompts * (batch + self._prompt))
         queue = used / (2.0 * (1.0 - used)) * (batch + self._prompt)
         decode = alone + blocked + self._waits * batch
-        return float((self._share * decode).sum()), float((self._share * (decode + queue + self._prompt)).sum())
+        return float((self._share * decode).sum()), float(
+            (self._share * (decode + queue + self._prompt)).sum()
+        )
 
 
 class _Links:
@@ -145,7 +149,11 @@ class _Links:
         self._share = np.array([shares[edge] / total for edge in used])
         seconds = np.array(
             [
-                (cluster.model.token_bytes if SOURCE in edge or SINK in edge else cluster.model.activation_bytes)
+                (
+                    cluster.model.token_bytes
+                    if SOURCE in edge or SINK in edge
+                    else cluster.model.activation_bytes
+                )
                 / cluster.links[edge].bytes_per_s
                 for edge in used
             ]

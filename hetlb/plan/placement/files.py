@@ -1,4 +1,5 @@
-"""Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements, lengths.
+"""Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements,
+lengths.
 
 Promise: what loads is complete and consistent (every node has a kind with times and limits, every link two
 known ends); anything else is one `ConfigError` line with file, line, column and value.
@@ -25,8 +26,8 @@ NODE_COLUMNS = ("node", "gpu_type", "region", "max_layers", "nic_in_bytes_per_s"
 LINK_COLUMNS = ("from", "to", "bytes_per_s", "latency_s")
 TIME_COLUMNS = ("gpu_type", "phase", "batch_tokens", "time_per_layer_ms")
 LIMIT_COLUMNS = (
-    "gpu_type", "layers", "tokens_per_s", "kv_entries_token_layer", "prompt_max_requests", "prompt_max_tokens",
-    "decode_max_tokens", "decode_max_context_tokens",
+    "gpu_type", "layers", "tokens_per_s", "kv_entries_token_layer", "prompt_max_requests",
+    "prompt_max_tokens", "decode_max_tokens", "decode_max_context_tokens",
 )  # fmt: skip
 #: Larger counts are mistakes: nothing is sized by an unchecked number.
 _MOST_LAYERS = 10_000
@@ -45,7 +46,9 @@ class ClusterFiles:
 
 
 def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
-    """Read a cluster. With `pruned`, links whose `kept_after_pruning` is 0 are left out. Raises `ConfigError`."""
+    """Read a cluster. With `pruned`, links whose `kept_after_pruning` is 0 are left out. Raises
+    `ConfigError`.
+    """
     model = _read_model(files.model)
     times = _read_times(files.layer_times)
     kinds = _read_limits(files.limits, times)
@@ -78,7 +81,9 @@ class _Row:
     def number(self, column: str, *, positive: bool) -> float:
         """A finite number, greater than 0 or at least 0."""
         words = "a number greater than 0" if positive else "a number from 0"
-        return self._number(column, float, words, lambda n: math.isfinite(n) and (n > 0 if positive else n >= 0))
+        return self._number(
+            column, float, words, lambda n: math.isfinite(n) and (n > 0 if positive else n >= 0)
+        )
 
     def _number(self, column: str, kind: Callable[[str], _T], words: str, fits: Callable[[_T], bool]) -> _T:
         try:
@@ -96,7 +101,9 @@ class _Row:
     def error(self, column: str, expected: str) -> ConfigError:
         """What is wrong with a cell."""
         got = self._cells[column]
-        return ConfigError(f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}")
+        return ConfigError(
+            f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}"
+        )
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[_Row]:
@@ -255,12 +262,14 @@ def load_placement(path: Path, cluster: Cluster) -> dict[str, tuple[int, int]]:
         whole = isinstance(value, list) and all(type(bound) is int for bound in value)
         if not whole or len(value) != 2 or not 0 <= value[0] < value[1] <= cluster.model.layers:
             raise ConfigError(
-                f"{path}: {name}: expected [first, end] within 0 and {cluster.model.layers}, got {str(value)[:60]}"
+                f"{path}: {name}: expected [first, end] within 0 and {cluster.model.layers}, "
+                f"got {str(value)[:60]}"
             )
         most = cluster.most_layers(nodes[name])
         if value[1] - value[0] > most:
             raise ConfigError(
-                f"{path}: {name}: expected at most {most} layers on a {nodes[name].kind}, got {value[1] - value[0]}"
+                f"{path}: {name}: expected at most {most} layers on a {nodes[name].kind}, "
+                f"got {value[1] - value[0]}"
             )
         placement[name] = (value[0], value[1])
     if not placement:

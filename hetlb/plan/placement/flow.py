@@ -66,9 +66,7 @@ class Dinic:
             while (pushed := self._push(source, sink, level, position, epsilon)) > 0.0:
                 total += pushed
 
-    def _push(
-        self, source: int, sink: int, level: list[int], position: list[int], epsilon: float
-    ) -> float:
+    def _push(self, source: int, sink: int, level: list[int], position: list[int], epsilon: float) -> float:
         """Push along one path of the level graph; 0 if none is left."""
         out, head, capacity = self._out, self._head, self._capacity
         path: list[int] = []
@@ -128,14 +126,14 @@ def valid_links(cluster: Cluster, placement: Placement, *, partial_inference: bo
         by_end.setdefault(end, []).append(name)
     for end, senders in sorted(by_end.items()):
         receivers = [
-            name
-            for name, first, last in placed
-            if first == end or (partial_inference and first < end < last)
+            name for name, first, last in placed if first == end or (partial_inference and first < end < last)
         ]
         found += [
             (sender, receiver) for sender in senders for receiver in receivers if (sender, receiver) in links
         ]
-    return found + [(name, SINK) for name, _, end in placed if end == cluster.model.layers and (name, SINK) in links]
+    return found + [
+        (name, SINK) for name, _, end in placed if end == cluster.model.layers and (name, SINK) in links
+    ]
 
 
 def max_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
@@ -165,7 +163,8 @@ def max_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool 
 def pipelines(flow: Flow) -> list[Pipeline]:
     """The flow as paths, greatest first: repeatedly the path whose narrowest link is widest.
 
-    At most one path per link; together they carry the whole flow. There are no cycles in a flow through layers.
+    At most one path per link; together they carry the whole flow. There are no cycles in a flow through
+    layers.
     """
     left = dict(flow.links)
     least = 1e-9 * max(1.0, flow.tokens_per_s)

@@ -77,13 +77,18 @@ def _pipelines(cluster: Cluster, key: Callable[[Node], tuple[str, str]]) -> Inte
     return placement or None
 
 
-def filled(cluster: Cluster, rng: random.Random) -> Intervals:
-    """Chains: machines in random order, each holding as many layers as it can and as are left of its pipeline."""
+def chains(cluster: Cluster, rng: random.Random) -> Intervals:
+    """Machines in random order, region by region, each holding all that it can and its pipeline still
+    needs.
+    """
     layers = cluster.model.layers
-    placement = {}
-    at = 0
+    regions = sorted({node.region for node in cluster.nodes})
+    rng.shuffle(regions)
     nodes = list(cluster.nodes)
     rng.shuffle(nodes)
+    nodes.sort(key=lambda node: regions.index(node.region))
+    placement = {}
+    at = 0
     for node in nodes:
         end = min(layers, at + cluster.most_layers(node))
         placement[node.name] = (at, end)

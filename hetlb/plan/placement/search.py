@@ -1,10 +1,11 @@
-"""Search for placements: annealing over the flow, then over an estimate; a judge (the simulator) has the last word.
+"""Search for placements: annealing over the flow, then over an estimate; a judge (the simulator) has the
+last word.
 
-Promise: every candidate fits its nodes and has a flow; the same seed and the same number of steps give the same
-candidates (a time limit ends the search wherever it is); an interrupt ends it with the best so far.
+Promise: every candidate fits its nodes and has a flow; the same seed and the same number of steps give the
+same candidates (a time limit ends the search wherever it is); an interrupt ends it with the best so far.
 
-The highest flow is not the best system: it says nothing of hops, links and the KV cache. So the search keeps many
-candidates, ranks them by an estimate and has the best ones simulated.
+The highest flow is not the best system: it says nothing of hops, links and the KV cache. So the search keeps
+many candidates, ranks them by an estimate and has the best ones simulated.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.cluster import Cluster
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.flow import Dinic, Flow
-from hetlb.plan.placement.heuristics import Intervals, filled, petals, separate_pipelines, swarm
+from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 
-#: Simulated output tokens/s of a placement under a flow; the flag asks for the whole run instead of a short one.
+#: Simulated output tokens/s of a placement under a flow; the flag asks for the whole run instead of a short
+#: one.
 Judge = Callable[[Intervals, Flow, bool], float]
 
-#: Shares of the time for annealing over flow and over the estimate; the rest belongs to the judge.
-_FLOW_SHARE = 0.15
-_ESTIMATE_SHARE = 0.45
+#: Shares of the time for annealing over flow and over the estimate, with a judge (who has the rest) and
+#: without.
+_SHARES_JUDGED = (0.15, 0.45)
+_SHARES_ALONE = (0.7, 0.3)
 #: Restarts, each with a share of both annealings.
 _ISLANDS = 4
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
-#: Candidates that each island hands to the judge.
-_KEPT = 6
 #: A placement whose layers are better covered is preferred among those of equal flow.
 _COVER_WEIGHT = 0.1
 
@@ -59,7 +60,7 @@ class Found:
     @property
     def highest_flow(self) -> Candidate:
         """The candidate with the highest flow; of equals the better one."""
-        return max(self.candidates, key=lambda each: (round(each.flow.tokens_per_s, 6), _quality(each)))
+        return max(self.candidates, key=_by_flow)
 
     @property
     def best(self) -> Candidate:
@@ -67,8 +68,12 @@ class Found:
         return self.candidates[0]
 
 
-def _quality(candidate: Candidate) -> tuple[float, float, float]:
+def _by_throughput(candidate: Candidate) -> tuple[float, float, float]:
     return (candidate.simulated or 0.0, candidate.estimate, candidate.flow.tokens_per_s)
+
+
+def _by_flow(candidate: Candidate) -> tuple[float, float, float]:
+    return (round(candidate.flow.tokens_per_s, 6), candidate.simulated or 0.0, candidate.estimate)
 
 
 class _Layout:
@@ -159,45 +164,63 @@ class Search:
         judge: Judge | None,
         *,
         partial_inference: bool = False,
+        starts: Sequence[tuple[str, Intervals]] = (),
+        enough: float = math.inf,
         seed: int = 0,
         clock: Callable[[], float],
         progress: Callable[[str, Candidate | None], object] | None = None,
     ) -> None:
-        """`clock` gives seconds; `progress` is told each phase and the best candidate so far."""
+        """Without a `judge` the highest flow is best, and the estimate decides among equals.
+
+        `starts` are placements to begin at, by name; a search for flow ends at `enough` tokens/s.
+        `clock` gives seconds; `progress` is told each phase and the best candidate so far.
+        """
         self._cluster = cluster
         self._names = [node.name for node in cluster.nodes]
         self._estimator = estimator
         self._judge = judge
+        self._quality = _by_flow if judge is None else _by_throughput
         self._partial = partial_inference
+        self._given = starts
+        self._enough = enough
         self._rng = random.Random(seed)
         self._clock = clock
         self._progress = progress or (lambda phase, best: None)
         self._flows = FlowEvaluator(cluster, partial_inference=partial_inference)
         self._known: dict[tuple[int, ...], Candidate] = {}
+        self._interrupted = False
 
     def run(self, seconds: float) -> Found:
         """Search for so many seconds. Without any placement that has a flow, `candidates` is empty."""
-        found = Found()
         try:
-            self._explore(seconds * (_FLOW_SHARE + _ESTIMATE_SHARE))
+            flow_share, estimate_share = _SHARES_ALONE if self._judge is None else _SHARES_JUDGED
+            self._explore(seconds * flow_share / _ISLANDS, seconds * estimate_share / _ISLANDS)
             if self._judge is not None:
-                self._judge_best(self._judge, seconds * (1.0 - _FLOW_SHARE - _ESTIMATE_SHARE))
+                self._judge_best(self._judge, seconds * (1.0 - flow_share - estimate_share))
         except KeyboardInterrupt:
-            found.interrupted = True
-        found.candidates = sorted(self._known.values(), key=_quality, reverse=True)
-        return found
+            self._interrupted = True
+        return self.found()
+
+    def found(self) -> Found:
+        """The candidates known now."""
+        return Found(sorted(self._known.values(), key=self._quality, reverse=True), self._interrupted)
 
     # --- annealing ---
 
-    def _explore(self, seconds: float) -> None:
+    def _explore(self, flow_s: float, estimate_s: float) -> None:
         starts = list(self._starts())
-        flow_s = seconds * _FLOW_SHARE / (_FLOW_SHARE + _ESTIMATE_SHARE) / _ISLANDS
-        estimate_s = seconds / _ISLANDS - flow_s
         for origin, start in starts:
             self._keep(start, origin)
         for island in range(_ISLANDS):
+            best = self._best()
+            if (
+                self._judge is None
+                and best is not None
+                and best.flow.tokens_per_s >= self._enough * (1 - 1e-9)
+            ):
+                return
             # One island begins at the best heuristic, the others at chains in random order.
-            layout = starts[0][1].copy() if island == 0 else self._layout(filled(self._cluster, self._rng))
+            layout = starts[0][1].copy() if island == 0 else self._layout(chains(self._cluster, self._rng))
             layout = self._anneal(layout, self._flows.score, flow_s, _FLOW_HEAT)
             self._keep(layout, "flow")
             self._progress("annealing", self._best())
@@ -211,7 +234,8 @@ class Search:
         ]
         if self._partial:
             named += [("petals", petals(self._cluster, self._rng))]
-        named += [("chains", filled(self._cluster, self._rng))]
+        named += self._given
+        named += [("chains", chains(self._cluster, self._rng))]
         layouts = [(name, self._layout(placement)) for name, placement in named if placement is not None]
         yield from sorted(layouts, key=lambda each: -self._flows.flow(each[1]))
 
@@ -221,7 +245,7 @@ class Search:
         return _Layout([first for first, _ in intervals], [end for _, end in intervals])
 
     def _best(self) -> Candidate | None:
-        return max(self._known.values(), key=_quality, default=None)
+        return max(self._known.values(), key=self._quality, default=None)
 
     def _keep(self, layout: _Layout, origin: str) -> Candidate | None:
         """Evaluate a layout and remember it; None if it has no flow."""
@@ -336,7 +360,9 @@ class Search:
     # --- the judge ---
 
     def _judge_best(self, judge: Judge, seconds: float) -> None:
-        """Simulate the best by estimate and by flow in turn, shortly; then the best of those for the whole time."""
+        """Simulate the best by estimate and by flow in turn, shortly; then the best of those for the whole
+        time.
+        """
         began = self._clock()
         queue = self._shortlist()
         short: list[tuple[float, Candidate]] = []
