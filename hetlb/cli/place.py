@@ -81,6 +81,12 @@ def run(args: argparse.Namespace) -> int:
     cluster = load_place(args.config)
     lengths = load_lengths(args.lengths) if args.lengths else _USUAL_LENGTHS
     simulator = _Simulator(cluster, lengths, args)
+    room = sum(cluster.most_layers(node) for node in cluster.nodes)
+    if room < cluster.model.layers:
+        raise ConfigError(
+            f"{args.config}: nodes: expected room for {cluster.model.layers} layers, got {room}: "
+            f"{cluster.model.layers - room} layers are missing"
+        )
     began = time.monotonic()
     bound, alternative = flow_bound(cluster), None
     if args.placement is not None:
@@ -91,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         found, bound = _search(cluster, lengths, simulator, args)
         if not found.candidates:
-            raise ConfigError(f"{args.config}: {_what_is_missing(cluster)}")
+            raise ConfigError(
+                f"{args.config}: links: expected a way from source through all layers to sink, got none"
+            )
         chosen, alternative = found.best, found.highest_flow
     check_placement(cluster, chosen.placement, chosen.flow, bound, partial_inference=simulator.partial)
     solve_s = time.monotonic() - began
@@ -201,15 +209,6 @@ def _progress() -> Callable[[str, Candidate | None], None]:
             print(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}", file=sys.stderr)
 
     return show
-
-
-def _what_is_missing(cluster: Cluster) -> str:
-    """Why nothing can be placed."""
-    room = sum(cluster.most_layers(node) for node in cluster.nodes)
-    layers = cluster.model.layers
-    if room < layers:
-        return f"nodes: expected room for {layers} layers, got {room}: {layers - room} layers are missing"
-    return "links: expected a way from source through all layers to sink, got none"
 
 
 # --- results ---

@@ -194,7 +194,10 @@ class PathScheduler:
         reached = {0}
         for stage in sorted(self._network.stages, key=lambda stage: stage.end):
             roomy = (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers
-            if roomy and any(stage.first <= at < stage.end for at in reached):
+            partial = self._network.partial_inference
+            if roomy and any(
+                at == stage.first or (partial and stage.first < at < stage.end) for at in reached
+            ):
                 reached.add(stage.end)
         return self._network.layers in reached
 

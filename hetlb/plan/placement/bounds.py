@@ -5,6 +5,7 @@ Promise: no placement has a higher flow than a bound says, and a bound never dep
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from scipy.optimize import linprog
 
 from hetlb.plan.placement.cluster import Cluster, Node
 
-#: Bisection ends at this relative width; the bound is its upper end.
+#: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
 _WIDTH = 1e-9
-#: A cover is violated by more than this share of 1.
-_VIOLATED = 1e-9
+#: A cover counts as violated by more than this share of 1; less is left to the scaling of the prices.
+_VIOLATED = 1e-6
+#: Covers that are added before the prices are scaled as they are (never met).
+_MOST_COVERS = 200
 
 
 def compute_bound(cluster: Cluster) -> float:
@@ -44,7 +47,8 @@ def flow_bound(cluster: Cluster) -> float:
              for j in range(1, cluster.most_layers(node) + 1)]  # fmt: skip
     numbers = [number for _, number in groups]
     low, high = 0.0, compute_bound(cluster)
-    while high - low > _WIDTH * high:
+    least = _WIDTH * _WIDTH * high
+    while high - low > max(least, _WIDTH * high):
         middle = (low + high) / 2.0
         if _coverable(items, numbers, middle) >= cluster.model.layers * (1.0 - 1e-9):
             low = middle
@@ -78,17 +82,20 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float) -> float:
             default=math.inf,
         )
         rows.append([-cheapest if g == group else 0.0 for g in range(len(numbers))])
-    while True:
+    for number in itertools.count():
         answer = linprog(numbers, A_ub=np.array(rows), b_ub=-np.ones(len(rows)), method="highs")
+        if answer.x is None:  # no answer is no bound: the flow counts as possible
+            return math.inf
         prices = [float(price) for price in answer.x]
         cost, cover = _cheapest_cover(items, prices, flow)
-        if cost >= 1.0 - _VIOLATED:
+        if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
             # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
             return float(answer.fun) / min(1.0, cost)
         shares = [0.0] * len(numbers)
         for item in cover:
             shares[item.group] -= item.share
         rows.append(shares)
+    raise AssertionError
 
 
 def _cheapest_cover(items: list[_Item], prices: list[float], flow: float) -> tuple[float, list[_Item]]:
