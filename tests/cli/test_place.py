@@ -14,7 +14,7 @@ NODES = "node,gpu_type,region,max_layers,nic_in_bytes_per_s,nic_out_bytes_per_s\
 )
 TIMES = "gpu_type,phase,batch_tokens,time_per_layer_ms\n" + "".join(
     f"{kind},{phase},{tokens},{tokens * scale}\n"
-    for kind, scale in (("fast", 0.01), ("slow", 0.03))
+    for kind, scale in (("fast", 1.0), ("slow", 3.0))
     for phase in ("prompt", "decode")
     for tokens in (0, 1000)
 )
