@@ -8,7 +8,7 @@ import pytest
 
 from hetlb.config import Fleet, fleet_from_urls, load_fleet, load_profile
 from hetlb.errors import ConfigError, InputError
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 PROFILE = """\
 version: 1
@@ -80,6 +80,20 @@ def test_a_profile_without_hardware_model_or_capacity_is_good(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        *(
+            ("    instances:", f"    image_tokens: {stated}\n    instances:", message)
+            for stated, message in (
+                ("qwen", "models[0].image_tokens: expected one of qwen2-vl, qwen2.5-vl, qwen3-vl, "),
+                ("{merge: 2}", "models[0].image_tokens: expected one of tokens, patch, tile, got none"),
+                ("{tokens: 5, tile: 8}", "expected one of tokens, patch, tile, got tokens and tile"),
+                ("{tile: 448}", "models[0].image_tokens.tile_tokens: expected a value"),
+                ("{patch: 14}", "image_tokens.max_pixels: expected at least 196, min_pixels or"),
+                ("{patch: 14, max_pixels: 9}", "image_tokens.max_pixels: expected at least 196"),
+                ("{patch: 14, longest_edge: 9, max_pixels: 999}", "expected it without min_pixels and max"),
+                ("{patch: two}", "models[0].image_tokens.patch: expected a whole number"),
+                ("3", "models[0].image_tokens: expected"),
+            )
+        ),
         ("weight: 4", "weight: two", "models[0].instances[1].weight: expected a number, got 'two'"),
         ("weight: 4", "weight: 0", "models[0].instances[1].weight: expected a number > 0"),
         ("weight: 4", "weigth: 4", "weigth: unknown key, expected one of name, url, profile, weight"),
@@ -175,11 +189,11 @@ def test_mistakes_in_a_trace(tmp_path: Path, text: str, message: str) -> None:
 
 def test_a_trace_keeps_its_further_columns(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("arrival_s,input_tokens,output_tokens,session_id\n,5,7,s1\n1.5,6,8,s2\n")
+    path.write_text("arrival_s,input_tokens,output_tokens,session_id,note\n,5,7,s1,x\n1.5,6,8,s2,y\n")
     rows = read_trace(path)
-    assert [(r.arrival_s, r.input_tokens, r.output_tokens, r.extra) for r in rows] == [
-        (None, 5, 7, {"session_id": "s1"}),
-        (1.5, 6, 8, {"session_id": "s2"}),
+    assert [(r.arrival_s, r.input_tokens, r.output_tokens, r.session, r.extra) for r in rows] == [
+        (None, 5, 7, "s1", {"note": "x"}),
+        (1.5, 6, 8, "s2", {"note": "y"}),
     ]
 
 
@@ -211,3 +225,19 @@ def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more:
         load_fleet(path)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "tokens"),
+    [
+        ("qwen2.5-vl", 393),
+        ("{patch: 14, merge: 2, min_pixels: 3136, max_pixels: 12845056}", 393),
+        ("{patch: 14, merge: 2, max_pixels: 100352, markers: 0}", 9 * 13),
+        ("{patch: 16, longest_edge: 1024}", 1230),
+        ("{tile: 448, tile_tokens: 256}", 3330),
+        ("{tokens: 576}", 576),
+    ],
+)
+def test_a_rule_for_images(tmp_path: Path, stated: str, tokens: int) -> None:
+    fleet = load(tmp_path, FLEET.replace("    instances:", f"    image_tokens: {stated}\n    instances:"))
+    assert fleet.image_rules["llama-3-8b"].tokens(640, 480) == tokens

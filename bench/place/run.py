@@ -20,7 +20,6 @@ from typing import Any
 
 from clusters import generated
 
-from hetlb.core.arrivals import gaps_s
 from hetlb.core.pipelines import PathScheduler
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.core.stages import Edge
@@ -34,6 +33,7 @@ from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.search import Candidate, Judge, Search
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
+from hetlb.workload.arrivals import gaps_s
 
 CLUSTERS = ("single24", "dist24", "cluster10")
 #: Helix's settings: 240 output tokens expected; the high-water mark of the KV cache offline and online.

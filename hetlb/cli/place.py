@@ -23,7 +23,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.core.arrivals import gaps_s
 from hetlb.core.path_ledger import PathDispatch
 from hetlb.core.pipelines import PATH_POLICIES, PathScheduler
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
@@ -41,6 +40,7 @@ from hetlb.plan.placement.heuristics import Intervals, petals, separate_pipeline
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.search import Candidate, Found, Judge, Search
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
+from hetlb.workload.arrivals import gaps_s
 
 #: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
 _USUAL_LENGTHS = [(750, 240)]
