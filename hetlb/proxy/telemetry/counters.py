@@ -41,8 +41,8 @@ OTHER_MODELS: Final = "other"
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
     "cached_prompt_tokens", "decode_expected_s", "decode_seen_s", "ejections",
-    "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens", "prefill_expected_s", "prefill_seen_s",
-    "prompt_tokens", "served_s",
+    "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens",
+    "prefill_expected_s", "prefill_seen_s", "prompt_tokens", "served_s",
 )  # fmt: skip
 
 

@@ -1,0 +1,39 @@
+"""Clusters that are not Helix's: machines of its kinds in other numbers, regions and networks."""
+
+from __future__ import annotations
+
+import random
+
+from hetlb.core.stages import SINK, SOURCE, LinkSpec
+from hetlb.plan.placement.cluster import Cluster, Node
+from hetlb.plan.placement.flow import max_flow
+from hetlb.plan.placement.heuristics import Intervals, chains, separate_pipelines, swarm
+
+
+def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
+    """A cluster of 16 to 28 machines in one to three regions, and the reference placement for it.
+
+    The reference is the placement of the highest flow among 2,000 random chains and the heuristics.
+    """
+    rng = random.Random(seed)
+    kinds = sorted(base.kinds)
+    count = rng.randint(16, 28)
+    regions = [f"r{i}" for i in range(rng.randint(1, 3))]
+    most = {node.kind: node.max_layers for node in base.nodes}
+    nodes = tuple(
+        Node(f"n{i}", kind, rng.choice(regions), most[kind], 1e10, 1e10)
+        for i, kind in enumerate(rng.choices(kinds, weights=[1, 2, 3], k=count))
+    )
+    links = {}
+    for a in nodes:
+        for b in nodes:
+            if a is not b:
+                near = a.region == b.region
+                rate = rng.uniform(0.9e9, 1.4e9) if near else rng.uniform(1e7, 4e7)
+                links[a.name, b.name] = LinkSpec(rate, 0.001 if near else rng.uniform(0.02, 0.06))
+        links[SOURCE, a.name] = LinkSpec(1e9, 0.001)
+        links[a.name, SINK] = LinkSpec(1e9, 0.001)
+    cluster = Cluster(base.model, nodes, base.kinds, links)
+    candidates = [chains(cluster, rng) for _ in range(2000)]
+    candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
+    return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)

@@ -1,0 +1,368 @@
+"""`hetlb place`: layers of a model over machines none of which holds it.
+
+Promise: the plan passed `plan/check.py`, and so did every path of a simulation. An interrupt prints the best
+plan so far. Exit status 2 and one line where no placement lets a token through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from hetlb.core.path_ledger import PathDispatch
+from hetlb.core.pipelines import PATH_POLICIES, PathScheduler
+from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
+from hetlb.errors import ConfigError, InputError
+from hetlb.placefile import load_place
+from hetlb.plan.check import check_path, check_placement
+from hetlb.plan.placement.balance import balanced_flow
+from hetlb.plan.placement.bounds import flow_bound
+from hetlb.plan.placement.cluster import Cluster, Placement
+from hetlb.plan.placement.estimate import Estimator
+from hetlb.plan.placement.failures import Loss, losses
+from hetlb.plan.placement.files import load_lengths, load_placement
+from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
+from hetlb.plan.placement.heuristics import Intervals, petals, separate_pipelines, swarm
+from hetlb.plan.placement.milp import solve
+from hetlb.plan.placement.search import Candidate, Found, Judge, Search
+from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
+from hetlb.workload.arrivals import gaps_s
+
+#: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
+_USUAL_LENGTHS = [(750, 240)]
+#: Seconds of virtual time: before the measurement, and measured while candidates are compared.
+_WARM_UP_S = 60.0
+_SHORT_S = 240.0
+#: Share of the time limit for the integer program, which ends at once where the bound can be reached.
+_SOLVER_SHARE = 0.15
+_STAGE_PORT = 9100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb place`."""
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="PLACE.yaml", help="machines, links and model")
+    add("--placement", type=Path, metavar="P.json", help="evaluate this placement instead of searching")
+    add(
+        "--partial-inference",
+        choices=("on", "off"),
+        default="off",
+        help="whether a request may enter a machine behind its first layer (off)",
+    )
+    add(
+        "--simulate", type=float, metavar="SECONDS", help="let simulations of so many seconds choose the plan"
+    )
+    add("--scheduler", choices=tuple(PATH_POLICIES), default="hetlb", help="who chooses paths (hetlb)")
+    add("--lengths", type=Path, metavar="L.csv", help="input_tokens,output_tokens of requests (750 and 240)")
+    add("--load", default="offline", metavar="offline|RATE", help="as much as fits, or requests/s (offline)")
+    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search (60)")
+    add("--seed", type=int, default=0, metavar="N", help="of search and simulation (0)")
+    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="separate pipelines as instances of a fleet")
+    add("--json", action="store_true", help="one JSON document on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search or evaluate, and print."""
+    _check_arguments(args)
+    cluster = load_place(args.config)
+    lengths = load_lengths(args.lengths) if args.lengths else _USUAL_LENGTHS
+    simulator = _Simulator(cluster, lengths, args)
+    room = sum(cluster.most_layers(node) for node in cluster.nodes)
+    if room < cluster.model.layers:
+        raise ConfigError(
+            f"{args.config}: nodes: expected room for {cluster.model.layers} layers, got {room}: "
+            f"{cluster.model.layers - room} layers are missing"
+        )
+    began = time.monotonic()
+    bound, alternative = flow_bound(cluster), None
+    if args.placement is not None:
+        placement: Placement = load_placement(args.placement, cluster)
+        chosen = Candidate(
+            dict(placement), balanced_flow(cluster, placement, partial_inference=simulator.partial)
+        )
+    else:
+        found, bound = _search(cluster, lengths, simulator, args)
+        if not found.candidates:
+            raise ConfigError(
+                f"{args.config}: links: expected a way from source through all layers to sink, got none"
+            )
+        chosen, alternative = found.best, found.highest_flow
+    check_placement(cluster, chosen.placement, chosen.flow, bound, partial_inference=simulator.partial)
+    solve_s = time.monotonic() - began
+    result = simulator.run(chosen.placement, chosen.flow, args.simulate) if args.simulate else None
+    document = _document(cluster, chosen, alternative, bound, simulator, result, solve_s, args)
+    if args.write_fleet is not None:
+        _write_fleet(args.write_fleet, cluster, pipelines(chosen.flow))
+    if args.json:
+        print(json.dumps(document, allow_nan=False))
+    else:
+        _print(document, Console())
+    return 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    for name, value in (("--simulate", args.simulate), ("--time-limit", args.time_limit)):
+        if value is not None and not 0.0 < value < math.inf:
+            raise InputError(f"{name}: expected seconds greater than 0, got {value}")
+    if args.load != "offline":
+        try:
+            rate = float(args.load)
+        except ValueError:
+            rate = math.nan
+        if not 0.0 < rate < math.inf:
+            raise InputError(f"--load: expected offline or requests per second, got {args.load!r}")
+
+
+class _Simulator:
+    """Simulations of placements of one cluster under the load that was asked for."""
+
+    def __init__(self, cluster: Cluster, lengths: list[tuple[int, int]], args: argparse.Namespace) -> None:
+        self._cluster = cluster
+        self._lengths = lengths
+        self._outputs = LengthDistribution(output for _, output in lengths)
+        self._scheduler: str = args.scheduler
+        self._load: str = args.load
+        self._seed: int = args.seed
+        self.partial: bool = args.partial_inference == "on"
+
+    def _draw(self) -> Iterator[tuple[int, int]]:
+        rng = random.Random(self._seed)
+        while True:
+            yield rng.choice(self._lengths)
+
+    def run(self, placement: Placement, flow: Flow, seconds: float) -> PipelineResult:
+        """Simulate, with every path checked."""
+        network = self._cluster.network(placement, partial_inference=self.partial, flows=flow.links)
+        predictor = EmpiricalPredictor(self._outputs)
+        scheduler = PathScheduler(network, predictor, policy=self._scheduler, seed=self._seed)
+
+        def watch(dispatch: PathDispatch, now: float) -> None:
+            check_path(network, dispatch.lease.hops)
+
+        simulation = PipelineSimulation(network, scheduler, self._draw(), watch=watch)
+        if self._load == "offline":
+            return simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        rate = float(self._load)
+        count = math.ceil(rate * (_WARM_UP_S + seconds))
+        arrivals = itertools.accumulate(gaps_s(count, rate, 1.0, random.Random(self._seed)), initial=0.0)
+        return simulation.run_online(list(arrivals), warm_up_s=_WARM_UP_S, measured_s=seconds)
+
+    def judge(self, seconds: float) -> Judge:
+        """Output tokens/s of a placement, measured for `seconds` or for a short time."""
+
+        def judged(placement: Intervals, flow: Flow, whole: bool) -> float:
+            measured = seconds if whole else min(seconds, _SHORT_S)
+            return self.run(placement, flow, measured).decode_tokens_per_s
+
+        return judged
+
+
+def _search(
+    cluster: Cluster, lengths: list[tuple[int, int]], simulator: _Simulator, args: argparse.Namespace
+) -> tuple[Found, float]:
+    """Candidates, and an upper bound on the flow of any placement."""
+    began = time.monotonic()
+    judge = simulator.judge(args.simulate) if args.simulate else None
+    bound, starts = flow_bound(cluster), []
+    if not simulator.partial:
+        solved = solve(cluster, args.time_limit * _SOLVER_SHARE, bound, seed=args.seed)
+        bound = min(bound, solved.bound)
+        if solved.placement is not None:
+            starts.append(("solver", solved.placement))
+    search = Search(
+        cluster,
+        Estimator(cluster, lengths),
+        judge,
+        partial_inference=simulator.partial,
+        starts=starts,
+        enough=bound,
+        seed=args.seed,
+        clock=time.monotonic,
+        progress=_progress(),
+    )
+    found = search.run(args.time_limit - (time.monotonic() - began))
+    return found, bound
+
+
+def _progress() -> Callable[[str, Candidate | None], None]:
+    """A line on a terminal that says how far the search is; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda phase, best: None
+
+    def show(phase: str, best: Candidate | None) -> None:
+        if best is not None:
+            simulated = "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"
+            print(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}", file=sys.stderr)
+
+    return show
+
+
+# --- results ---
+
+
+def _document(
+    cluster: Cluster,
+    chosen: Candidate,
+    alternative: Candidate | None,
+    bound: float,
+    simulator: _Simulator,
+    result: PipelineResult | None,
+    solve_s: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    flow, partial = chosen.flow, simulator.partial
+    simulated = None
+    if result is not None:
+        simulated = {
+            "scheduler": args.scheduler,
+            "load": args.load,
+            "seconds": args.simulate,
+            **result.document(),
+        }
+    heuristics: dict[str, Intervals | None] = {
+        "swarm": swarm(cluster),
+        "separate-pipelines": separate_pipelines(cluster),
+        "petals": petals(cluster, random.Random(args.seed)),
+    }
+    return {
+        "max_flow_tokens_per_s": flow.tokens_per_s,
+        "upper_bound_tokens_per_s": bound,
+        "gap": bound / flow.tokens_per_s - 1.0 if flow.tokens_per_s else None,
+        "partial_inference": partial,
+        "placement": {name: list(interval) for name, interval in chosen.placement.items()},
+        "flows": [
+            {"from": sender, "to": receiver, "tokens_per_s": rate}
+            for (sender, receiver), rate in flow.links.items()
+        ],
+        "pipelines": [
+            {"nodes": list(pipeline.nodes), "tokens_per_s": pipeline.tokens_per_s}
+            for pipeline in pipelines(flow)
+        ],
+        "simulated": simulated,
+        "highest_flow": None
+        if alternative is None
+        else {
+            "max_flow_tokens_per_s": alternative.flow.tokens_per_s,
+            "placement": {name: list(interval) for name, interval in alternative.placement.items()},
+        },
+        "baselines": {
+            name: {
+                "max_flow_tokens_per_s": max_flow(
+                    cluster, placement, partial_inference=partial or name == "petals"
+                ).tokens_per_s
+            }
+            for name, placement in heuristics.items()
+            if placement is not None
+        },
+        "losses": [_loss(loss) for loss in losses(cluster, chosen.placement, partial_inference=partial)],
+        "solve_s": solve_s,
+        "commands": _commands(cluster, chosen.placement),
+    }
+
+
+def _loss(loss: Loss) -> dict[str, Any]:
+    move = loss.move
+    return {
+        "node": loss.node,
+        "tokens_per_s": loss.tokens_per_s,
+        "move": None
+        if move is None
+        else {
+            "node": move.node,
+            "layers": [move.first, move.end],
+            "loaded": move.loaded,
+            "tokens_per_s": move.tokens_per_s,
+        },
+    }
+
+
+def _commands(cluster: Cluster, placement: Placement) -> list[str]:
+    """One worker per node."""
+    model = shlex.quote(cluster.model.name)
+    return [
+        f"hetlb stage --model {model} --layers {first}:{end} --host 0.0.0.0 --port {_STAGE_PORT}  # on {name}"
+        for name, (first, end) in placement.items()
+    ]
+
+
+def _write_fleet(path: Path, cluster: Cluster, found: list[Pipeline]) -> None:
+    """Every pipeline as one instance, which vLLM can be where no machine serves two of them."""
+    names = [name for pipeline in found for name in pipeline.nodes]
+    if len(set(names)) < len(names):
+        shared = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"--write-fleet: expected pipelines without a machine in common, got {shared!r} in two: "
+            "such a plan needs stages"
+        )
+    instances = [
+        {"name": f"pipeline-{i}", "url": f"http://{pipeline.nodes[0]}:8000", "weight": pipeline.tokens_per_s}
+        for i, pipeline in enumerate(found)
+    ]
+    fleet = {"version": 1, "models": [{"name": cluster.model.name, "instances": instances}]}
+    heading = (
+        "# Written by `hetlb place`: node names stand for hosts, the first of each pipeline has the API.\n"
+    )
+    try:
+        path.write_text(heading + yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a place to write to: {os.strerror(error.errno or 0)}") from error
+
+
+def _print(document: dict[str, Any], console: Console) -> None:
+    table = Table(title="layers by node", title_justify="left")
+    for column in ("node", "layers", "tokens/s", "left without it", "best move then"):
+        table.add_column(column, justify="right" if "tokens" in column or "left" in column else "left")
+    through: dict[str, float] = {}
+    for flow in document["flows"]:
+        through[flow["to"]] = through.get(flow["to"], 0.0) + flow["tokens_per_s"]
+    lost = {loss["node"]: loss for loss in document["losses"]}
+    for name, (first, end) in document["placement"].items():
+        move = lost[name]["move"]
+        told = (
+            ""
+            if move is None
+            else (
+                f"{move['node']}: {move['layers'][0]}-{move['layers'][1] - 1}, "
+                f"{move['tokens_per_s']:.0f} tokens/s"
+            )
+        )
+        table.add_row(
+            name,
+            f"{first}-{end - 1}",
+            f"{through.get(name, 0.0):.1f}",
+            f"{lost[name]['tokens_per_s']:.1f}",
+            told,
+        )
+    console.print(table)
+    console.print(
+        f"maximum flow {document['max_flow_tokens_per_s']:.1f} tokens/s (prompt and output); no placement has"
+        f" more than {document['upper_bound_tokens_per_s']:.1f}; {len(document['pipelines'])} pipelines"
+    )
+    simulated = document["simulated"]
+    if simulated is None:
+        console.print(
+            "Chosen by flow, which says nothing of latency and KV: --simulate 600 has simulations choose."
+        )
+    else:
+        console.print(
+            f"simulated ({simulated['scheduler']}, {simulated['load']}): "
+            f"{simulated['decode_tokens_per_s']:.1f} output tokens/s, latency of a prompt "
+            f"{simulated['prompt_latency_s'].get('p50', 0.0):.2f} s and of a token "
+            f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians)"
+        )
+    for command in document["commands"]:
+        print(command)

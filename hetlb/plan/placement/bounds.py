@@ -1,0 +1,120 @@
+"""Upper bounds on the flow of any placement, with and without partial inference, links left out.
+
+Promise: no placement has a higher flow than a bound says, and a bound never depends on the search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from hetlb.plan.placement.cluster import Cluster, Node
+
+#: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
+_WIDTH = 1e-9
+#: A cover counts as violated by more than this share of 1; less is left to the scaling of the prices.
+_VIOLATED = 1e-6
+#: Covers that are added before the prices are scaled as they are (never met).
+_MOST_COVERS = 200
+
+
+def compute_bound(cluster: Cluster) -> float:
+    """Sum over machines of max_j(j T_j), over the layers: every token passes every layer (Helix, section
+    4.5).
+    """
+    return sum(cluster.kind(node).layer_rate for node in cluster.nodes) / cluster.model.layers
+
+
+def flow_bound(cluster: Cluster) -> float:
+    """The highest flow at which the machines could still cover every layer (covers as whole machines).
+
+    Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
+    itself to each of them. With w_c the number of layers that the set c of machines covers, the linear
+    program
+
+        max sum w_c   with   sum_c w_c sum_(g,j in c) 1/j <= n_g   for every kind g with n_g machines
+
+    says how many layers can be covered. F is too high where that is fewer than the model has. Its dual has
+    one price per kind, and covers are added as they are violated (a knapsack, by branch and bound).
+    """
+    groups = _groups(cluster)
+    items = [_Item(g, 1.0 / j, cluster.kind(node).rate(j)) for g, (node, _) in enumerate(groups)
+             for j in range(1, cluster.most_layers(node) + 1)]  # fmt: skip
+    numbers = [number for _, number in groups]
+    low, high = 0.0, compute_bound(cluster)
+    least = _WIDTH * _WIDTH * high
+    while high - low > max(least, _WIDTH * high):
+        middle = (low + high) / 2.0
+        if _coverable(items, numbers, middle) >= cluster.model.layers * (1.0 - 1e-9):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A machine of a group with some layers: its share for one of them, tokens/s."""
+
+    group: int
+    share: float
+    rate: float
+
+
+def _groups(cluster: Cluster) -> list[tuple[Node, int]]:
+    """One machine of every sort, and how many there are."""
+    counts = Counter((node.kind, cluster.most_layers(node)) for node in cluster.nodes)
+    first = {(node.kind, cluster.most_layers(node)): node for node in reversed(cluster.nodes)}
+    return [(first[key], number) for key, number in counts.items()]
+
+
+def _coverable(items: list[_Item], numbers: list[int], flow: float) -> float:
+    """Most layers that the machines cover at this flow."""
+    rows: list[list[float]] = []
+    for group in range(len(numbers)):  # covers of one sort bound all prices
+        cheapest = min(
+            (item.share * math.ceil(flow / item.rate) for item in items if item.group == group),
+            default=math.inf,
+        )
+        rows.append([-cheapest if g == group else 0.0 for g in range(len(numbers))])
+    for number in itertools.count():
+        answer = linprog(numbers, A_ub=np.array(rows), b_ub=-np.ones(len(rows)), method="highs")
+        if answer.x is None:  # no answer is no bound: the flow counts as possible
+            return math.inf
+        prices = [float(price) for price in answer.x]
+        cost, cover = _cheapest_cover(items, prices, flow)
+        if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
+            # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
+            return float(answer.fun) / min(1.0, cost)
+        shares = [0.0] * len(numbers)
+        for item in cover:
+            shares[item.group] -= item.share
+        rows.append(shares)
+    raise AssertionError
+
+
+def _cheapest_cover(items: list[_Item], prices: list[float], flow: float) -> tuple[float, list[_Item]]:
+    """The set of machines (any number of each) that reaches the flow at the least price."""
+    useful = sorted(items, key=lambda item: prices[item.group] * item.share / min(item.rate, flow))
+    costs = [prices[item.group] * item.share for item in useful]
+    ratios = [cost / min(item.rate, flow) for cost, item in zip(costs, useful, strict=True)]
+    best_cost: float = math.inf
+    best: list[_Item] = []
+    stack: list[tuple[int, float, float, list[_Item]]] = [(0, flow, 0.0, [])]
+    while stack:
+        index, left, cost, taken = stack.pop()
+        if left <= 0.0:
+            if cost < best_cost:
+                best_cost, best = cost, taken
+            continue
+        # Items come by price per token/s: nothing behind `index` reaches the rest for less.
+        if index == len(useful) or cost + left * ratios[index] >= best_cost:
+            continue
+        stack.append((index + 1, left, cost, taken))
+        stack.append((index, left - useful[index].rate, cost + costs[index], [*taken, useful[index]]))
+    return best_cost, best

@@ -1,0 +1,285 @@
+"""Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements,
+lengths.
+
+Promise: what loads is complete and consistent (every node has a kind with times and limits, every link two
+known ends); anything else is one `ConfigError` line with file, line, column and value.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
+from hetlb.errors import ConfigError
+from hetlb.plan.placement.cluster import Cluster, Holding, MachineKind, ModelShape, Node
+
+_T = TypeVar("_T")
+
+NODE_COLUMNS = ("node", "gpu_type", "region", "max_layers", "nic_in_bytes_per_s", "nic_out_bytes_per_s")
+LINK_COLUMNS = ("from", "to", "bytes_per_s", "latency_s")
+TIME_COLUMNS = ("gpu_type", "phase", "batch_tokens", "time_per_layer_ms")
+LIMIT_COLUMNS = (
+    "gpu_type", "layers", "tokens_per_s", "kv_entries_token_layer", "prompt_max_requests",
+    "prompt_max_tokens", "decode_max_tokens", "decode_max_context_tokens",
+)  # fmt: skip
+#: Larger counts are mistakes: nothing is sized by an unchecked number.
+_MOST_LAYERS = 10_000
+_MOST_COUNT = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFiles:
+    """Paths of the files of a cluster."""
+
+    nodes: Path
+    links: Path
+    layer_times: Path
+    limits: Path
+    model: Path
+
+
+def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
+    """Read a cluster. With `pruned`, links whose `kept_after_pruning` is 0 are left out. Raises
+    `ConfigError`.
+    """
+    model = _read_model(files.model)
+    times = _read_times(files.layer_times)
+    kinds = _read_limits(files.limits, times)
+    nodes = _read_nodes(files.nodes, kinds)
+    links = _read_links(files.links, {node.name for node in nodes}, pruned=pruned)
+    return Cluster(model=model, nodes=nodes, kinds=kinds, links=links)
+
+
+class _Row:
+    """One line of a CSV file; converts its cells and says where they stand."""
+
+    __slots__ = ("_cells", "_line", "_path")
+
+    def __init__(self, path: Path, line: int, cells: dict[str, str]) -> None:
+        self._path = path
+        self._line = line
+        self._cells = cells
+
+    def text(self, column: str) -> str:
+        """A cell that is not empty."""
+        value = self._cells[column].strip()
+        if not value or not value.isprintable():
+            raise self.error(column, "a name")
+        return value
+
+    def whole(self, column: str, least: int, most: int = _MOST_COUNT) -> int:
+        """A whole number of at least `least`."""
+        return self._number(column, int, f"a whole number from {least}", lambda n: least <= n <= most)
+
+    def number(self, column: str, *, positive: bool) -> float:
+        """A finite number, greater than 0 or at least 0."""
+        words = "a number greater than 0" if positive else "a number from 0"
+        return self._number(
+            column, float, words, lambda n: math.isfinite(n) and (n > 0 if positive else n >= 0)
+        )
+
+    def _number(self, column: str, kind: Callable[[str], _T], words: str, fits: Callable[[_T], bool]) -> _T:
+        try:
+            value = kind(self._cells[column])
+        except ValueError:
+            raise self.error(column, words) from None
+        if not fits(value):
+            raise self.error(column, words)
+        return value
+
+    def get(self, column: str) -> str | None:
+        """A cell of a column that need not be there."""
+        return self._cells.get(column)
+
+    def error(self, column: str, expected: str) -> ConfigError:
+        """What is wrong with a cell."""
+        got = self._cells[column]
+        return ConfigError(
+            f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}"
+        )
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[_Row]:
+    """The rows of a CSV file that has these columns and perhaps more."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = csv.reader(file)
+            header = [name.strip() for name in next(lines, [])]
+            for column in columns:
+                if column not in header:
+                    raise ConfigError(
+                        f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}"
+                    )
+            found = False
+            for cells in lines:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise ConfigError(
+                        f"{path}: line {lines.line_num}: expected {len(header)} columns, got {len(cells)}"
+                    )
+                found = True
+                yield _Row(path, lines.line_num, dict(zip(header, cells, strict=True)))
+            if not found:
+                raise ConfigError(f"{path}: expected at least one row after the header, got none")
+    except OSError as caught:
+        raise ConfigError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise ConfigError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    except csv.Error as caught:
+        raise ConfigError(f"{path}: expected comma-separated values: {caught}") from caught
+
+
+def _read_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
+    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
+    points: dict[tuple[str, str], dict[float, float]] = {}
+    for row in _rows(path, TIME_COLUMNS):
+        phase = row.text("phase")
+        if phase not in ("prompt", "decode"):
+            raise row.error("phase", "prompt or decode")
+        tokens = row.whole("batch_tokens", 0)
+        at = points.setdefault((row.text("gpu_type"), phase), {})
+        if tokens in at:
+            raise row.error("batch_tokens", "each batch size once")
+        at[tokens] = row.number("time_per_layer_ms", positive=False) / 1000.0
+    curves: dict[str, tuple[Curve, Curve]] = {}
+    for kind in dict.fromkeys(name for name, _ in points):
+        pair = []
+        for phase in ("prompt", "decode"):
+            at = points.get((kind, phase), {})
+            if len(at) < 2:
+                raise ConfigError(
+                    f"{path}: {kind}: expected {phase} times of two batch sizes or more, got {len(at)}"
+                )
+            pair.append(Curve(tuple(sorted(at)), tuple(at[x] for x in sorted(at))))
+        curves[kind] = (pair[0], pair[1])
+    return curves
+
+
+def _read_limits(path: Path, times: Mapping[str, tuple[Curve, Curve]]) -> dict[str, MachineKind]:
+    holdings: dict[str, list[Holding]] = {}
+    for row in _rows(path, LIMIT_COLUMNS):
+        kind = row.text("gpu_type")
+        if kind not in times:
+            raise row.error("gpu_type", f"one of {', '.join(sorted(times))} (the kinds with layer times)")
+        held = holdings.setdefault(kind, [])
+        if row.whole("layers", 1, _MOST_LAYERS) != len(held) + 1:
+            raise row.error("layers", f"{len(held) + 1}, the next number of layers of {kind}")
+        batch = BatchLimits(
+            prompts=row.whole("prompt_max_requests", 1),
+            prompt_tokens=row.whole("prompt_max_tokens", 1),
+            decodes=row.whole("decode_max_tokens", 1),
+            decode_context=row.whole("decode_max_context_tokens", 1),
+        )
+        rate = row.number("tokens_per_s", positive=True)
+        held.append(Holding(rate, row.whole("kv_entries_token_layer", 1), batch))
+    return {kind: MachineKind(kind, *times[kind], tuple(held)) for kind, held in holdings.items()}
+
+
+def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[Node, ...]:
+    nodes: dict[str, Node] = {}
+    for row in _rows(path, NODE_COLUMNS):
+        name, kind = row.text("node"), row.text("gpu_type")
+        if name in nodes or name in (SOURCE, SINK):
+            raise row.error("node", f"every name once, and not {SOURCE} or {SINK}")
+        if kind not in kinds:
+            raise row.error("gpu_type", f"one of {', '.join(sorted(kinds))} (the kinds with limits)")
+        nodes[name] = Node(
+            name=name,
+            kind=kind,
+            region=row.text("region"),
+            max_layers=row.whole("max_layers", 1, _MOST_LAYERS),
+            nic_in_bytes_per_s=row.number("nic_in_bytes_per_s", positive=True),
+            nic_out_bytes_per_s=row.number("nic_out_bytes_per_s", positive=True),
+        )
+    return tuple(nodes.values())
+
+
+def _read_links(path: Path, names: set[str], *, pruned: bool) -> dict[Edge, LinkSpec]:
+    links: dict[Edge, LinkSpec] = {}
+    for row in _rows(path, LINK_COLUMNS):
+        sender, receiver = row.text("from"), row.text("to")
+        if sender not in names and sender != SOURCE:
+            raise row.error("from", "a node of the nodes file or source")
+        if receiver not in names and receiver != SINK:
+            raise row.error("to", "a node of the nodes file or sink")
+        if sender == receiver or (sender, receiver) == (SOURCE, SINK):
+            raise row.error("to", "another node than the sender")
+        if (sender, receiver) in links:
+            raise row.error("to", f"each link once, but {sender} to {receiver} stood before")
+        link = LinkSpec(row.number("bytes_per_s", positive=True), row.number("latency_s", positive=False))
+        if not pruned or row.get("kept_after_pruning") in (None, "1"):
+            links[sender, receiver] = link
+    return links
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as caught:
+        raise ConfigError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise ConfigError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    except (ValueError, RecursionError) as caught:
+        raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: the file: expected a mapping of keys, got {str(raw)[:60]!r}")
+    return raw
+
+
+def _read_model(path: Path) -> ModelShape:
+    raw = _read_json(path)
+
+    def whole(key: str, most: int) -> int:
+        value = raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(f"{path}: {key}: expected a whole number from 1, got {str(value)[:60]!r}")
+        return value
+
+    return ModelShape(
+        name=str(raw.get("model", "model")),
+        layers=whole("num_layers", _MOST_LAYERS),
+        activation_bytes=whole("activation_bytes_per_token", _MOST_COUNT),
+        token_bytes=whole("token_bytes", _MOST_COUNT),
+    )
+
+
+def load_placement(path: Path, cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """Read a placement: `{node: [first, end]}`. Raises `ConfigError` where it does not fit the cluster."""
+    raw = _read_json(path)
+    nodes = {node.name: node for node in cluster.nodes}
+    placement: dict[str, tuple[int, int]] = {}
+    for name, value in raw.items():
+        if name not in nodes:
+            raise ConfigError(f"{path}: {name[:60]!r}: expected a node of the nodes file")
+        whole = isinstance(value, list) and all(type(bound) is int for bound in value)
+        if not whole or len(value) != 2 or not 0 <= value[0] < value[1] <= cluster.model.layers:
+            raise ConfigError(
+                f"{path}: {name}: expected [first, end] within 0 and {cluster.model.layers}, "
+                f"got {str(value)[:60]}"
+            )
+        most = cluster.most_layers(nodes[name])
+        if value[1] - value[0] > most:
+            raise ConfigError(
+                f"{path}: {name}: expected at most {most} layers on a {nodes[name].kind}, "
+                f"got {value[1] - value[0]}"
+            )
+        placement[name] = (value[0], value[1])
+    if not placement:
+        raise ConfigError(f"{path}: the file: expected at least one node, got none")
+    return placement
+
+
+def load_lengths(path: Path) -> list[tuple[int, int]]:
+    """Prompt and output tokens of requests: the columns input_tokens and output_tokens of a CSV file."""
+    return [
+        (row.whole("input_tokens", 1, 1 << 31), row.whole("output_tokens", 1, 1 << 31))
+        for row in _rows(path, ("input_tokens", "output_tokens"))
+    ]

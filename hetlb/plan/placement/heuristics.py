@@ -1,0 +1,96 @@
+"""Placements by simple rules, to start a search from and to compare with.
+
+Promise: each gives a placement that fits every node, or None where its rule cannot be followed.
+
+- Swarm (Ryabinin et al., ICML 2023): equal stages, as long as the smallest machine can hold; the next fastest
+  machine joins the stage with the least throughput.
+- Petals (Borzunov et al., 2023, appendix D): machines come in random order; each holds all it can, where the
+  layers have the least throughput so far. Meant for partial inference.
+- Separate pipelines: the machines of one kind in one region form pipelines of their own, each of equal parts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from hetlb.plan.placement.cluster import Cluster, Node
+
+Intervals = dict[str, tuple[int, int]]
+
+
+def swarm(cluster: Cluster) -> Intervals | None:
+    """Equal stages with machines spread by throughput. None if there are fewer machines than stages."""
+    layers = cluster.model.layers
+    most = min(cluster.most_layers(node) for node in cluster.nodes)
+    length = next(length for length in range(most, 0, -1) if layers % length == 0)
+    stages = layers // length
+    if stages > len(cluster.nodes):
+        return None
+    rates = [0.0] * stages
+    placement = {}
+    for node in sorted(cluster.nodes, key=lambda node: -cluster.kind(node).rate(length)):
+        stage = rates.index(min(rates))
+        rates[stage] += cluster.kind(node).rate(length)
+        placement[node.name] = (stage * length, (stage + 1) * length)
+    return placement
+
+
+def petals(cluster: Cluster, rng: random.Random) -> Intervals:
+    """Every machine where throughput is least, in random order."""
+    layers = cluster.model.layers
+    rates = [0.0] * layers
+    placement = {}
+    nodes = list(cluster.nodes)
+    rng.shuffle(nodes)
+    for node in nodes:
+        length = cluster.most_layers(node)
+        first = min(range(layers - length + 1), key=lambda at: sorted(rates[at : at + length]))
+        placement[node.name] = (first, first + length)
+        for layer in range(first, first + length):
+            rates[layer] += cluster.kind(node).rate(length)
+    return placement
+
+
+def separate_pipelines(cluster: Cluster) -> Intervals | None:
+    """Pipelines of machines of one kind and region. None if no such group holds all layers."""
+
+    def key(node: Node) -> tuple[str, str]:
+        return node.kind, node.region
+
+    return _pipelines(cluster, key) or _pipelines(cluster, lambda node: (node.kind, ""))
+
+
+def _pipelines(cluster: Cluster, key: Callable[[Node], tuple[str, str]]) -> Intervals | None:
+    groups: dict[tuple[str, str], list[Node]] = {}
+    for node in cluster.nodes:
+        groups.setdefault(key(node), []).append(node)
+    placement: Intervals = {}
+    layers = cluster.model.layers
+    for group in groups.values():
+        most = min(cluster.most_layers(node) for node in group)
+        length = math.ceil(layers / most)
+        for index in range(len(group) // length):
+            for stage, node in enumerate(group[index * length : (index + 1) * length]):
+                placement[node.name] = (stage * layers // length, (stage + 1) * layers // length)
+    return placement or None
+
+
+def chains(cluster: Cluster, rng: random.Random) -> Intervals:
+    """Machines in random order, region by region, each holding all that it can and its pipeline still
+    needs.
+    """
+    layers = cluster.model.layers
+    regions = sorted({node.region for node in cluster.nodes})
+    rng.shuffle(regions)
+    nodes = list(cluster.nodes)
+    rng.shuffle(nodes)
+    nodes.sort(key=lambda node: regions.index(node.region))
+    placement = {}
+    at = 0
+    for node in nodes:
+        end = min(layers, at + cluster.most_layers(node))
+        placement[node.name] = (at, end)
+        at = end % layers
+    return placement

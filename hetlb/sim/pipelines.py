@@ -1,0 +1,541 @@
+"""Stages and links in virtual time, driven by the production scheduler of pipelines.
+
+Promise: a run depends on its arguments alone (same seed, same result). Nothing is kept per token but one
+4-byte latency.
+
+The model, after Helix's simulator (Mei et al., ASPLOS 2025):
+
+- A stage runs one batch at a time: what has arrived when the last batch ended, first come first served,
+  within its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the
+  decode time of its decoding requests (twice that of a single one), and once the copying of the activations
+  that came in.
+- A stage that can be entered behind its first layer goes through its segments in turn; at each one those that
+  enter there join the batch.
+- A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
+  data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
+- The first pass of a request reads its prompt and gives its first token; every further token is one pass from
+  the source to the sink.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from hetlb.core.path_ledger import PathDispatch, PathLease
+from hetlb.core.pipelines import PathCommand, PathScheduler
+from hetlb.core.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
+from hetlb.core.types import Outcome, Reject, Request
+
+if TYPE_CHECKING:
+    Floats: TypeAlias = array[float]
+
+#: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5
+#: GB/s).
+COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
+#: A query of an offline load arrives so long after the event that called for it (s).
+FEED_DELAY_S: Final = 0.1
+
+# Order of events at the same instant.
+_TOKEN, _BATCH_END, _WAKE, _ARRIVAL, _CHANGE = range(5)
+
+
+class _Link:
+    """A connection from one sender to one receiver."""
+
+    __slots__ = ("free_at", "latency_s", "nic_in", "nic_out", "seconds_per_token")
+
+    def __init__(self, seconds_per_token: float, latency_s: float, nic_out: _Nic, nic_in: _Nic) -> None:
+        self.seconds_per_token = seconds_per_token
+        self.latency_s = latency_s
+        self.nic_out = nic_out
+        self.nic_in = nic_in
+        self.free_at = 0.0
+
+
+class _Nic:
+    """One direction of a network card."""
+
+    __slots__ = ("free_at", "seconds_per_byte")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.seconds_per_byte = 1.0 / bytes_per_s
+        self.free_at = 0.0
+
+
+class _Flight:
+    """One request on its way."""
+
+    __slots__ = ("arrived_at", "broken", "cached", "lease", "links", "nodes", "output_tokens", "pass_at",
+    "position",
+                 "produced", "sent_at", "tokens")  # fmt: skip
+
+    def __init__(self, arrived_at: float, output_tokens: int) -> None:
+        self.arrived_at = arrived_at
+        self.output_tokens = output_tokens
+        #: Tokens of this pass: the prompt at first, then one.
+        self.tokens = 0
+        #: Tokens in the KV cache before this pass.
+        self.cached = 0
+        self.produced = 0
+        self.pass_at = 0.0
+        self.sent_at = 0.0
+        self.position = 0
+        #: A stage of its path was lost: what is left of it on the way goes nowhere.
+        self.broken = False
+        self.lease: PathLease | None = None
+        self.nodes: list[_Node] = []
+        self.links: list[_Link] = []
+
+    def again(self) -> _Flight:
+        """The same request on another path, with what it has produced."""
+        flight = _Flight(self.arrived_at, self.output_tokens)
+        flight.produced = self.produced
+        return flight
+
+
+class _Node:
+    """A stage: what has arrived, what waits at each segment, the batch that runs."""
+
+    __slots__ = (
+        "batch", "busy", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used",
+        "prompt_s", "segment", "segments", "spec", "waiting", "wake_at",
+    )  # fmt: skip
+
+    def __init__(self, spec: StageSpec, entries: Sequence[int]) -> None:
+        self.spec = spec
+        #: Layers of each segment, and where a layer begins one.
+        bounds = [*entries, spec.end]
+        self.segments = [end - first for first, end in pairwise(bounds)]
+        self.entry = {first: i for i, first in enumerate(entries)}
+        self.prompt_s = spec.prompt.table(1)
+        self.decode_s = spec.decode.table(1)
+        self.inbox: list[tuple[float, int, _Flight]] = []
+        self.waiting: list[deque[_Flight]] = [deque() for _ in entries]
+        self.segment = 0
+        self.batch: list[_Flight] = []
+        self.busy = False
+        self.busy_s = 0.0
+        self.wake_at = float("inf")
+        self.copied_tokens = 0
+        #: Token-layers held now, and the most there were.
+        self.kv_used = 0
+        self.kv_peak = 0
+
+    def layer_s(self, prompt_tokens: int, decodes: int) -> float:
+        """Time of one layer on a batch."""
+        if prompt_tokens >= len(self.prompt_s):
+            self.prompt_s = self.spec.prompt.table(2 * prompt_tokens + 1)
+        if decodes >= len(self.decode_s):
+            self.decode_s = self.spec.decode.table(2 * decodes + 1)
+        time_s = self.decode_s[decodes]
+        return self.prompt_s[prompt_tokens] + (2.0 * time_s if decodes == 1 else time_s)
+
+    def collect(self, now: float) -> None:
+        """Move what has arrived to the segment that it enters."""
+        inbox = self.inbox
+        while inbox and inbox[0][0] <= now:
+            flight = heapq.heappop(inbox)[2]
+            if flight.broken:
+                continue
+            assert flight.lease is not None
+            self.waiting[self.entry[flight.lease.hops[flight.position].first]].append(flight)
+            self.copied_tokens += flight.tokens
+
+    def form(self) -> list[_Flight]:
+        """Take a batch from the segment in turn."""
+        waiting, limits = self.waiting[self.segment], self.spec.batch
+        batch: list[_Flight] = []
+        left: list[_Flight] = []
+        prompts = prompt_tokens = decodes = context = 0
+        for flight in waiting:
+            tokens = flight.tokens
+            if flight.cached == 0:
+                fits = prompts < limits.prompts and prompt_tokens + tokens <= limits.prompt_tokens
+                if fits or not prompts:
+                    prompts += 1
+                    prompt_tokens += tokens
+                    batch.append(flight)
+                    continue
+            elif (
+                decodes < limits.decodes and context + flight.cached <= limits.decode_context
+            ) or not decodes:
+                decodes += 1
+                context += flight.cached
+                batch.append(flight)
+                continue
+            left.append(flight)
+        self.waiting[self.segment] = deque(left)
+        return batch
+
+    def next_segment(self) -> bool:
+        """Turn to the next segment that has something to do; the present one comes last. False if none
+        has.
+        """
+        count = len(self.segments)
+        for step in range(1, count + 1):
+            segment = (self.segment + step) % count
+            if self.waiting[segment]:
+                self.segment = segment
+                return True
+        return False
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """Seconds of every pass of one kind that ended in the measured window."""
+
+    seconds: Floats = field(default_factory=lambda: array("f"))
+
+    def percentile(self, share: float) -> float:
+        """The value at index floor(n * share) of the sorted passes (Helix's definition); 0 of none."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds, 0 of none."""
+        return sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+
+    def document(self) -> dict[str, float]:
+        """As JSON names it."""
+        ordered = sorted(self.seconds)
+        named = {
+            f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 25, 50, 75, 95)
+        }
+        return {"mean": self.mean, **named} if ordered else {}
+
+
+@dataclass(slots=True)
+class PipelineResult:
+    """Figures of a run, over its measured window."""
+
+    window_s: float
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    completed: int = 0
+    rejected: int = 0
+    unfinished: int = 0
+    most_in_flight: int = 0
+    prompts: PassTimes = field(default_factory=PassTimes)
+    decodes: PassTimes = field(default_factory=PassTimes)
+    #: By stage: share of the window in which it ran a batch, most token-layers held over what it has.
+    busy: dict[str, float] = field(default_factory=dict)
+    kv_peak: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.window_s
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Prompt and output tokens per second."""
+        return (self.output_tokens + self.prompt_tokens) / self.window_s
+
+    def document(self) -> dict[str, Any]:
+        """As JSON names it, unrounded."""
+        return {
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "total_tokens_per_s": self.total_tokens_per_s,
+            "completed": self.completed,
+            "rejected": self.rejected,
+            "unfinished": self.unfinished,
+            "most_in_flight": self.most_in_flight,
+            "prompt_latency_s": self.prompts.document(),
+            "decode_latency_s": self.decodes.document(),
+            "kv_peak": self.kv_peak,
+            "busy": self.busy,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineLoad:
+    """As many queries as the cluster holds: `initial` at first, 0.1 s apart, and one more whenever a prompt
+    or a query is done while the booked KV of the fullest layer is at most `high_water`, or, with `constant`,
+    whenever a query is.
+    """
+
+    initial: int = 20
+    high_water: float = 0.8
+    constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageChange:
+    """A stage is lost, or comes back, at a time (s)."""
+
+    at_s: float
+    stage: str
+    up: bool
+
+
+class PipelineSimulation:
+    """One run: a network of stages, a scheduler, a load."""
+
+    def __init__(
+        self,
+        network: StageNetwork,
+        scheduler: PathScheduler,
+        lengths: Iterator[tuple[int, int]],
+        *,
+        copy_bytes_per_s: float = COPY_BYTES_PER_S,
+        watch: Callable[[PathDispatch, float], object] | None = None,
+    ) -> None:
+        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch."""
+        self._network = network
+        self._scheduler = scheduler
+        self._lengths = lengths
+        self._copy_s = network.activation_bytes / copy_bytes_per_s
+        self._watch = watch
+        self._nodes = {stage.name: _Node(stage, _entries(network, stage)) for stage in network.stages}
+        self._nics_out = {stage.name: _Nic(stage.nic_out_bytes_per_s) for stage in network.stages}
+        self._nics_in = {stage.name: _Nic(stage.nic_in_bytes_per_s) for stage in network.stages}
+        self._nics_out[SOURCE] = self._nics_in[SINK] = _Nic(float("inf"))
+        self._links: dict[Edge, _Link] = {}
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._order = 0
+        self._flights: dict[int, _Flight] = {}
+        self._requests = 0
+        self._load: OfflineLoad | None = None
+        self._begin = self._end = 0.0
+        self._result = PipelineResult(1.0)
+        self._reads_hops = scheduler.reads_hops
+
+    def run_offline(self, load: OfflineLoad, *, warm_up_s: float, measured_s: float) -> PipelineResult:
+        """Keep the cluster full, and measure behind the warm-up."""
+        self._load = load
+        for i in range(load.initial):
+            self._push(i * FEED_DELAY_S, _ARRIVAL, None)
+        return self._run(warm_up_s, warm_up_s + measured_s)
+
+    def run_online(
+        self,
+        arrivals_s: Sequence[float],
+        *,
+        measured_s: float,
+        warm_up_s: float = 0.0,
+        changes: Sequence[StageChange] = (),
+    ) -> PipelineResult:
+        """Requests at given times; what is not done when the window ends is counted as unfinished."""
+        for at in arrivals_s:
+            self._push(at, _ARRIVAL, None)
+        for change in changes:
+            self._push(change.at_s, _CHANGE, change)
+        return self._run(warm_up_s, warm_up_s + measured_s)
+
+    # --- events ---
+
+    def _push(self, at: float, kind: int, what: object) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (at, kind, self._order, what))
+
+    def _run(self, begin: float, end: float) -> PipelineResult:
+        self._begin, self._end = begin, end
+        self._result = PipelineResult(end - begin)
+        events = self._events
+        while events and events[0][0] < end:
+            now, kind, _, what = heapq.heappop(events)
+            if kind == _TOKEN:
+                self._token(what, now)
+            elif kind == _BATCH_END:
+                self._batch_ended(what, now)
+            elif kind == _WAKE:
+                if not what.busy and what.wake_at == now:
+                    self._begin_batch(what, now)
+            elif kind == _ARRIVAL:
+                self._arrive(now)
+            else:
+                self._change(what, now)
+        result = self._result
+        result.unfinished = len(self._flights)
+        for name, node in self._nodes.items():
+            result.busy[name] = node.busy_s / result.window_s
+            result.kv_peak[name] = node.kv_peak / node.spec.kv_token_layers
+        return result
+
+    def _arrive(self, now: float) -> None:
+        lengths = next(self._lengths, None)
+        if lengths is None:
+            return
+        self._requests += 1
+        self._flights[self._requests] = _Flight(now, max(1, lengths[1]))
+        self._obey(
+            self._scheduler.on_arrival(Request(self._requests, "", lengths[0], prompt_exact=True), now), now
+        )
+        self._result.most_in_flight = max(self._result.most_in_flight, self._scheduler.in_flight)
+
+    def _obey(self, commands: list[PathCommand], now: float) -> None:
+        for command in commands:
+            if isinstance(command, Reject):
+                del self._flights[command.request_id]
+                self._result.rejected += 1
+                continue
+            if self._watch is not None:
+                self._watch(command, now)
+            lease = command.lease
+            flight = self._flights[command.request_id]
+            if flight.lease is not None:  # a replay: messages of the broken path may still be on their way
+                flight = self._flights[command.request_id] = flight.again()
+            flight.lease = lease
+            names = [hop.stage for hop in lease.hops]
+            flight.nodes = [self._nodes[name] for name in names]
+            flight.links = [self._link(edge) for edge in zip((SOURCE, *names), (*names, SINK), strict=True)]
+            flight.tokens, flight.cached = lease.context_tokens, 0
+            flight.pass_at = flight.arrived_at if flight.produced == 0 else now
+            self._start_pass(flight, now)
+
+    def _link(self, edge: Edge) -> _Link:
+        link = self._links.get(edge)
+        if link is None:
+            spec = self._network.links[edge]
+            size = self._network.message_bytes(*edge)
+            nics = self._nics_out[edge[0]], self._nics_in[edge[1]]
+            link = self._links[edge] = _Link(size / spec.bytes_per_s, spec.latency_s, *nics)
+        return link
+
+    def _send(self, flight: _Flight, link: _Link, now: float) -> float:
+        """Put a message on a link; returns when it is there."""
+        tokens = flight.tokens
+        nic_out, nic_in = link.nic_out, link.nic_in
+        size = tokens * self._network.activation_bytes
+        start = max(now, nic_out.free_at, link.free_at, nic_in.free_at)
+        nic_out.free_at = max(now, nic_out.free_at) + size * nic_out.seconds_per_byte
+        nic_in.free_at = max(now, nic_in.free_at) + size * nic_in.seconds_per_byte
+        link.free_at = done = start + tokens * link.seconds_per_token
+        flight.sent_at = now
+        return done + link.latency_s
+
+    def _start_pass(self, flight: _Flight, now: float) -> None:
+        flight.position = 0
+        self._deliver(flight, flight.nodes[0], self._send(flight, flight.links[0], now))
+
+    def _deliver(self, flight: _Flight, node: _Node, at: float) -> None:
+        self._order += 1
+        heapq.heappush(node.inbox, (at, self._order, flight))
+        if not node.busy and at < node.wake_at:
+            node.wake_at = at
+            self._push(at, _WAKE, node)
+
+    def _begin_batch(self, node: _Node, now: float) -> None:
+        """Run the next batch, or sleep until something arrives."""
+        node.collect(now)
+        if not node.waiting[node.segment] and not node.next_segment():
+            node.busy = False
+            node.wake_at = float("inf")
+            if node.inbox:
+                node.wake_at = node.inbox[0][0]
+                self._push(node.wake_at, _WAKE, node)
+            return
+        node.batch = node.form()
+        prompt_tokens = decodes = 0
+        for flight in node.batch:
+            if flight.cached:
+                decodes += 1
+            else:
+                prompt_tokens += flight.tokens
+        time_s = node.segments[node.segment] * node.layer_s(prompt_tokens, decodes)
+        if node.segment == 0:
+            time_s += node.copied_tokens * self._copy_s
+            node.copied_tokens = 0
+        node.busy = True
+        if now >= self._begin:
+            node.busy_s += min(time_s, self._end - now)
+        self._push(now + time_s, _BATCH_END, node)
+
+    def _batch_ended(self, node: _Node, now: float) -> None:
+        segment = node.segment
+        batch, node.batch = node.batch, []
+        if segment + 1 < len(node.segments):
+            node.waiting[segment + 1].extend(batch)
+        else:
+            for flight in batch:
+                if not flight.broken:
+                    self._pass_on(flight, node, now)
+            node.kv_peak = max(node.kv_peak, node.kv_used)
+        node.collect(now)
+        node.next_segment()
+        self._begin_batch(node, now)
+
+    def _pass_on(self, flight: _Flight, node: _Node, now: float) -> None:
+        position, lease = flight.position, flight.lease
+        assert lease is not None
+        node.kv_used += flight.tokens * lease.hops[position].layers
+        if self._reads_hops:
+            sender = lease.hops[position - 1].stage if position else SOURCE
+            self._scheduler.on_hop(sender, node.spec.name, now - flight.sent_at)
+        flight.position = position = position + 1
+        arrives_at = self._send(flight, flight.links[position], now)
+        if position < len(flight.nodes):
+            self._deliver(flight, flight.nodes[position], arrives_at)
+        else:
+            self._push(arrives_at, _TOKEN, flight)
+
+    def _token(self, flight: _Flight, now: float) -> None:
+        lease, result = flight.lease, self._result
+        if flight.broken or lease is None:
+            return
+        measured = now >= self._begin
+        first = flight.cached == 0
+        flight.produced += 1
+        lease.output_tokens += 1
+        if measured:
+            result.output_tokens += 1
+            (result.prompts if first else result.decodes).seconds.append(now - flight.pass_at)
+            if first:
+                result.prompt_tokens += flight.tokens
+        flight.cached += flight.tokens
+        flight.tokens = 1
+        if first:
+            self._obey(self._scheduler.on_first_token(lease, now), now)
+        if flight.produced < flight.output_tokens:
+            flight.pass_at = now
+            self._start_pass(flight, now)
+        else:
+            self._finish(flight, lease, now)
+        if self._load is not None and (first or flight.produced >= flight.output_tokens):
+            self._feed(self._load, now, done=flight.produced >= flight.output_tokens)
+
+    def _finish(self, flight: _Flight, lease: PathLease, now: float) -> None:
+        for hop in lease.hops:
+            self._nodes[hop.stage].kv_used -= flight.cached * hop.layers
+        del self._flights[lease.request.id]
+        if now >= self._begin:
+            self._result.completed += 1
+        self._obey(self._scheduler.on_lease_ended(lease, Outcome.OK, now), now)
+
+    def _feed(self, load: OfflineLoad, now: float, *, done: bool) -> None:
+        if load.constant:
+            more = done
+        else:
+            more = not self._scheduler.waiting and self._scheduler.kv_usage() <= load.high_water
+        if more:
+            self._push(now + FEED_DELAY_S, _ARRIVAL, None)
+
+    def _change(self, change: StageChange, now: float) -> None:
+        commands = self._scheduler.on_stage(change.stage, up=change.up, now=now)
+        if not change.up:
+            for lease, _ in list(self._scheduler.ledgers[change.stage].leases.values()):
+                self._break(self._flights[lease.request.id], lease)
+                commands += self._scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, now)
+        self._obey(commands, now)
+
+    def _break(self, flight: _Flight, lease: PathLease) -> None:
+        """A path is lost with its KV: what each stage held for it is free."""
+        flight.broken = True
+        for index, hop in enumerate(lease.hops):
+            held = flight.cached + (flight.tokens if index < flight.position else 0)
+            self._nodes[hop.stage].kv_used -= held * hop.layers
+
+
+def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:
+    """Layers at which requests may enter a stage: its first, and ends of others inside it."""
+    if not network.partial_inference:
+        return [stage.first]
+    inner = {other.end for other in network.stages if stage.first < other.end < stage.end}
+    return [stage.first, *sorted(inner)]

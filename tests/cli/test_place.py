@@ -1,0 +1,165 @@
+"""`hetlb place` on a small cluster of files: results, errors, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetlb.cli.main import main
+
+NODES = "node,gpu_type,region,max_layers,nic_in_bytes_per_s,nic_out_bytes_per_s\n" + "".join(
+    f"n{i},{'fast' if i < 2 else 'slow'},r0,3,1e10,1e10\n" for i in range(4)
+)
+TIMES = "gpu_type,phase,batch_tokens,time_per_layer_ms\n" + "".join(
+    f"{kind},{phase},{tokens},{tokens * scale}\n"
+    for kind, scale in (("fast", 1.0), ("slow", 3.0))
+    for phase in ("prompt", "decode")
+    for tokens in (0, 1000)
+)
+LIMITS = (
+    "gpu_type,layers,tokens_per_s,kv_entries_token_layer,prompt_max_requests,prompt_max_tokens,"
+    "decode_max_tokens,decode_max_context_tokens\n"
+    + "".join(
+        f"{kind},{j},{rate / j},{40000 // j},2,4096,64,64000\n"
+        for kind, rate in (("fast", 300.0), ("slow", 100.0))
+        for j in (1, 2, 3)
+    )
+)
+MODEL = '{"model": "tiny", "num_layers": 4, "activation_bytes_per_token": 1000, "token_bytes": 2}'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    names = ["n0", "n1", "n2", "n3"]
+    edges = [(a, b) for a in names for b in names if a != b]
+    edges += [("source", name) for name in names] + [(name, "sink") for name in names]
+    links = "from,to,bytes_per_s,latency_s\n" + "".join(f"{a},{b},1e9,0.001\n" for a, b in edges)
+    files = {
+        "nodes.csv": NODES,
+        "links.csv": links,
+        "times.csv": TIMES,
+        "limits.csv": LIMITS,
+        "model.json": MODEL,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "lengths.csv").write_text("input_tokens,output_tokens\n100,20\n60,30\n")
+    path = tmp_path / "place.yaml"
+    path.write_text(
+        "version: 1\nnodes: nodes.csv\nlinks: links.csv\nlayer_times: times.csv\nlimits: limits.csv\n"
+        "model: model.json\n"
+    )
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["place", *arguments, "--json"]) == 0
+    document: dict[str, object] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_the_highest_flow_is_found_and_proven(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json(capsys, "--config", str(config), "--time-limit", "4")
+    # Each half on a fast and a slow machine: 150 + 50. All layer rates together give no more: 800 / 4.
+    assert document["max_flow_tokens_per_s"] == pytest.approx(200.0)
+    assert document["upper_bound_tokens_per_s"] == pytest.approx(200.0, rel=1e-4)
+    assert document["simulated"] is None
+    assert document["partial_inference"] is False
+    assert len(document["commands"]) == len(document["placement"]) == 4  # type: ignore[arg-type]
+
+
+def test_a_placement_is_evaluated_and_simulated(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = tmp_path / "p.json"
+    placement.write_text('{"n0": [0, 2], "n1": [2, 4], "n2": [0, 2], "n3": [2, 4]}')
+    for scheduler in ("hetlb", "iwrr", "swarm", "random", "shortest-queue"):
+        document = run_json(
+            capsys, "--config", str(config), "--placement", str(placement), "--simulate", "20",
+            "--scheduler", scheduler, "--lengths", str(tmp_path / "lengths.csv"), "--load", "2",
+        )  # fmt: skip
+        assert document["max_flow_tokens_per_s"] == pytest.approx(200.0)
+        simulated = document["simulated"]
+        assert isinstance(simulated, dict)
+        assert simulated["scheduler"] == scheduler
+        assert simulated["decode_tokens_per_s"] == pytest.approx(50.0, rel=0.3)
+
+
+def test_simulations_choose_the_plan(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = run_json(
+        capsys, "--config", str(config), "--simulate", "10", "--lengths", str(tmp_path / "lengths.csv"),
+        "--time-limit", "3",
+    )  # fmt: skip
+    assert isinstance(document["simulated"], dict)
+    assert document["simulated"]["decode_tokens_per_s"] > 0.0
+    assert document["highest_flow"] is not None
+
+
+def test_the_table_names_every_node(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["place", "--config", str(config), "--time-limit", "2"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("n0", "n1", "n2", "n3", "hetlb stage --model tiny"))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        ("nodes.csv", "n1,fast", "n0,fast", "nodes.csv: line 3: node: expected every name once"),
+        ("nodes.csv", "n1,fast", "n1,odd", "gpu_type: expected one of fast, slow"),
+        ("links.csv", "n0,n1,1e9", "n0,n1,-1", "bytes_per_s: expected a number greater than 0, got '-1'"),
+        ("links.csv", "n0,n1,", "n0,nx,", "to: expected a node of the nodes file or sink"),
+        ("limits.csv", "fast,2,", "fast,5,", "layers: expected 2, the next number of layers of fast"),
+        ("times.csv", "fast,prompt", "fast,think", "phase: expected prompt or decode, got 'think'"),
+        ("model.json", '"num_layers": 4', '"num_layers": 0', "num_layers: expected a whole number from 1"),
+        ("model.json", "{", "[", "expected valid JSON"),
+        ("model.json", '"num_layers": 4', '"num_layers": 13', "expected room for 13 layers, got 12"),
+        ("place.yaml", "model: model.json", "modell: x", "modell: unknown key"),
+    ],
+)
+def test_bad_files_are_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str, told: str
+) -> None:
+    path = config.parent / file
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert main(["place", "--config", str(config), "--time-limit", "1"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ('{"nx": [0, 1]}', "expected a node of the nodes file"),
+        ('{"n0": [0, 4]}', "expected at most 3 layers on a fast, got 4"),
+        ('{"n0": [2, 2]}', "expected [first, end] within 0 and 4"),
+        ('{"n0": [0, true]}', "expected [first, end]"),
+        ("{}", "expected at least one node"),
+    ],
+)
+def test_bad_placements_are_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: str, told: str
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(placement)
+    assert main(["place", "--config", str(config), "--placement", str(path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_fleet_is_written_for_pipelines_without_a_machine_in_common(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement, fleet = tmp_path / "p.json", tmp_path / "fleet.yaml"
+    placement.write_text('{"n0": [0, 2], "n1": [2, 4]}')
+    run_json(capsys, "--config", str(config), "--placement", str(placement), "--write-fleet", str(fleet))
+    assert "http://n0:8000" in fleet.read_text()
+    placement.write_text('{"n0": [0, 1], "n1": [1, 3], "n2": [3, 4], "n3": [3, 4]}')
+    assert (
+        main(["place", "--config", str(config), "--placement", str(placement), "--write-fleet", str(fleet)])
+        == 2
+    )
+    assert "such a plan needs stages" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Searches, bounds and the integer program against every placement of small clusters."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan.clusters import helix_cluster, kind, needs_helix, random_cluster, random_placement, small_cluster
+
+from hetlb.plan.placement.bounds import flow_bound
+from hetlb.plan.placement.cluster import Cluster
+from hetlb.plan.placement.estimate import Estimator
+from hetlb.plan.placement.failures import losses
+from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
+from hetlb.plan.placement.milp import solve
+from hetlb.plan.placement.search import Search
+
+LENGTHS = [(100, 20), (50, 40)]
+
+
+class Steps:
+    """A clock that advances by one at every look: a search of so many steps, whatever the machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def best_of_all(cluster: Cluster) -> float:
+    layers = cluster.model.layers
+    choices = [
+        [(first, first + length) for length in range(1, cluster.most_layers(node) + 1)
+         for first in range(layers - length + 1)]
+        for node in cluster.nodes
+    ]  # fmt: skip
+    names = [node.name for node in cluster.nodes]
+    return max(
+        max_flow(cluster, dict(zip(names, intervals, strict=True))).tokens_per_s
+        for intervals in itertools.product(*choices)
+    )
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
+    cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
+    best = best_of_all(cluster)
+    bound = flow_bound(cluster)
+    assert best <= bound * (1.0 + 1e-9)
+    solved = solve(cluster, 30.0, bound)
+    assert solved.optimal
+    assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
+    if best > 0.0:
+        assert solved.placement is not None
+        assert max_flow(cluster, solved.placement).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6), partial=st.booleans())
+def test_no_placement_exceeds_the_bound(seed: int, partial: bool) -> None:
+    rng = random.Random(seed)
+    cluster = random_cluster(rng, nodes=rng.randint(2, 10), layers=rng.randint(3, 8))
+    bound = flow_bound(cluster)
+    for _ in range(20):
+        flow = max_flow(cluster, random_placement(rng, cluster), partial_inference=partial)
+        assert flow.tokens_per_s <= bound * (1.0 + 1e-9)
+
+
+@needs_helix
+def test_the_optimum_of_helix_small_cluster_is_proven() -> None:
+    cluster = helix_cluster("cluster10")
+    bound = flow_bound(cluster)
+    assert bound == pytest.approx(286.5874097546421, rel=1e-8)
+    search = Search(cluster, Estimator(cluster, LENGTHS), None, enough=bound, seed=0, clock=Steps())
+    assert search.run(40_000.0).highest_flow.flow.tokens_per_s == pytest.approx(286.5874097546421, abs=1e-9)
+
+
+def fits(cluster: Cluster, placement: Intervals) -> bool:
+    nodes = {node.name: node for node in cluster.nodes}
+    return all(
+        0 <= first < end <= cluster.model.layers and end - first <= cluster.most_layers(nodes[name])
+        for name, (first, end) in placement.items()
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_heuristics_fit_their_nodes(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = random_cluster(rng, nodes=rng.randint(1, 12), layers=rng.randint(4, 9))
+    for placement in (
+        swarm(cluster),
+        petals(cluster, rng),
+        separate_pipelines(cluster),
+        chains(cluster, rng),
+    ):
+        assert placement is None or fits(cluster, placement)
+
+
+def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
+    kinds = [kind("x", [100.0, 45.0, 30.0]), kind("y", [60.0, 25.0])]
+    cluster = small_cluster(["x", "x", "y", "y", "y"], kinds, 6)
+    asked: list[bool] = []
+
+    def judge(placement: Intervals, flow: Flow, whole: bool) -> float:
+        asked.append(whole)
+        return 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
+
+    runs = [
+        Search(cluster, Estimator(cluster, LENGTHS), judge, seed=3, clock=Steps()).run(1500.0)
+        for _ in range(2)
+    ]
+    assert runs[0].best.placement == runs[1].best.placement
+    assert runs[0].best.simulated is not None
+    assert True in asked
+    assert all(fits(cluster, candidate.placement) for candidate in runs[0].candidates)
+    judged = [each.simulated for each in runs[0].candidates if each.simulated is not None]
+    assert runs[0].best.simulated == max(judged)
+
+
+def test_an_interrupt_leaves_the_best_so_far() -> None:
+    cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
+
+    class Interrupting(Steps):
+        def __call__(self) -> float:
+            if self.now > 300.0:
+                raise KeyboardInterrupt
+            return super().__call__()
+
+    found = Search(cluster, Estimator(cluster, LENGTHS), None, clock=Interrupting()).run(10_000.0)
+    assert found.interrupted
+    assert found.best.flow.tokens_per_s > 0.0
+
+
+def test_losses_say_what_is_left_and_the_cheapest_move() -> None:
+    # n2 idles behind n1; without n0 only n2 can take its layer, and one layer is enough.
+    cluster = small_cluster(["x", "x", "x"], [kind("x", [100.0, 45.0])], 2)
+    found = {loss.node: loss for loss in losses(cluster, {"n0": (0, 1), "n1": (1, 2), "n2": (1, 2)})}
+    assert found["n0"].tokens_per_s == 0.0
+    assert found["n0"].move is not None
+    assert (found["n0"].move.first, found["n0"].move.end, found["n0"].move.loaded) == (0, 1, 1)
+    assert found["n0"].move.tokens_per_s == pytest.approx(100.0)
+    assert found["n2"].tokens_per_s == pytest.approx(100.0)
+    assert found["n2"].move is None

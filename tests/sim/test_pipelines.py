@@ -1,0 +1,115 @@
+"""The simulator of pipelines against times worked out by hand, and against its own laws of conservation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hetlb.core.path_ledger import PathDispatch
+from hetlb.core.pipelines import PathScheduler
+from hetlb.core.predictor import LengthDistribution, MeanPredictor
+from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
+from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation, StageChange
+
+LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
+#: 1 ms a layer for 10 prompt tokens, 2 ms for a batch of decodes however large.
+PROMPT, DECODE = Curve((0, 1000), (0.0, 0.1)), Curve((0, 1, 1000), (0.0, 0.002, 0.002))
+
+
+def stage(name: str, first: int, end: int, kv: int = 10**6) -> StageSpec:
+    return StageSpec(name, first, end, PROMPT, DECODE, kv, LIMITS)
+
+
+def network(*stages: StageSpec, layers: int, partial: bool = False, bytes_per_s: float = 1e6) -> StageNetwork:
+    names = [each.name for each in stages]
+    links = {(a, b): LinkSpec(bytes_per_s, 0.01) for a in names for b in names if a != b}
+    links |= {(SOURCE, name): LinkSpec(1e12, 0.005) for name in names}
+    links |= {(name, SINK): LinkSpec(1e12, 0.005) for name in names}
+    return StageNetwork(layers, stages, links, 1000, 2, partial, {})
+
+
+def simulation(
+    net: StageNetwork, lengths: list[tuple[int, int]], policy: str = "hetlb"
+) -> tuple[PipelineSimulation, PathScheduler, list[PathDispatch]]:
+    seen: list[PathDispatch] = []
+    scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([20])), policy=policy)
+    run = PipelineSimulation(
+        net,
+        scheduler,
+        iter(lengths),
+        copy_bytes_per_s=float("inf"),
+        watch=lambda dispatch, now: seen.append(dispatch),
+    )
+    return run, scheduler, seen
+
+
+def test_one_request_takes_the_time_worked_out_by_hand() -> None:
+    net = network(stage("a", 0, 2), stage("b", 2, 5), layers=5)
+    run, scheduler, _ = simulation(net, [(100, 3)])
+    result = run.run_online([0.0], measured_s=10.0)
+    # Prompt: 5 ms, 2 layers x 10 ms, 100 kB at 1 MB/s + 10 ms, 3 layers x 10 ms, 5 ms.
+    assert list(result.prompts.seconds) == pytest.approx([0.005 + 0.02 + 0.1 + 0.01 + 0.03 + 0.005])
+    # A token alone: twice 2 ms a layer; 1 kB takes 1 ms.
+    decode = 0.005 + 2 * 0.004 + 0.001 + 0.01 + 3 * 0.004 + 0.005
+    assert list(result.decodes.seconds) == pytest.approx([decode, decode])
+    assert (result.output_tokens, result.prompt_tokens, result.completed) == (3, 100, 1)
+    assert scheduler.in_flight == 0
+    assert all(ledger.kv_token_layers == 0 for ledger in scheduler.ledgers.values())
+
+
+def test_a_prompt_delays_what_comes_behind_it_on_a_link() -> None:
+    net = network(stage("a", 0, 1), stage("b", 1, 2), layers=2)
+    run, _, _ = simulation(net, [(10, 1), (500, 1)])
+    # The second one leaves stage a at 55 ms + and needs 0.5 s of the link, the first one was through before.
+    result = run.run_online([0.0, 0.0], measured_s=10.0)
+    first, second = sorted(result.prompts.seconds)
+    assert first == pytest.approx(0.005 + 0.001 + 0.01 + 0.01 + 0.001 + 0.005)
+    assert second == pytest.approx(0.005 + 0.001 + 0.05 + 0.5 + 0.01 + 0.05 + 0.005)
+
+
+def test_a_stage_entered_behind_its_first_layer_computes_only_the_rest() -> None:
+    net = network(stage("a", 0, 3), stage("b", 2, 5), layers=5, partial=True, bytes_per_s=1e12)
+    run, _, seen = simulation(net, [(100, 1)])
+    result = run.run_online([0.0], measured_s=10.0)
+    assert [(hop.first, hop.end) for hop in seen[0].lease.hops] == [(0, 3), (3, 5)]
+    assert list(result.prompts.seconds) == pytest.approx([0.07], abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["hetlb", "random", "shortest-queue", "swarm"])
+def test_every_request_ends_although_stages_are_lost_and_come_back(policy: str) -> None:
+    net = network(
+        stage("a", 0, 2), stage("b", 0, 2), stage("c", 2, 4), stage("d", 2, 4), layers=4, bytes_per_s=1e8
+    )
+    run, scheduler, seen = simulation(net, [(50 + i, 5 + i % 40) for i in range(60)], policy)
+    changes = [
+        StageChange(0.9, "a", up=False),
+        StageChange(1.5, "c", up=False),
+        StageChange(2.0, "a", up=True),
+    ]
+    result = run.run_online([i * 0.05 for i in range(60)], measured_s=200.0, changes=changes)
+    assert result.completed == 60
+    assert result.unfinished == 0
+    assert result.output_tokens == sum(5 + i % 40 for i in range(60))
+    assert len(seen) > 60  # some were replayed
+    assert scheduler.in_flight == 0
+    assert all(ledger.kv_token_layers == 0 for ledger in scheduler.ledgers.values())
+    assert all(node.kv_used == 0 for node in run._nodes.values())
+    scheduler.check_integrity()
+
+
+def test_the_same_seed_gives_the_same_run_and_an_offline_load_fills_the_cache() -> None:
+    def lengths() -> Iterator[tuple[int, int]]:
+        while True:
+            yield from [(100, 30), (40, 10), (200, 60)]
+
+    results = []
+    for _ in range(2):
+        net = network(stage("a", 0, 2, kv=8000), stage("b", 2, 4, kv=8000), layers=4, bytes_per_s=1e9)
+        scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([33])), policy="hetlb")
+        run = PipelineSimulation(net, scheduler, lengths())
+        results.append(run.run_offline(OfflineLoad(initial=4), warm_up_s=5.0, measured_s=30.0))
+    assert results[0].document() == results[1].document()
+    assert results[0].decode_tokens_per_s > 0.0
+    # Booked use reaches 0.8 of 8,000 token-layers; what is held stays below all of it.
+    assert 0.3 < results[0].kv_peak["a"] <= 1.0
