@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.late_binding import Hetlb
 from hetlb.core.policy import (
     COMBINE_FORMS,
+    Choice,
+    PlannedShares,
     Policy,
     PolicyParams,
     Question,
+    best,
     paper_terms,
 )
 from hetlb.core.types import Candidate
@@ -24,6 +28,9 @@ from hetlb.core.types import Candidate
 __all__ = ["COMBINE_FORMS", "POLICIES", "PolicyParams", "make_policy"]
 
 NOT_DRAWN: Final = "not drawn"
+#: A reason of `planned`, and the requests of a type after which what was given counts half.
+NO_SHARE: Final = "no share of this type in the plan"
+REMEMBERED: Final = 4096.0
 
 
 class RoundRobin(Policy):
@@ -163,6 +170,79 @@ class PaperMemory(Paper):
     _fixed_processing_s = 1.0
 
 
+class Planned(Hetlb):
+    """`planned`: every type of request divided over the instances as a plan says.
+
+    A request is of the type whose mean lengths are nearest to its prompt and predicted answer (logarithms).
+    Of the instances with room, by the rules of `hetlb`, it goes to the one that is furthest behind its share
+    of the type; it waits while only instances without a share have room. Where no instance with a share can
+    be reached, or nothing is planned for the model, the decision is that of `hetlb`.
+    """
+
+    name = "planned"
+    lookahead = 1
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        #: By type and instance: requests given, halved when they become many so that old ones fade.
+        self._given: dict[str, dict[str, float]] = {}
+        self._pending = ""
+
+    def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
+        planned = self._planned(question, instances)
+        # `committed` comes right after, if at all: nothing overtakes the head of the queue.
+        self._pending = "" if planned is None else planned.name
+        if planned is None:
+            return super().choose(question, instances)
+        candidates = self.score(question, instances)
+        index = best(candidates)
+        return index, 0.0 if index is None else candidates[index].workload or 0.0, lambda: candidates
+
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
+        planned = self._planned(question, instances)
+        if planned is None:
+            return super().score(question, instances)
+        given, shares = self._given.get(planned.name, {}), dict(planned.instances)
+        return [
+            replace(
+                candidate,
+                score=(given.get(candidate.instance, 0.0) + 1.0) / shares[candidate.instance],
+            )
+            if shares.get(candidate.instance, 0.0) > 0.0
+            else replace(candidate, score=math.inf, eligible=False, reason=NO_SHARE)
+            for candidate in super().score(question, instances)
+        ]
+
+    def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
+        if not self._pending:
+            return
+        given = self._given.setdefault(self._pending, {})
+        given[chosen.name] = given.get(chosen.name, 0.0) + 1.0
+        if sum(given.values()) > REMEMBERED:
+            for name in given:
+                given[name] /= 2.0
+
+    def _planned(self, question: Question, instances: Sequence[Instance]) -> PlannedShares | None:
+        """The type of a request, None where none of the instances has a share of it."""
+        planned = self._type_of(question)
+        if planned is None:
+            return None
+        names = {instance.name for instance in instances}
+        return planned if any(share > 0.0 and name in names for name, share in planned.instances) else None
+
+    def _type_of(self, question: Question) -> PlannedShares | None:
+        prompt = math.log(max(1.0, question.request.prompt_tokens))
+        output = math.log(max(1.0, question.predicted_output))
+        found, least = None, math.inf
+        for planned in self.params.shares:
+            if planned.model == question.request.model:
+                distance = (prompt - math.log(max(1.0, planned.input_tokens))) ** 2
+                distance += (output - math.log(max(1.0, planned.output_tokens))) ** 2
+                if distance < least:
+                    found, least = planned, distance
+        return found
+
+
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
@@ -177,6 +257,7 @@ POLICIES: dict[str, type[Policy]] = {
         Paper,
         PaperMemory,
         Hetlb,
+        Planned,
     )
 }
 
