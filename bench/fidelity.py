@@ -40,7 +40,6 @@ import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.config import Profile, load_profile
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.eventlog import Replay, decode_setup
 from hetlb.core.policies import POLICIES
 from hetlb.core.records import RequestRecord
@@ -49,7 +48,8 @@ from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
-from hetlb.traces import TraceRow
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 RESULTS = REPO_ROOT / "bench" / "results"
 PAGE = REPO_ROOT / "docs" / "evidence-fidelity.md"
@@ -238,13 +238,7 @@ async def overhead_s(endpoint: Endpoint, profile: Profile) -> float:
         raise SystemExit(f"{endpoint.name} does not serve: {result.examples}")
     beyond = []
     for record in result.records:
-        prefill_s = profile.latency.iteration_s(
-            prefill_tokens=record.prompt_tokens,
-            prefill_requests=1,
-            longest_prefill=record.prompt_tokens,
-            decodes=0,
-            cached_tokens=0,
-        )
+        prefill_s = profile.latency.prefill_s(record.prompt_tokens)
         beyond.append(_at(record.last_token_s) - _at(record.sent_s) - prefill_s)
     return max(0.0, statistics.median(beyond))
 
@@ -276,8 +270,7 @@ def measure(
     events = folder / "events.jsonl"
     rng = random.Random(args.seed)
     rows = [
-        TraceRow(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
-        for _ in range(args.num_prompts)
+        Row(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for _ in range(args.num_prompts)
     ]
     runs = []
     with helper_processes() as helpers:

@@ -21,7 +21,7 @@ from hetlb.core.latency import LatencyModel
 from hetlb.plan.tp_search import static_estimate
 from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase, Point, fit, fit_linear
 from hetlb.profiler.sources import make_profile
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 GPUS = 8
 ROWS = 500

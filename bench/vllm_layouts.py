@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_servers
 
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.loadtest.processes import helper_processes
-from hetlb.traces import TraceRow
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_layouts.json"
 HETLB = (sys.executable, "-m", "hetlb")
@@ -65,9 +65,7 @@ def main() -> int:
     parser.add_argument("--budget", default="4m", help="of each profile")
     args = parser.parse_args()
     rng = random.Random(1)
-    rows = [
-        TraceRow(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for _ in range(args.requests)
-    ]
+    rows = [Row(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for _ in range(args.requests)]
     with tempfile.TemporaryDirectory(prefix="hetlb-layouts-") as name:
         folder = Path(name)
         trace = folder / "trace.csv"

@@ -42,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, VENV_PYTHON, Server, command_line
 
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.loadtest.generator import LoadResult, run_load
 from hetlb.loadtest.prompts import CompletionBodies
-from hetlb.traces import TraceRow
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_pair.json"
 POLICIES = ("rr", "wrr", "least-requests", "paper", "hetlb")
@@ -110,7 +110,7 @@ def say(screen: Console, text: str) -> None:
 def make_requests(count: int, seed: int) -> list[PlannedRequest]:
     """Short and long prompts and answers, all due at once."""
     draw = random.Random(seed)
-    rows = [TraceRow(None, draw.randint(*PROMPT_TOKENS), draw.randint(*OUTPUT_TOKENS)) for _ in range(count)]
+    rows = [Row(None, draw.randint(*PROMPT_TOKENS), draw.randint(*OUTPUT_TOKENS)) for _ in range(count)]
     return make_plan(rows, count, math.inf, draw)
 
 

@@ -26,7 +26,7 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.plan.tp_search import Machine, PlanModel
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -364,8 +364,8 @@ def load_profile(path: Path) -> Profile:
         raise ProfileError(f"{path}: better_prefill: {caught}") from caught
     for batch, length in _CORNERS:
         for section, seconds in (
-            ("prefill", latency.prefill_s(batch, length)),
-            ("decode", latency.decode_step_s(batch, length)),
+            ("prefill", latency.paper_prefill_s(batch, length)),
+            ("decode", latency.paper_step_s(batch, length)),
         ):
             if seconds <= 0:
                 raise ProfileError(

@@ -8,7 +8,7 @@ import pytest
 
 from hetlb.config import Fleet, fleet_from_urls, load_fleet, load_profile
 from hetlb.errors import ConfigError, InputError
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 PROFILE = """\
 version: 1
@@ -175,11 +175,11 @@ def test_mistakes_in_a_trace(tmp_path: Path, text: str, message: str) -> None:
 
 def test_a_trace_keeps_its_further_columns(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("arrival_s,input_tokens,output_tokens,session_id\n,5,7,s1\n1.5,6,8,s2\n")
+    path.write_text("arrival_s,input_tokens,output_tokens,session_id,note\n,5,7,s1,x\n1.5,6,8,s2,y\n")
     rows = read_trace(path)
-    assert [(r.arrival_s, r.input_tokens, r.output_tokens, r.extra) for r in rows] == [
-        (None, 5, 7, {"session_id": "s1"}),
-        (1.5, 6, 8, {"session_id": "s2"}),
+    assert [(r.arrival_s, r.input_tokens, r.output_tokens, r.session, r.extra) for r in rows] == [
+        (None, 5, 7, "s1", {"note": "x"}),
+        (1.5, 6, 8, "s2", {"note": "y"}),
     ]
 
 

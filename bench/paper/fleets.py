@@ -26,7 +26,7 @@ from hetlb.plan.tp_search import Machine, PlanModel, memory
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 from hetlb.sim.sweep import Cell, Load, Study, run_sweep
-from hetlb.traces import TraceRow, read_trace
+from hetlb.workload.traces import Row, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAREGPT = ROOT / "bench/data/sharegpt-first-turn.csv"
@@ -112,9 +112,9 @@ def alone_rps(layout: Layout, trace: Path = SHAREGPT) -> float:
     return float(run.summary["request_throughput"])
 
 
-def lengths(trace: Path) -> list[TraceRow]:
+def lengths(trace: Path) -> list[Row]:
     """The rows of a trace without their arrival times."""
-    return [TraceRow(None, row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
+    return [Row(None, row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
 
 
 def make_study(

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
@@ -26,7 +25,8 @@ from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.profiler.fit import Phase, Point, fit
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
-from hetlb.traces import TraceRow, read_trace
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row, read_trace
 
 MODEL = "m"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE = 256, 2048, 16
@@ -117,7 +117,7 @@ class Lab:
     def _fit(self, system: str, model: str, tp: int) -> LatencyModel:
         return fit(self._points[system, model, tp]).latency
 
-    def _read(self, trace: str) -> list[TraceRow]:
+    def _read(self, trace: str) -> list[Row]:
         rows = read_trace(self._traces / TRACES[trace])
         return [r for r in rows if r.input_tokens + max(1, r.output_tokens) <= LONGEST_TOKENS]
 

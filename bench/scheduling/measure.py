@@ -22,12 +22,12 @@ from rich.progress import track
 
 import hetlb.core.late_binding as late_binding
 import hetlb.core.speed as speed
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import InstanceSpec, Outcome
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.sim.reference import References
+from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
 RATES = (0.5, 0.8, 0.95)
@@ -85,7 +85,7 @@ def _plan(lab: Lab, case: Case, count: int) -> list[PlannedRequest]:
     return squeezed
 
 
-def _without(name: str) -> Callable[[], None]:
+def without(name: str) -> Callable[[], None]:
     """Take one ingredient of `hetlb` out; gives what puts it back."""
     owner: Any
     owner, attribute, value = {
@@ -113,7 +113,7 @@ def simulate(case: Case) -> dict[str, float]:
         engines[first] = replace(engines[first], changes=((case.slowed_at_s, SLOW),))
     believed = scaled(specs, case.factors) if case.factors else specs
     setup = _lab.setup(believed, case.policy, case.predictor, case.trace, case.seed)
-    put_back = _without(case.without)
+    put_back = without(case.without)
     try:
         result = FleetSimulation(setup, engines, plan, model=MODEL).run()
     finally:

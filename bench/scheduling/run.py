@@ -1,8 +1,7 @@
-"""The scheduler on the grid of cases: `hetlb` against every other policy, `bound` and `split`, recorded.
+"""Cases of traffic under every policy: `python bench/scheduling/run.py --data DIR --only shared`.
 
-`python bench/scheduling/run.py --data DIR` with `DIR/hw` (measured grids) and `DIR/traces`; writes
-`bench/results/scheduling.json` and the tables of docs/evidence-simulation.md.
-Promise: the page says what the recorded result says.
+`DIR/hw` and `DIR/traces` hold the measured grids and the public traces. Prints a line per case as it is
+done, and writes the figures and ratios as JSON (`--out`).
 """
 
 from __future__ import annotations
@@ -10,73 +9,93 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
+import re
 import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from cases import FLEETS, Lab
-from measure import (
-    HELD_OUT_SEED,
-    Case,
-    Runs,
-    ablate,
-    at_once,
-    decision_times,
-    held_out_fleets,
-    mishaps,
-    moderate,
-    simulate,
-)
-from show import verdicts, write_page
+from traffic import CASES, FIGURES, POLICIES, Bench, Case, compare
 
-RESULT = Path(__file__).resolve().parents[2] / "bench/results/scheduling.json"
+_bench: Bench | None = None
+
+
+def _start(data: Path) -> None:
+    global _bench
+    _bench = Bench(data)
+
+
+def _run(task: tuple[Case, tuple[str, ...], tuple[int, ...]]) -> tuple[Case, dict[str, Any]]:
+    """One case under all policies: the bound and the plans are made once."""
+    assert _bench is not None, "expected the data to be read"
+    case, policies, seeds = task
+    began = time.monotonic()
+    figures = {policy: [_bench.run(case, policy, seed) for seed in seeds] for policy in policies}
+    document = {"case": case.name, "fleet": case.fleet, "traffic": case.traffic, "rate": _bench.rate(case)}
+    if document["rate"] == float("inf"):
+        document["rate"] = "inf"
+    return case, {**document, **compare(figures), "took_s": round(time.monotonic() - began, 1)}
+
+
+def _table_line(name: str, document: dict[str, Any]) -> str:
+    """The ratios that count, `hetlb` to the best other policy; absolute figures where there is none."""
+    cells = [f"{name:34s}"]
+    for key, label in (
+        ("total_token_throughput", "tok/s"), ("mean_ttft_ms", "mean TTFT"), ("p99_ttft_ms", "p99 TTFT"),
+        ("p99_e2el_ms", "p99 E2E"), ("mean_tpot_ms", "TPOT"),
+    ):  # fmt: skip
+        found = document["ratios"].get(key)
+        if found is not None and found["ratio"] is not None:
+            shown = found["hetlb"] if key == "total_token_throughput" else found["hetlb"] / 1e3
+            cells.append(f"{label} {found['ratio']:5.2f} x {found['by']} ({shown:.4g})")
+    own = document["policies"].get("hetlb")
+    if own is not None:
+        cells.append(f"preempted {own['preemptions']:.0f} failed {own['failed']:.0f}")
+        if own["slowest_group_s"]:
+            best = document["ratios"].get("slowest_group_s", {}).get("best_other", 0.0)
+            cells.append(f"slowest group {own['slowest_group_s']:.1f} s (other {best:.1f})")
+    return " | ".join([*cells, f"{document['took_s']} s"])
+
+
+def _results(
+    data: Path, tasks: list[tuple[Case, tuple[str, ...], tuple[int, ...]]], jobs: int
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    if jobs == 1:
+        _start(data)
+        yield from map(_run, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs, _start, (data,)) as pool:
+        yield from pool.imap(_run, tasks)
 
 
 def main() -> int:
-    """Run, record, print the verdicts."""
+    """Run what is asked for, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="holds hw/ and traces/")
-    parser.add_argument("--per-instance", type=int, default=1500, metavar="N")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of the moderate rates")
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--page-only", action="store_true", help="write the page from the recorded result")
+    parser.add_argument("--data", type=Path, help="holds hw/ and traces/")
+    parser.add_argument("--list", action="store_true", help="the names of the cases")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name it matches anywhere")
+    parser.add_argument("--policies", default=",".join(POLICIES), metavar="A,B")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="medians over so many")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     args = parser.parse_args()
-    if args.page_only:
-        write_page(json.loads(RESULT.read_text()))
+    chosen = [case for case in CASES if re.search(args.only, case.name)]
+    if args.list:
+        print("\n".join(case.name for case in chosen))
         return 0
-    lab = Lab(args.data / "hw", args.data / "traces")
-    runs = Runs(args.data, args.per_instance, args.jobs)
-    began = time.monotonic()
-    try:
-        grid = at_once(runs, FLEETS, ("normal", "empirical", "online", "oracle"), 0)
-        held_out = at_once(runs, held_out_fleets(lab.layouts), ("empirical", "oracle"), HELD_OUT_SEED)
-        keys = [(f, t) for f in FLEETS for t in ("sharegpt", "azure")]
-        once = runs(simulate, (Case(f, FLEETS[f], t, "empirical", "hetlb") for f, t in keys), "full rate")
-        full = {(case.fleet, case.trace): figures["request_throughput"] for case, figures in once.items()}
-        bounds = {(r["fleet"], r["trace"]): r["bound"] for r in grid}
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python", "bench/scheduling/run.py", "--data", "DIR", *sys.argv[3:]]),
-            "python": platform.python_version(),
-            "requests_per_instance": args.per_instance,
-            "at_once": grid,
-            "held_out": held_out,
-            "moderate": moderate(runs, full, range(1, 1 + args.seeds)),
-            "mishaps": mishaps(runs, full),
-            "ablations": ablate(runs, full, bounds),
-            "decisions": decision_times(args.data),
-        }
-    finally:
-        runs.close()
-    document["took_s"] = round(time.monotonic() - began)
-    RESULT.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    write_page(document)
-    for asked, measured in verdicts(document):
-        print(f"{asked}: {measured}")
+    if args.data is None:
+        parser.error("--data: expected a folder with hw/ and traces/")
+    policies = tuple(args.policies.split(","))
+    tasks = [(case, policies, tuple(range(1, args.seeds + 1))) for case in chosen]
+    documents = []
+    for case, document in _results(args.data, tasks, args.jobs):
+        documents.append(document)
+        print(_table_line(case.name, document), flush=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps({"figures": list(FIGURES), "cases": documents}, indent=1) + "\n")
     return 0
 
 

@@ -27,7 +27,6 @@ from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, Outcome
-from hetlb.loadtest.datasets import Row, custom_rows, random_rows, sharegpt_rows, trace_rows
 from hetlb.loadtest.figures import details
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.report import (
@@ -46,13 +45,16 @@ from hetlb.loadtest.results import (
     write_text,
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
-from hetlb.loadtest.schedules import Ramp, Rate
 from hetlb.loadtest.screen import Screen
+from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
+from hetlb.workload.schedules import Ramp, Rate
+from hetlb.workload.traces import Row, read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Of the datasets that do not say how much of them to ask; `vllm bench serve` has the same.
 _DATASET_PROMPTS = 1000
 _PLAIN_WIDTH = 130
+_HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--request-rate", default="inf", metavar="R", help="requests/s, inf or trace; several: 2,4,8")
     add("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson, inf constant")
+    add("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
     add("--ramp-up-strategy", choices=("linear", "exponential"), help="a rate that grows during the run")
     add("--ramp-up-start-rps", type=float, metavar="R", help="requests/s at the start")
     add("--ramp-up-end-rps", type=float, metavar="R", help="requests/s at the end")
@@ -86,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-salt", metavar="TEXT", help="draws prompts; default: new ones that no cache has seen")
 
     add("--session-header", default="x-session-id", metavar="NAME", help="names a trace's conversations")
+    add("--tenant-header", default="", metavar="NAME", help="names a trace's tenants (always sent as `user`)")
     add("--admin", metavar="URL", help="the admin listener of the proxy at --url")
     add("--compare", metavar="A,B,C", help="the same load under each policy; the first is the baseline")
     add("--rounds", type=int, default=1, metavar="N", help="of a comparison; from 2 on with intervals")
@@ -171,8 +175,13 @@ class _Bench:
         ):  # fmt: skip
             options.at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
         options.at_least("--num-warmups", args.num_warmups, 0)
-        if args.session_header and not re.fullmatch(r"[A-Za-z0-9-]+", args.session_header):
-            raise InputError(f"--session-header: expected the name of a header, got {args.session_header!r}")
+        for flag, name in (
+            ("session", args.session_header),
+            ("tenant", args.tenant_header),
+        ):
+            if name and not re.fullmatch(r"[A-Za-z0-9-]+", name):
+                raise InputError(f"--{flag}-header: expected the name of a header, got {name!r}")
+        self._waves = options.read_waves(args.waves)
         if args.endpoint == CHAT and args.prompt_format == "ids":
             raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
         for flag, path in (("--csv", args.csv), ("--html", args.html)):
@@ -192,7 +201,8 @@ class _Bench:
         if (args.trace is None) == (args.dataset_name is None):
             raise InputError("expected either --trace or --dataset-name")
         if args.trace is not None:
-            rows = trace_rows(args.trace)
+            rows = read_trace(args.trace)
+            self._check_rows(rows)
             if "trace" in self._rates:
                 for number, row in enumerate(rows, start=1):
                     if row.arrival_s is None:
@@ -215,6 +225,16 @@ class _Bench:
                 : args.num_prompts or _DATASET_PROMPTS
             ]
         return custom_rows(args.dataset_path, args.custom_output_len)
+
+    def _check_rows(self, rows: list[Row]) -> None:
+        """What a chat cannot ask, and a header cannot say. Raises `InputError`."""
+        args = self._args
+        for number, row in enumerate(rows, start=1):
+            where = f"{args.trace}: row {number}"
+            if args.endpoint == CHAT and row.sequences > 1:
+                raise TraceError(f"{where}: sequences: expected 1 with {CHAT}, got {row.sequences}")
+            if args.tenant_header and row.tenant and not _HEADER_VALUE.fullmatch(row.tenant):
+                raise TraceError(f"{where}: tenant: expected a word for a header, got {row.tenant!r}")
 
     async def run(self, screen: Screen) -> Outcome:
         """Every run."""
@@ -246,6 +266,8 @@ class _Bench:
             percentiles=self._percentiles,
             headers=headers,
             session_header=args.session_header,
+            tenant_header=args.tenant_header,
+            waves=self._waves,
         )
         searching = args.sweep and bool(self._slo_s)
         return await Campaign(

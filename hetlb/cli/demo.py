@@ -29,14 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from hetlb.config import load_profile
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.errors import HetlbError, InputError
 from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
 from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.loadtest.report import percent, runs_table
-from hetlb.traces import read_trace
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import read_trace
 
 MODEL = "demo-model"
 ENGINES = ("fast", "slow")

@@ -368,10 +368,8 @@ def _errors_table(profile: Profile) -> Table:
 def _seconds(profile: Profile, phase: Phase, batch: int, length: int) -> float:
     latency = profile.latency
     if phase is Phase.DECODE:
-        return latency.decode_step_s(batch, length)
-    if latency.better_prefill is not None:
-        return latency.better_prefill.prefill_s(batch, length)
-    return latency.prefill_s(batch, length)
+        return latency.step_s(batch, batch * length)
+    return latency.prefill_s(length, batch)
 
 
 def _show(profile: Profile, as_json: bool) -> int:

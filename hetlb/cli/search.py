@@ -27,7 +27,7 @@ from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.plan.check import check
 from hetlb.plan.tp_search import Estimator, MachinePlan, Rows, degrees, search, static_estimate
 from hetlb.sim.engine import DEFAULT_MAX_NUM_SEQS, EngineLimits, EngineModel, Sequence
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 #: The most rows of a trace that are estimated on.
 MAX_ROWS = 2000

@@ -29,13 +29,13 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, ProfileError, TraceError
-from hetlb.loadtest.options import read_rates
+from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
-from hetlb.sim.contents import HASH_BLOCK_TOKENS, TraceContents
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
-from hetlb.traces import TraceRow, read_trace
+from hetlb.workload.content import HASH_BLOCK_TOKENS, PromptContent, contents_of
+from hetlb.workload.traces import Row, read_trace
 
 #: Fewer requests than this, over all runs, are done before another process has started.
 _REQUESTS_WORTH_A_PROCESS = 4000
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests/s, inf (all at once) or trace; several: 8,16,inf",
     )
     parser.add_argument("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson")
+    parser.add_argument("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="default: every row of the trace")
     parser.add_argument("--policy", metavar="A,B,C", help="one run each (default: the file's)")
     parser.add_argument("--predictor", choices=PREDICTORS, default="empirical")
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
-        help="engines keep prefixes; needs hash_ids, or session_id and turn",
+        help="engines keep prefixes; needs hash_ids or session_id",
     )
     parser.add_argument(
         "--hash-block-size",
@@ -68,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=HASH_BLOCK_TOKENS,
         metavar="N",
         help="tokens of one of a trace's hash_ids",
+    )
+    parser.add_argument(
+        "--restart-at",
+        metavar="S",
+        help="a proxy that knows nothing takes over at these seconds: 60,120",
     )
     parser.add_argument("--seed", default="0", metavar="S", help="draws arrivals and choices; several: 0,1,2")
     parser.add_argument("--seeds", type=int, metavar="N", help="that many seeds, from --seed on")
@@ -103,11 +109,13 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
     study = make_study(
         fleet,
-        Load(rows, args.num_prompts, args.burstiness, read_contents(args, rows)),
+        Load(rows, args.num_prompts, args.burstiness, read_contents(args, rows), read_waves(args.waves)),
         predictor=args.predictor,
         rule=IterationRule(args.iteration),
         model=args.model,
         queue_limit=args.queue_limit,
+        prefix_cache=args.prefix_cache,
+        restarts_s=read_restarts(args.restart_at),
     )
     ran = sweep(study, cells, args.jobs)
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
@@ -164,14 +172,21 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise InputError(f"--hash-block-size: expected at least 1, got {args.hash_block_size}")
 
 
-def read_contents(args: argparse.Namespace, rows: Sequence[TraceRow]) -> TraceContents | None:
+def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptContent] | None:
     """`--prefix-cache`: what the rows have in common. Raises `InputError`."""
     if not args.prefix_cache:
         return None
-    try:
-        return TraceContents(rows, args.hash_block_size)
-    except ValueError as error:
-        raise TraceError(f"{args.trace}: --prefix-cache: {error}") from error
+    if not any(row.hash_ids or row.session for row in rows):
+        raise TraceError(f"{args.trace}: --prefix-cache: expected the column hash_ids or session_id")
+    return contents_of(rows, args.hash_block_size)
+
+
+def read_restarts(text: str | None) -> tuple[float, ...]:
+    """`--restart-at`. Raises `InputError`."""
+    times = () if text is None else read_seconds(text, ",")
+    if times is None:
+        raise InputError(f"--restart-at: expected seconds, or several separated by commas, got {text!r}")
+    return times
 
 
 def watch(cells: Sequence[Cell]) -> list[Cell]:
@@ -202,6 +217,8 @@ def make_study(
     rule: IterationRule = IterationRule.TOKEN,
     model: str | None = None,
     queue_limit: int | None = None,
+    prefix_cache: bool = False,
+    restarts_s: tuple[float, ...] = (),
 ) -> Study:
     """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
@@ -218,10 +235,12 @@ def make_study(
         lengths=LengthDistribution(row.output_tokens for row in load.rows),
         initial_health=Health.UP,
     )
-    engines = {spec.name: engine_spec(fleet, spec.name) for spec in setup.specs}
-    # Further columns of a trace may be large, and processes get a copy of all this.
-    rows = [TraceRow(row.arrival_s, row.input_tokens, row.output_tokens) for row in load.rows]
-    return Study(setup, engines, name, rule, replace(load, rows=rows))
+    engines = {
+        spec.name: replace(engine_spec(fleet, spec.name), prefix_cache=prefix_cache) for spec in setup.specs
+    }
+    # Texts and further columns of a trace may be large, and processes get a copy of all this.
+    rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
+    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s)
 
 
 def sweep(study: Study, cells: Sequence[Cell], jobs: int | None = None) -> list[Ran]:
@@ -343,7 +362,8 @@ def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
     if profile is None:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
     try:
-        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity))
+        limits = EngineLimits.from_capacity(profile.capacity)
+        return EngineSpec(profile.latency, limits, max_model_len=profile.capacity.max_model_len)
     except ValueError as error:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 

@@ -206,6 +206,11 @@ class Instance:
         return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
 
     @property
+    def token_budget(self) -> int:
+        """Tokens that an iteration computes at most: `max_num_batched_tokens`, or the default of vLLM."""
+        return self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+
+    @property
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u. It may exceed 1."""
         return self.kv_tokens / self.kv_cache_tokens
@@ -234,9 +239,9 @@ class Instance:
 
     def _refigure(self) -> None:
         k = self.latency
-        budget = self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         figures = (
-            k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8, budget, self.max_num_seqs, self.kv_cache_tokens,
+            k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8,
+            self.token_budget, self.max_num_seqs, self.kv_cache_tokens,
         )  # fmt: skip
         if figures != self.figures:
             self.figures = figures
@@ -463,7 +468,7 @@ class Instance:
             mark, began_at = lease.mark, lease.dispatched_at
         elif now - first_at < _DECODING * took_s:
             return False
-        if not self.speed.answered(self.nominal, mark, now - began_at, steps, now):
+        if not self.speed.answered(self.nominal, mark, now - began_at, steps, now, self.token_budget):
             return False
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)

@@ -56,6 +56,9 @@ _BETTER: Final = 0.95
 #: Who is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
 
+#: The beginning of the reason of an instance that has room and is left to wait for a faster one.
+PASSED_OVER: Final = "passed over"
+
 #: How an instance stands to one request.
 _ROOM: Final = 0
 _NO_PLACE: Final = 1
@@ -248,7 +251,7 @@ class _View:
         elif seen.state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (
-                f"passed over: a long answer takes {long_s:.3g} s here, "
+                f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {done_s:.3g} s"
             )
         return Candidate(
@@ -333,7 +336,7 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     reading_s = running / (output if output > 1.0 else 1.0) * (k.k1 * mix.prompt + k.k2)
     full_s = alone_s + others_s * running + reading_s
     thin_s = alone_s + others_s * running * share
-    read_s = k.prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
+    read_s = k.paper_prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
     return read_s + (long - thinning) * full_s + thinning * thin_s
 
 

@@ -1,10 +1,16 @@
-"""How long an engine takes: the latency model of one vLLM instance, in seconds.
+"""The latency model of one vLLM instance: seconds for a prefill, a decode step, an iteration, an answer.
 
-Equations from Xiong et al., arXiv 2504.15303: a batch of B requests of I input tokens is prefilled in
-`k1*B*I + k2*B + k3*I + k4`; a decode step of B requests with c cached tokens each takes
-`k5*B*c + k6*B + k7*c + k8`. The paper's two formulas are what the scheduler and static search use;
-`iteration_s` is what an engine model uses for one iteration that mixes both kinds of work; it, and only
-it, uses the better form of prefill where a profile carries one (`PnormPrefill`).
+This module holds the only latency formulas of hetlb. Policies, speed correction, expectation, `explain`,
+simulator and emulator call `LatencyModel`, or hold an inlined copy that a property test equates with it.
+
+Two families of methods:
+
+* `paper_*`: the equations of Xiong et al., arXiv 2504.15303, always from k1..k8. A batch of B requests of I
+  input tokens is prefilled in `k1*B*I + k2*B + k3*I + k4`; a decode step of B requests with c cached tokens
+  each takes `k5*B*c + k6*B + k7*c + k8`. The policies `paper` and `paper-memory` and static search use them.
+* all others: the best form that the profile has, for everything else.
+
+Everything is pure: floats in, floats out, no allocation. Times are seconds, lengths tokens.
 """
 
 from __future__ import annotations
@@ -98,23 +104,24 @@ class PnormPrefill(Value):
 
     def prefill_s(self, batch: float, input_tokens: float) -> float:
         """Seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
-        return self.pass_s(batch * input_tokens, batch, input_tokens)
+        return self.pass_s(batch * input_tokens, batch, batch * input_tokens * input_tokens)
 
     def pass_s(
-        self, tokens: float, prompts: float, longest: float, decodes: int = 0, floor_s: float = 0.0
+        self, tokens: float, prompts: float, attended: float, decodes: float = 0.0, floor_s: float = 0.0
     ) -> float:
         """Seconds of a pass over `tokens` prompt tokens of `prompts` prompts, beside `decodes` single tokens.
 
-        It takes `floor_s` at least, where that is more than the form's own floor.
+        `attended` is the sum of length squared over whole prompts; a chunk of c tokens behind o computed
+        ones counts c * (c + 2 * o). The dense part takes at least `floor_s`. Affine in `attended`.
         """
         floor = max(self.floor_s, floor_s)
         rate = self.token_s * (tokens + decodes)
         low, high = (floor, rate) if floor < rate else (rate, floor)
-        dense = high * (1.0 + (low / high) ** self.p) ** (1.0 / self.p) if high > 0 else 0.0
-        seconds = dense + self.attention_s * tokens * longest
+        dense = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p) if high > 0.0 else 0.0
         if self.grid is None:
-            return seconds
-        return max(floor_s, seconds * self.grid.factor(prompts, tokens / prompts))
+            return dense + self.attention_s * attended
+        factor = self.grid.factor(prompts, tokens / prompts)
+        return max(floor_s, dense * factor) + self.attention_s * attended * factor
 
     def elasticity(self, batch: float, input_tokens: float) -> tuple[float, float]:
         """d log(seconds) / d log(batch) and / d log(input_tokens) without the grid; both rise with either."""
@@ -140,10 +147,10 @@ class PnormPrefill(Value):
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel(Value):
-    """The eight constants k1..k8. Units: seconds, tokens, requests.
+    """The eight constants k1..k8 and, where the profile has it, a better form of prefill.
 
-    `better_prefill` is what `iteration_s` takes for prompts instead of k1..k4, where it is known.
-    `prefill_s`, `decode_step_s` and `decode_s` are always k1..k8.
+    Units: seconds, tokens, requests. `batch` counts decoding sequences, `kv_tokens` the tokens that they
+    hold in the KV cache together, the one computed in this step included.
     """
 
     k1: float
@@ -162,74 +169,174 @@ class LatencyModel(Value):
             if not math.isfinite(value):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
 
-    def prefill_s(self, batch: float, input_tokens: float) -> float:
+    # --- the paper's equations: k1..k8 ---
+
+    def paper_prefill_s(self, batch: float, input_tokens: float) -> float:
         """Seconds to prefill `batch` requests of `input_tokens` tokens each in one forward pass."""
         return self.k1 * batch * input_tokens + self.k2 * batch + self.k3 * input_tokens + self.k4
 
-    def decode_step_s(self, batch: float, cached_tokens: float) -> float:
+    def paper_step_s(self, batch: float, cached_tokens: float) -> float:
         """Seconds of one decode step of `batch` requests with `cached_tokens` tokens in the cache each."""
         return self.k5 * batch * cached_tokens + self.k6 * batch + self.k7 * cached_tokens + self.k8
 
-    def decode_s(self, batch: float, input_tokens: float, output_tokens: float) -> float:
+    def paper_decode_s(self, batch: float, input_tokens: float, output_tokens: float) -> float:
         """Seconds to decode `output_tokens` tokens for each of `batch` requests of `input_tokens` tokens.
 
-        The closed form of `sum over j = 1..O of decode_step_s(B, I + j)`; O may be fractional, since a
+        The closed form of `sum over j = 1..O of paper_step_s(B, I + j)`; O may be fractional, since a
         predicted length is an expectation.
         """
         cached_sum = output_tokens * input_tokens + output_tokens * (output_tokens + 1.0) / 2.0
         return output_tokens * (self.k6 * batch + self.k8) + (self.k5 * batch + self.k7) * cached_sum
 
+    # --- one iteration ---
+
+    def step_s(self, batch: float, kv_tokens: float) -> float:
+        """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
+        if batch <= 0.0:
+            return 0.0
+        return self.k5 * kv_tokens + self.k6 * batch + self.k7 * kv_tokens / batch + self.k8
+
+    def step_growth_s(self, batch: float) -> float:
+        """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
+        return self.k5 * batch + self.k7
+
+    def mixed_step_s(
+        self,
+        prefill_tokens: float,
+        prompts: float,
+        longest: float,
+        batch: float,
+        kv_tokens: float,
+        attended: float = -1.0,
+    ) -> float:
+        """Seconds of one iteration: prompt tokens, and one token for each of `batch` decoding sequences.
+
+        `prefill_tokens` of `prompts` prompts are computed, at most `longest` of one. `attended` is what
+        attention goes over: the sum of c * (c + 2 * o) over the parts of prompts, c tokens behind o
+        computed or cached ones; below 0: `prefill_tokens * longest`. Weights are read once (5-8 % off
+        measured mixed steps). Without prompt tokens this is `step_s`; affine in `attended` and `kv_tokens`.
+        """
+        if prefill_tokens <= 0.0:
+            return self.step_s(batch, kv_tokens)
+        attention_s = floor_s = 0.0
+        if batch > 0.0:
+            attention_s = MIXED_DECODE_ATTENTION_FACTOR * (self.k5 * kv_tokens + self.k7 * kv_tokens / batch)
+            floor_s = self.k6 * batch + self.k8
+        better = self.better_prefill
+        if better is not None:
+            if attended < 0.0:
+                attended = prefill_tokens * longest
+            return better.pass_s(prefill_tokens, prompts, attended, batch, floor_s) + attention_s
+        least_s = self.k8 if batch > 0.0 and self.k8 > self.k4 else self.k4
+        prefill_s = self.k1 * prefill_tokens + self.k2 * prompts + self.k3 * longest
+        return least_s + prefill_s + self.k6 * batch + attention_s
+
     def iteration_s(
         self,
-        *,
-        prefill_tokens: int,
-        prefill_requests: int,
-        longest_prefill: int,
-        decodes: int,
-        cached_tokens: int,
+        prefill_tokens: float,
+        prompts: float,
+        longest: float,
+        batch: float,
+        kv_tokens: float,
+        attended: float = -1.0,
         rule: IterationRule = IterationRule.TOKEN,
     ) -> float:
-        """Seconds of one engine iteration.
+        """Seconds of one engine iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
+        if rule is IterationRule.SUM and prefill_tokens > 0.0:
+            prefill_s = self.mixed_step_s(prefill_tokens, prompts, longest, 0.0, 0.0, attended)
+            return prefill_s + self.step_s(batch, kv_tokens)
+        return self.mixed_step_s(prefill_tokens, prompts, longest, batch, kv_tokens, attended)
 
-        It computes `prefill_tokens` prompt tokens of `prefill_requests` prompts (the longest part being
-        `longest_prefill`) and one token for each of `decodes` requests, which together hold
-        `cached_tokens` tokens in the cache. Pure iterations take what was fitted.
+    # --- one request ---
+
+    def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
+        """Seconds to prefill `sequences` prompts of `prompt_tokens` tokens each in one pass of their own.
+
+        The first `cached_tokens` of each are in the prefix cache: attended to, not computed.
         """
-        better = self.better_prefill
-        if better is not None and prefill_tokens > 0:
-            return self._better_iteration_s(
-                better, prefill_tokens, prefill_requests, longest_prefill, decodes, cached_tokens, rule
-            )
-        prefill = self.k1 * prefill_tokens + self.k2 * prefill_requests + self.k3 * longest_prefill
-        if decodes == 0:
-            return prefill + self.k4
-        attention = self.k5 * cached_tokens + self.k7 * cached_tokens / decodes
-        if prefill_tokens == 0:
-            return attention + self.k6 * decodes + self.k8
-        if rule is IterationRule.SUM:
-            return prefill + self.k4 + attention + self.k6 * decodes + self.k8
-        return max(self.k4, self.k8) + prefill + self.k6 * decodes + MIXED_DECODE_ATTENTION_FACTOR * attention
+        new = prompt_tokens - cached_tokens
+        attended = sequences * new * (new + 2.0 * cached_tokens)
+        return self.mixed_step_s(sequences * new, sequences, new, 0.0, 0.0, attended)
 
-    def _better_iteration_s(
+    def first_token_s(
         self,
-        better: PnormPrefill,
-        tokens: int,
-        prompts: int,
-        longest: int,
-        decodes: int,
-        cached_tokens: int,
-        rule: IterationRule,
+        prompt_tokens: float,
+        cached_tokens: float,
+        pending_tokens: float,
+        batch: float,
+        kv_tokens: float,
+        budget: float,
+        sequences: float = 1.0,
     ) -> float:
-        """An iteration with prompt tokens, by the better form. `TOKEN`: dense work over all tokens."""
-        if decodes == 0:
-            return better.pass_s(tokens, prompts, longest)
-        attention = self.k5 * cached_tokens + self.k7 * cached_tokens / decodes
-        step = self.k6 * decodes + self.k8
-        if rule is IterationRule.SUM:
-            return better.pass_s(tokens, prompts, longest) + attention + step
-        return (
-            better.pass_s(tokens, prompts, longest, decodes, step) + MIXED_DECODE_ATTENTION_FACTOR * attention
+        """Seconds until the first token of `sequences` prompts of `prompt_tokens` tokens each.
+
+        `cached_tokens` of each are in the prefix cache. `pending_tokens` of other prompts, taken to be like
+        these, are read first; `batch` sequences decode beside them. An iteration computes at most `budget`
+        tokens (`max_num_batched_tokens`), decodes included. For one prompt on an idle engine this is what
+        `sim.engine` takes.
+        """
+        new = prompt_tokens - cached_tokens
+        if new < 1.0:
+            new = 1.0
+        cached = prompt_tokens - new
+        own = sequences * new
+        total = pending_tokens + own
+        part = budget - batch if budget - batch >= 1.0 else 1.0
+        per_token = (own * (new + 2.0 * cached) + pending_tokens * prompt_tokens) / total
+        if total <= part:
+            return self.mixed_step_s(total, sequences, new, batch, kv_tokens, total * per_token)
+        full = math.ceil(total / part) - 1.0
+        read = full * part
+        # One prompt alone: its parts attend to all before them; the sum over the full parts is exact.
+        attended = part * (read + 2.0 * cached) if own >= total and sequences <= 1.0 else part * per_token
+        full_s = full * self.mixed_step_s(part, 1.0, part, batch, kv_tokens, attended)
+        last = total - read
+        attended = (
+            last * (last + 2.0 * (cached + read)) if own >= total and sequences <= 1.0 else last * per_token
         )
+        prompts = sequences if sequences * new <= last else last / new if last > new else 1.0
+        longest = new if new < last else last
+        return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
+
+    def answer_s(self, prompt_tokens: float, output_tokens: float, batch: float, kv_tokens: float) -> float:
+        """Seconds to decode `output_tokens` more tokens of a sequence that holds `prompt_tokens` tokens.
+
+        `batch` others, which hold `kv_tokens` together, decode beside it and stay as they are.
+        """
+        if output_tokens <= 0.0:
+            return 0.0
+        mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
+        return output_tokens * self.step_s(batch + 1.0, kv_tokens + mean_context)
+
+    # --- what one more request costs those who run there (the externality) ---
+
+    def read_delay_s(
+        self,
+        prompt_tokens: float,
+        cached_tokens: float,
+        batch: float,
+        kv_tokens: float,
+        budget: float,
+        sequences: float = 1.0,
+    ) -> float:
+        """Seconds by which each of `batch` decoding sequences is delayed while these prompts are read."""
+        if batch <= 0.0:
+            return 0.0
+        new = prompt_tokens - cached_tokens
+        total = sequences * (new if new >= 1.0 else 1.0)
+        part = budget - batch if budget - batch >= 1.0 else 1.0
+        iterations = math.ceil(total / part)
+        mixed_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
+        delay_s = mixed_s - iterations * self.step_s(batch, kv_tokens)
+        return delay_s if delay_s > 0.0 else 0.0
+
+    def step_delay_s(self, batch: float, kv_tokens: float, context: float, sequences: float = 1.0) -> float:
+        """Seconds by which `sequences` more of `context` tokens each make a step of `batch` others longer."""
+        if batch <= 0.0:
+            return 0.0
+        more = self.step_s(batch + sequences, kv_tokens + sequences * context)
+        delay_s = more - self.step_s(batch, kv_tokens)
+        return delay_s if delay_s > 0.0 else 0.0
 
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
@@ -260,7 +367,7 @@ def ideal_batch(
 
 def processing_s(model: LatencyModel, batch: int, input_tokens: float, output_tokens: float) -> float:
     """One request's share of the time its ideal batch takes: `(T_prefill(b) + T_decode(b)) / b`, seconds."""
-    total = model.prefill_s(batch, input_tokens)
+    total = model.paper_prefill_s(batch, input_tokens)
     if output_tokens > 0:
-        total += model.decode_s(batch, input_tokens, output_tokens)
+        total += model.paper_decode_s(batch, input_tokens, output_tokens)
     return total / batch

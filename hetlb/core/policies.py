@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.late_binding import Hetlb
+from hetlb.core.late_binding import PASSED_OVER, Hetlb
 from hetlb.core.policy import (
     COMBINE_FORMS,
     Choice,
@@ -23,7 +25,7 @@ from hetlb.core.policy import (
     best,
     paper_terms,
 )
-from hetlb.core.types import Candidate
+from hetlb.core.types import Candidate, Request
 
 __all__ = ["COMBINE_FORMS", "POLICIES", "PolicyParams", "make_policy"]
 
@@ -31,6 +33,16 @@ NOT_DRAWN: Final = "not drawn"
 #: A reason of `planned`, and the requests of a type after which what was given counts half.
 NO_SHARE: Final = "no share of this type in the plan"
 REMEMBERED: Final = 4096.0
+
+#: `prefix`: the share of a prompt that must be matched, and the difference and ratio of requests in flight
+#: beyond which balance comes first. sglang-router's defaults, which vllm-router has too.
+_MATCH_THRESHOLD: Final = 0.3
+_BALANCE_ABS_THRESHOLD: Final = 64
+_BALANCE_REL_THRESHOLD: Final = 1.5
+#: `prefix` remembers so many prefixes, the ones used last.
+_PREFIXES_KEPT: Final = 65_536
+#: How the key of a session begins, among the keys of a request.
+_SESSION: Final = "session:"
 
 
 class RoundRobin(Policy):
@@ -48,7 +60,7 @@ class RoundRobin(Policy):
         start = (names.index(last) + 1) if last in names else 0
         return [Candidate(name, float((i - start) % len(names))) for i, name in enumerate(names)]
 
-    def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
+    def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
         self._last[instances[0].spec.model] = chosen.name
 
 
@@ -67,7 +79,7 @@ class SmoothWeightedRoundRobin(Policy):
             for instance in instances
         ]
 
-    def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
+    def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
         for instance in instances:
             self._current[instance.name] = self._current.get(instance.name, 0.0) + instance.spec.weight
         self._current[chosen.name] -= sum(instance.spec.weight for instance in instances)
@@ -170,6 +182,78 @@ class PaperMemory(Paper):
     _fixed_processing_s = 1.0
 
 
+class PrefixMatch(Policy):
+    """`prefix`: cache-aware routing, the instance that was sent the longest prefix of the prompt.
+
+    Fewest requests in flight where the match is short, where several match alike, and where requests in
+    flight are out of balance. Source: sglang-router's `cache_aware`, with the prefix keys of a request in
+    place of a radix tree over its text.
+    """
+
+    name = "prefix"
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        #: By model and prefix key: the caches that were sent it, by `Instance.cache_id`.
+        self._sent: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
+
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
+        loads = [instance.in_flight for instance in instances]
+        least, most = min(loads), max(loads)
+        balanced = most - least <= _BALANCE_ABS_THRESHOLD or most <= _BALANCE_REL_THRESHOLD * least
+        matched = self._matched(question.request) if balanced else {}
+        longest = max((matched.get(instance.cache_id, 0) for instance in instances), default=0)
+        if longest <= _MATCH_THRESHOLD * question.request.prompt_tokens:
+            longest = 0
+        return [
+            Candidate(instance.name, float(instance.in_flight))
+            if matched.get(instance.cache_id, 0) >= longest
+            else Candidate(instance.name, math.inf, reason="shorter prefix")
+            for instance in instances
+        ]
+
+    def _matched(self, request: Request) -> dict[int, int]:
+        """Tokens of the longest prefix that each cache was sent."""
+        found: dict[int, int] = {}
+        for name, tokens in request.beginnings:
+            if tokens is not None:
+                for cache_id in self._sent.get((request.model, name), ()):
+                    found[cache_id] = max(tokens, found.get(cache_id, 0))
+        return found
+
+    def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
+        request, sent = question.request, self._sent
+        for name, tokens in request.beginnings:
+            if tokens is not None:
+                key = (request.model, name)
+                sent.setdefault(key, set()).add(chosen.cache_id)
+                sent.move_to_end(key)
+        while len(sent) > _PREFIXES_KEPT:
+            sent.popitem(last=False)
+
+
+class SessionAffinity(Policy):
+    """`session`: the instance of a session, by weighted rendezvous hashing; without one the fewest requests.
+
+    A session moves only when its instance is away. Source: Schindelhauer and Schomaker, "Weighted
+    distributed hash tables", SPAA 2005 (the logarithmic method).
+    """
+
+    name = "session"
+
+    def score(self, question: Question, instances: Sequence[Instance]) -> list[Candidate]:
+        for name, _ in question.request.beginnings:
+            if name.startswith(_SESSION):
+                return [Candidate(each.name, _distance(name, each)) for each in instances]
+        return [Candidate(each.name, float(each.in_flight)) for each in instances]
+
+
+def _distance(session: str, instance: Instance) -> float:
+    """-ln(h) / weight, h being uniform in (0, 1) for every pair of session and instance."""
+    digest = blake2b(f"{session}/{instance.name}".encode(), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)) / instance.spec.weight
+
+
 class Planned(Hetlb):
     """`planned`: every type of request divided over the instances as a plan says.
 
@@ -186,12 +270,9 @@ class Planned(Hetlb):
         super().__init__(params, rng)
         #: By type and instance: requests given, halved when they become many so that old ones fade.
         self._given: dict[str, dict[str, float]] = {}
-        self._pending = ""
 
     def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
         planned = self._planned(question, instances)
-        # `committed` comes right after, if at all: nothing overtakes the head of the queue.
-        self._pending = "" if planned is None else planned.name
         if planned is None:
             return super().choose(question, instances)
         candidates = self.score(question, instances)
@@ -207,16 +288,19 @@ class Planned(Hetlb):
             replace(
                 candidate,
                 score=(given.get(candidate.instance, 0.0) + 1.0) / shares[candidate.instance],
+                # To wait for a faster instance is `hetlb`'s way to divide the work: a plan has done that.
+                eligible=candidate.eligible or candidate.reason.startswith(PASSED_OVER),
             )
             if shares.get(candidate.instance, 0.0) > 0.0
             else replace(candidate, score=math.inf, eligible=False, reason=NO_SHARE)
             for candidate in super().score(question, instances)
         ]
 
-    def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
-        if not self._pending:
+    def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
+        planned = self._planned(question, instances)
+        if planned is None:
             return
-        given = self._given.setdefault(self._pending, {})
+        given = self._given.setdefault(planned.name, {})
         given[chosen.name] = given.get(chosen.name, 0.0) + 1.0
         if sum(given.values()) > REMEMBERED:
             for name in given:
@@ -254,6 +338,8 @@ POLICIES: dict[str, type[Policy]] = {
         LeastKv,
         PeakEwmaChoice,
         Single,
+        PrefixMatch,
+        SessionAffinity,
         Paper,
         PaperMemory,
         Hetlb,

@@ -191,7 +191,7 @@ class Policy:
         """Which of `entries` (the head of the queue first) should go to `chosen`, where the head would go."""
         return entries[0]
 
-    def committed(self, chosen: Instance, instances: Sequence[Instance]) -> None:
+    def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
         """`chosen` out of `instances` got the request."""
 
     def _draw_two(self, count: int) -> set[int]:

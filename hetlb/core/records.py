@@ -7,7 +7,8 @@ omission"; MLPerf LoadGen and wrk2 count the same way). Failed requests are in n
 count, and never in goodput.
 
 - TTFT: due time to first token. E2EL: due time to last token.
-- TPOT: (E2EL - TTFT) / (output_tokens - 1), for requests of two tokens or more.
+- TPOT: (E2EL - TTFT) / (output_tokens - 1), for requests of two tokens or more; of several sequences the
+  mean number of tokens of one.
 - ITL: every gap between two tokens of one request; measured over HTTP, between two events that carry text
   (a server that puts several tokens into one event shows fewer, longer gaps: its TPOT is the true figure).
 - duration: first due time to the end of the last request, whatever became of it.
@@ -54,6 +55,8 @@ class RequestRecord(Value):
     end_s: float | None = None
     error: str = ""
     itl_s: Floats | None = None
+    #: `output_tokens` are those of so many sequences, which grow at the same time.
+    sequences: int = 1
 
     @property
     def ttft_s(self) -> float | None:
@@ -69,9 +72,10 @@ class RequestRecord(Value):
     @property
     def tpot_s(self) -> float | None:
         """Mean time per token after the first, None for a single token or an unseen first one."""
-        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
+        steps = self.output_tokens / self.sequences - 1.0
+        if self.first_token_s is None or self.last_token_s is None or steps < 1.0:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+        return (self.last_token_s - self.first_token_s) / steps
 
     @property
     def lateness_s(self) -> float | None:

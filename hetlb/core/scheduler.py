@@ -774,7 +774,7 @@ class Scheduler:
             self._affinity.sent(request, instance, predicted)
         self._leased[lease.id] = instance
         policy = self._policy
-        policy.committed(instance, found.able)
+        policy.committed(question, instance, found.able)
         considered: Callable[[], Sequence[Candidate]] = found.candidates
         excluded = found.excluded
         if excluded:

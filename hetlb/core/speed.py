@@ -96,10 +96,12 @@ class SpeedTracker:
         """What has happened so far, `elapsed` up to now."""
         return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
 
-    def answered(self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float) -> bool:
+    def answered(
+        self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
+    ) -> bool:
         """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed.
 
-        `model` is the uncorrected one.
+        `model` is the uncorrected one, `budget` the most tokens that an iteration computes.
         """
         if seconds <= 0.0 or steps < 1.0:
             return False
@@ -107,10 +109,11 @@ class SpeedTracker:
         if running < 1.0:
             running = 1.0
         tokens = (self._token_s - since.token_s) / seconds
-        step_s = model.k5 * tokens + model.k6 * running + model.k7 * tokens / running + model.k8
-        expected_s = steps * step_s
-        expected_s += model.k1 * (self._prompt_tokens - since.prompt_tokens)
-        expected_s += model.k2 * (self._prompts - since.prompts)
+        expected_s = steps * model.step_s(running, tokens)
+        prompts = self._prompts - since.prompts
+        if prompts > 0:
+            mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
+            expected_s += prompts * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

@@ -63,7 +63,8 @@ class Capacity(Value):
     """What one instance can hold. `None` means not known yet.
 
     `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
-    the most that a single request can use of it (one engine's share).
+    the most that a single request can use of it (one engine's share). `enable_prefix_caching` and
+    `async_scheduling` are switches of vLLM that decide how much the engine computes, and when.
     """
 
     kv_cache_tokens: int | None = None
@@ -72,6 +73,8 @@ class Capacity(Value):
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_tokens_per_request: int | None = None
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""

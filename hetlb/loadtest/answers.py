@@ -25,6 +25,7 @@ class _Text(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
     text: str | None = None
     delta: _Text | None = None
     message: _Text | None = None
@@ -46,6 +47,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 class _Event(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
+    data: list[msgspec.Raw] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -65,7 +67,7 @@ class AnswerError(Exception):
 class StreamReader:
     """Server-sent events, one line of data each (as every OpenAI-compatible server sends them)."""
 
-    __slots__ = ("_record", "_rest", "_usage", "done", "tokens")
+    __slots__ = ("_last_s", "_record", "_rest", "_usage", "done", "tokens")
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -74,6 +76,8 @@ class StreamReader:
         self.done = False
         #: Events with text so far.
         self.tokens = 0
+        #: When the last text of each choice came, seconds.
+        self._last_s: dict[int, float] = {}
         record.itl_s = array("d")
 
     def feed(self, data: bytes, now_s: float) -> int:
@@ -94,22 +98,20 @@ class StreamReader:
                 self.done = True
                 continue
             event = _read(payload)
-            if event.choices:
-                for choice in event.choices:
-                    if choice.says_something:
-                        self._token(now_s)
-                        break
+            for choice in event.choices or ():
+                if choice.says_something:
+                    self._token(choice.index, now_s)
             if event.usage is not None:
                 self._usage = event.usage
         return self.tokens - before
 
-    def _token(self, now_s: float) -> None:
-        record = self._record
-        if self.tokens:
-            record.itl_s.append(now_s - record.last_token_s)  # type: ignore[union-attr, operator]
-        else:
+    def _token(self, index: int, now_s: float) -> None:
+        record, before_s = self._record, self._last_s.get(index)
+        if before_s is not None:
+            record.itl_s.append(now_s - before_s)  # type: ignore[union-attr]
+        elif record.first_token_s is None:
             record.first_token_s = now_s
-        record.last_token_s = now_s
+        self._last_s[index] = record.last_token_s = now_s
         self.tokens += 1
 
     def close(self, now_s: float) -> None:
@@ -125,8 +127,8 @@ class StreamReader:
 def read_plain(body: bytes, record: RequestRecord, now_s: float) -> None:
     """An answer that came whole at `now_s`. Raises `AnswerError`."""
     event = _read(body)
-    if not event.choices:
-        raise AnswerError("malformed answer", "no choices")
+    if not event.choices and not event.data:
+        raise AnswerError("malformed answer", "neither choices nor data")
     _count(record, event.usage, 0)
     record.last_token_s = now_s
 

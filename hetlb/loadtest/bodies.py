@@ -14,14 +14,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from hetlb.core.arrivals import PlannedRequest
-from hetlb.loadtest.datasets import BYTES_PER_TOKEN, Row
 from hetlb.loadtest.prompts import TOKEN_IDS
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.datasets import BYTES_PER_TOKEN
+from hetlb.workload.traces import Row, spans_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
 
-#: The JSON of one prompt.
+#: The JSON of the prompt, or of the list of prompts.
 Prompt: TypeAlias = Callable[[PlannedRequest], bytes]
 
 _IDS = [b"%d," % token for token in TOKEN_IDS]
@@ -54,17 +56,20 @@ class MadePrompts:
         self._pool = b"".join(pool)
 
     def __call__(self, planned: PlannedRequest) -> bytes:
-        """The JSON of one prompt, `planned.prompt_tokens` long."""
+        """The JSON of the prompts, each `planned.prompt_tokens` long: of a list where there are several."""
+        if planned.prompts == 1:
+            return self._prompt(planned, b"request %d" % planned.index)
+        names = (b"request %d/%d" % (planned.index, i) for i in range(planned.prompts))
+        return b"[%b]" % b",".join([self._prompt(planned, name) for name in names])
+
+    def _prompt(self, planned: PlannedRequest, own: bytes) -> bytes:
         row, length = self._rows[planned.index], planned.prompt_tokens
-        own = b"request %d" % planned.index
-        if row.hash_ids:
-            blocks = -(-length // self._block_tokens)
-            names = [b"block %b" % name.encode() for name in row.hash_ids[:blocks]]
-            made = b"".join(self._block(name, self._block_tokens) for name in names)
-            missing = length - len(names) * self._block_tokens
-            made += self._block(own, max(0, missing))
-        else:
-            made = self._block(b"session %b" % row.session.encode() if row.session else own, length)
+        spans = spans_of(row.hash_ids, length, self._block_tokens)
+        made = b"".join([self._block(b"block %b" % name.encode(), tokens) for name, tokens in spans])
+        missing = length - sum(tokens for _, tokens in spans)
+        if row.session and planned.prompts == 1:
+            own = b"session %b" % row.session.encode()
+        made += self._block(own, missing)
         opening, closing = self._quotes
         return b"%b%b%b" % (opening, made[: length * self._unit_bytes - 1], closing)
 
@@ -84,19 +89,26 @@ def given_texts(rows: Sequence[Row], otherwise: Prompt) -> Prompt:
 
     def prompt(planned: PlannedRequest) -> bytes:
         text = rows[planned.index].text
-        return otherwise(planned) if text is None else msgspec.json.encode(text)
+        if text is None:
+            return otherwise(planned)
+        return msgspec.json.encode(text if planned.prompts == 1 else [text] * planned.prompts)
 
     return prompt
 
 
-def conversations(rows: Sequence[Row], salt: str, header: str) -> Callable[[PlannedRequest], dict[str, str]]:
-    """The header that names a row's conversation, by a digest that is another for another salt."""
+def own_headers(
+    rows: Sequence[Row], salt: str, session_header: str = "", tenant_header: str = ""
+) -> Callable[[PlannedRequest], dict[str, str]]:
+    """The headers of a row: its tenant, and its conversation by a digest that the salt decides too."""
 
     def headers(planned: PlannedRequest) -> dict[str, str]:
-        session = rows[planned.index].session
-        if not session:
-            return {}
-        return {header: hashlib.blake2b(f"{salt}/{session}".encode(), digest_size=12).hexdigest()}
+        row, found = rows[planned.index], {}
+        if row.session and session_header:
+            digest = hashlib.blake2b(f"{salt}/{row.session}".encode(), digest_size=12)
+            found[session_header] = digest.hexdigest()
+        if row.tenant and tenant_header:
+            found[tenant_header] = row.tenant
+        return found
 
     return headers
 
@@ -106,13 +118,11 @@ def _no_headers(_: PlannedRequest) -> dict[str, str]:
 
 
 class RequestBodies:
-    """`POST /v1/completions` or `/v1/chat/completions`, streamed, one prompt each.
+    """`POST /v1/completions` or `/v1/chat/completions`, streamed; of embeddings `/v1/embeddings`.
 
-    With `ignore_eos` every answer has the planned length; without it that is the most it may have.
-    `headers` gives each request's own.
+    With `ignore_eos` every answer has the planned length; without it that is the most it may have. A
+    tenant is the `user` of its requests. `headers` gives each request's own.
     """
-
-    stream = True
 
     def __init__(
         self,
@@ -123,18 +133,33 @@ class RequestBodies:
         ignore_eos: bool,
         headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers,
     ) -> None:
-        self.path = path
         self.headers = headers
+        self._path = path
         self._prompt = prompt
-        head = {"model": model, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        self._model = msgspec.json.encode(model)
+        head = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if ignore_eos:
             head["ignore_eos"] = True
         self._head = msgspec.json.encode(head)[:-1]
 
+    def path(self, planned: PlannedRequest) -> str:
+        """The endpoint."""
+        return self._path if planned.generates else EMBEDDINGS
+
+    def streams(self, planned: PlannedRequest) -> bool:
+        """All but embeddings."""
+        return planned.generates
+
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
-        output, prompt = max(1, planned.output_tokens), self._prompt(planned)
-        if self.path == CHAT:
+        prompt = self._prompt(planned)
+        more = b"" if planned.tenant is None else b',"user":%b' % msgspec.json.encode(planned.tenant)
+        if not planned.generates:
+            return b'{"model":%b,"input":%b%b}' % (self._model, prompt, more)
+        # Greedy sampling has one answer: vLLM refuses more.
+        more += b',"temperature":0' if planned.n == 1 else b',"temperature":1,"n":%d' % planned.n
+        output = planned.answer_tokens
+        if self._path == CHAT:
             message = b'"messages":[{"role":"user","content":%b}]' % prompt
-            return b'%b,"max_completion_tokens":%d,%b}' % (self._head, output, message)
-        return b'%b,"max_tokens":%d,"prompt":%b}' % (self._head, output, prompt)
+            return b'%b%b,"max_completion_tokens":%d,%b}' % (self._head, more, output, message)
+        return b'%b%b,"max_tokens":%d,"prompt":%b}' % (self._head, more, output, prompt)

@@ -17,9 +17,9 @@ from hetlb.loadtest.admin import FleetAdmin, fleet_admin
 from hetlb.loadtest.compare import comparisons, turns
 from hetlb.loadtest.generator import Progress
 from hetlb.loadtest.runs import LoadSpec, Measured, measure
-from hetlb.loadtest.schedules import Ramp, Rate
 from hetlb.loadtest.screen import Screen
 from hetlb.loadtest.search import RateSearch
+from hetlb.workload.schedules import Ramp, Rate
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import Any
 
 from hetlb.core.records import RequestRecord, latency_figures, percentile
-from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.generator import LoadResult
+from hetlb.workload.traces import Row
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 #: The latencies that a goodput may set a limit to.

@@ -23,11 +23,11 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord, summarize
 from hetlb.loadtest.answers import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.prompts import Bodies
 from hetlb.loadtest.verdict import judge
+from hetlb.workload.arrivals import PlannedRequest
 
 #: uvicorn closes idle connections after 5 s; the pool lets go of them before.
 KEEP_ALIVE_S = 2.0
@@ -157,7 +157,7 @@ class _Run:
         self._turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._plan = plan
         self._bodies = bodies
-        self._target = URL(url.rstrip("/") + bodies.path)
+        self._url = url.rstrip("/")
         self._progress = progress
         self._timeout = aiohttp.ClientTimeout(
             total=timeout_s, connect=None, sock_connect=None, sock_read=None
@@ -177,7 +177,10 @@ class _Run:
         progress.planned = len(plan)
         closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
-        records = [RequestRecord(planned.scheduled_s, planned.prompt_tokens) for planned in plan]
+        records = [
+            RequestRecord(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
+            for planned in plan
+        ]
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)
         tracing.on_request_headers_sent.append(self._on_sent)
@@ -233,7 +236,7 @@ class _Run:
         try:
             async with await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
-                await self._read(response, record)
+                await self._read(response, record, streams=self._bodies.streams(planned))
         except AnswerError as error:
             self._fail(record, error.kind, error.detail)
         except TimeoutError:
@@ -252,18 +255,19 @@ class _Run:
     ) -> aiohttp.ClientResponse:
         """The head of the answer. A kept connection that the server had closed meanwhile costs no request."""
         body, headers = self._bodies.body(planned), self._bodies.headers(planned)
+        target = URL(self._url + self._bodies.path(planned))
         while True:
             attempt = _Attempt(record)
             try:
-                return await session.post(self._target, data=body, headers=headers, trace_request_ctx=attempt)
+                return await session.post(target, data=body, headers=headers, trace_request_ctx=attempt)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not attempt.reused:
                     raise
 
-    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord, *, streams: bool) -> None:
         if response.status != 200:
             raise AnswerError(f"http {response.status}", (await response.read()).decode(errors="replace"))
-        if not self._bodies.stream:
+        if not streams:
             body = await response.read()
             read_plain(body, record, self._now())
             self._progress.output_tokens += record.output_tokens

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from hetlb.core.arrivals import PlannedRequest
+from hetlb.workload.arrivals import PlannedRequest
 
 #: Ids of prompts: four digits each, inside the vocabulary of even the tiny models of `tests/vllm`, and
 #: past the low ids where special tokens live.
@@ -24,13 +24,11 @@ _BYTES_PER_ID = 5  # four digits and a comma
 class Bodies(Protocol):
     """What is sent for each planned request, and where."""
 
-    @property
-    def path(self) -> str:
+    def path(self, planned: PlannedRequest) -> str:
         """The endpoint."""
 
-    @property
-    def stream(self) -> bool:
-        """Whether the answers come as events."""
+    def streams(self, planned: PlannedRequest) -> bool:
+        """Whether the answer comes as events."""
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
@@ -47,8 +45,6 @@ class CompletionBodies:
     where the model stops, behind one `max_tokens` for all. Draw a new `rng` for every run against the same
     engines, or the second run measures their prefix caches.
     """
-
-    path = "/v1/completions"
 
     def __init__(
         self,
@@ -72,6 +68,14 @@ class CompletionBodies:
         if stream:
             head["stream_options"] = {"include_usage": True}
         self._head = msgspec.json.encode(head)[:-1]
+
+    def path(self, planned: PlannedRequest) -> str:
+        """`/v1/completions`."""
+        return "/v1/completions"
+
+    def streams(self, planned: PlannedRequest) -> bool:
+        """As all of them do."""
+        return self.stream
 
     def prompt(self, planned: PlannedRequest) -> bytes:
         """The ids of one prompt, separated by commas."""

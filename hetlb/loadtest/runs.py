@@ -19,11 +19,12 @@ import aiohttp
 
 from hetlb.errors import HetlbError
 from hetlb.loadtest.admin import FleetAdmin, Reported, why
-from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, conversations, given_texts
-from hetlb.loadtest.datasets import Row
+from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
 from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
-from hetlb.loadtest.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.arrivals import Waves
+from hetlb.workload.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.traces import Row
 
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -48,8 +49,10 @@ class LoadSpec:
     slo_s: Mapping[str, float] | None = None
     percentiles: Sequence[float] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Names the conversation of a request that has one; "" is none.
+    #: Headers that name the conversation and the tenant of a request that has one; "" is none.
     session_header: str = ""
+    tenant_header: str = ""
+    waves: Waves | None = None
 
     @property
     def as_text(self) -> bool:
@@ -62,8 +65,7 @@ class LoadSpec:
         made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
         prompt = given_texts(load.rows, made) if self.as_text else made
         bodies = RequestBodies(self.model, prompt, path=self.path, ignore_eos=self.ignore_eos)
-        if self.session_header:
-            bodies.headers = conversations(load.rows, salt, self.session_header)
+        bodies.headers = own_headers(load.rows, salt, self.session_header, self.tenant_header)
         return bodies
 
 
@@ -95,7 +97,7 @@ async def measure(
     label = f"{policy}/{rate}/{round_number}"
     if spec.num_warmups:
         await _warm_up(spec, f"{label}/warm-up")
-    load = make_load(spec.rows, spec.num_prompts, rate, random.Random(seed), spec.burstiness)
+    load = make_load(spec.rows, spec.num_prompts, rate, random.Random(seed), spec.burstiness, spec.waves)
     async with contextlib.nullcontext(Reported()) if admin is None else admin.reported() as reported:
         result = await run_load(
             load.plan,
@@ -169,7 +171,10 @@ def plan_sha256(load: Load) -> str:
     """A name for what is sent when, and how long it is."""
     digest = hashlib.sha256()
     for planned in load.plan:
-        digest.update(b"%r %d %d\n" % (planned.scheduled_s, planned.prompt_tokens, planned.output_tokens))
+        digest.update(b"%r %d %d" % (planned.scheduled_s, planned.prompt_tokens, planned.output_tokens))
+        if planned.sequences > 1 or not planned.generates:
+            digest.update(b" %d %d %d" % (planned.prompts, planned.n, planned.generates))
+        digest.update(b"\n")
     return digest.hexdigest()
 
 

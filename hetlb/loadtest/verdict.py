@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord, percentile
+from hetlb.workload.arrivals import PlannedRequest
 
 #: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005
@@ -47,13 +47,13 @@ def judge(
     offered = _rate([planned.scheduled_s for planned in plan])
     achieved = _rate([record.sent_s for record in records if record.sent_s is not None])
     mismatched = sum(
-        record.output_tokens > max(1, planned.output_tokens)
-        or (exact_output and record.output_tokens != max(1, planned.output_tokens))
+        record.output_tokens > planned.sequences * planned.answer_tokens
+        or (exact_output and record.output_tokens != planned.sequences * planned.answer_tokens)
         for planned, record in zip(plan, records, strict=True)
         if record.ok
     )
     other_prompts = sum(
-        exact_prompt and record.prompt_tokens != planned.prompt_tokens
+        exact_prompt and record.prompt_tokens != planned.input_tokens
         for planned, record in zip(plan, records, strict=True)
         if record.ok
     )

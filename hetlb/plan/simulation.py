@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from hetlb.config import Profile
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.policies import PolicyParams
 from hetlb.core.policy import PlannedShares
 from hetlb.core.predictor import LengthDistribution
@@ -25,6 +24,7 @@ from hetlb.plan.throughput import engine_spec, interleave
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest
 
 #: Requests of a run, in batches of the whole fleet, within these bounds.
 _BATCHES = 5

@@ -21,7 +21,6 @@ from typing import Any
 
 from hetlb.config import Profile
 from hetlb.core import kvcache, latency
-from hetlb.core.arrivals import PlannedRequest, gaps_s
 from hetlb.core.latency import IterationRule
 from hetlb.core.records import RequestRecord
 from hetlb.core.setup import SchedulerSetup
@@ -33,6 +32,7 @@ from hetlb.sim import fleet as fleet_module
 from hetlb.sim.engine import EngineLimits, EngineModel
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest, gaps_s
 
 #: Requests of one measurement: so many batches, within these bounds.
 _BATCHES = 6

@@ -199,8 +199,8 @@ def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max
     It promises the order of degrees, not the absolute figure: a real engine refills its batch.
     """
     seconds = sum(
-        latency.prefill_s(batch.size, batch.input_tokens)
-        + latency.decode_s(batch.size, batch.input_tokens, batch.output_tokens)
+        latency.paper_prefill_s(batch.size, batch.input_tokens)
+        + latency.paper_decode_s(batch.size, batch.input_tokens, batch.output_tokens)
         for batch in pack(rows, kv_cache_tokens, max_num_seqs)
     )
     tokens = sum(i + o for i, o in rows if i + o <= kv_cache_tokens)

@@ -253,7 +253,9 @@ def fit_phase(points: Sequence[Point], form: Form, *, relative: bool = True) -> 
 
 def _passes_s(form: PnormPrefill, batch: float, length: float, passes: int = 1) -> float:
     """Equal passes, each over whole prompts or a piece of one; attention is over the whole prompt."""
-    return passes * form.pass_s(batch * length / passes, max(1.0, batch / passes), length)
+    return passes * form.pass_s(
+        batch * length / passes, max(1.0, batch / passes), batch * length * length / passes
+    )
 
 
 # --- the paper's four terms ---------------------------------------------------------------------------

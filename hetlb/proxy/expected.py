@@ -1,7 +1,6 @@
-"""How long the latency model says that an answer will take, noted when a request is placed.
+"""The time that the latency model expects for an answer, noted when a request is placed.
 
-Promise: one figure in seconds per dispatch, from what was known then; it decides nothing and is there to be
-compared with what came.
+It decides nothing: it is compared with the time that came.
 """
 
 from __future__ import annotations
@@ -13,11 +12,21 @@ from hetlb.core.types import Lease
 def expected_s(instance: Instance, lease: Lease) -> float:
     """Seconds from dispatch to the end of the answer, the lease being booked on `instance` already.
 
-    The prompts that wait there are read first, its own among them; then it decodes its predicted length
-    beside as many sequences as the instance runs now. Nothing that comes later is foreseen.
+    Prompts that wait there are read first; then the predicted length is decoded beside the sequences that
+    the instance runs now, each half-grown. Nothing that comes later is foreseen.
     """
-    k, request = instance.latency, lease.request
+    request, model = lease.request, instance.latency
     sequences = request.sequences
-    read_s = k.k1 * instance.pending_prompt_tokens + k.k2 * sequences + k.k3 * request.prompt_tokens + k.k4
-    batch = min(instance.sequences, instance.max_num_seqs)
-    return read_s + k.decode_s(batch, request.prompt_tokens, lease.predicted_output)
+    others = instance.sequences - sequences
+    kv_tokens = (instance.kv_tokens - lease.kv_tokens + instance.prompt_tokens - lease.prompt_tokens) / 2.0
+    places = instance.max_num_seqs - sequences
+    if others > places:
+        kv_tokens *= max(0, places) / others
+        others = max(0, places)
+    pending = instance.pending_prompt_tokens - lease.prompt_tokens
+    prompt = request.prompt_tokens
+    first_s = model.first_token_s(prompt, 0.0, pending, others, kv_tokens, instance.token_budget, sequences)
+    beside = others + sequences - 1
+    kv_tokens += (sequences - 1) * prompt
+    # The first token comes with the prefill.
+    return first_s + model.answer_s(prompt, lease.predicted_output - 1.0, beside, kv_tokens)

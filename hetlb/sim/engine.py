@@ -1,28 +1,27 @@
 """One vLLM V1 engine as a synchronous object: continuous batching, paged KV, chunked prefill, preemption.
 
-Promise: no clock, no I/O, no randomness. `begin_iteration` decides what the next iteration computes and
-says how long it takes, `end_iteration` says who got a token and who finished. Arrivals may come at any
-time and count from the next beginning on. Same calls, same results.
-
-What an iteration does (vLLM 0.32, `v1/core/sched/scheduler.py`): running requests first, each decode one
-token and an unfinished prompt as much as is left of the `max_num_batched_tokens` budget; then, unless
-somebody was preempted in this iteration, first-come-first-served admission while `max_num_seqs`, the
-budget and the blocks allow. A request is admitted only if its whole prompt fits the free blocks
-(`scheduler_reserve_full_isl`), but blocks are taken for the tokens of this iteration only. Where a
-running request needs a block and none is free, the latest admitted one is preempted: its blocks are
-freed, it goes to the front of the waiting queue, and its prompt and the tokens it had generated are
-prefilled again. The iteration that completes a prefill yields a token. The last token of a request
-is never written to the cache, so P prompt and O output tokens hold P + O - 1 tokens at most.
-
-A prefix cache (`hetlb.sim.prefix`) is an option: what is found there is not prefilled. Left out: speculative
-decoding, asynchronous scheduling (one iteration of lag), and that a later part of a prompt attends to the
-parts before it (a few percent of a long prefill).
+No clock, no I/O, no randomness. `begin_iteration` decides what the next iteration computes and returns how
+long it takes; `end_iteration` returns which sequences got a token and which finished. Arrivals may come at
+any time and count from the next beginning on. Same calls, same results. `hetlb.sim.plain_engine` states the
+rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
 
 Cost: an iteration of decodes does not touch the sequences. Every decoding sequence gains one token per
 iteration, so one step counter stands for all of them: a sequence keeps the difference between the
 counter and its tokens in the cache (`_offset`), sequences are bucketed by the step at which they finish,
-and counted by `_offset % block_size`, which says at which steps they need a block. A stretch of such
+and counted by `_offset % block_size`, which gives the steps at which they need a block. A stretch of such
 iterations is one object of four numbers (`begin_stretch`).
+
+Asynchronous scheduling (`EngineLimits.async_scheduling`): vLLM fixes the next batch when the running one
+starts. Seen from the boundary at which that batch begins, this is a delayed view: sequences that arrived
+while the previous batch ran are not seen, and places and blocks of sequences that finished with it are
+still taken. `_arriving` and `_leaving` hold both back for one iteration.
+
+Own blocks (`EngineLimits.enable_prefix_caching` without a `PrefixCache`): nothing is shared, but a preempted
+sequence finds its own blocks again unless they were evicted. Free blocks are a queue: full blocks go to its
+end, partly filled ones to its front, and it is taken from the front. `_queued` counts the full blocks ever
+put at its end, so it less the free blocks is the position of the first one, where no partly filled ones are
+before it; `_head` is the largest such position seen. The position at which a sequence's blocks were put
+decides how many of them are left.
 """
 
 from __future__ import annotations
@@ -48,12 +47,18 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one engine can hold and compute at once. Tokens, blocks of `block_size` tokens, sequences."""
+    """Limits of one engine: tokens, blocks of `block_size` tokens, sequences; and two of its switches.
+
+    `enable_prefix_caching` (on by default): freed blocks keep their content.
+    `async_scheduling`: the next batch is fixed when the running one starts.
+    """
 
     kv_cache_tokens: int
     block_size: int = DEFAULT_BLOCK_SIZE
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -102,6 +107,8 @@ class EngineLimits:
             block_size=capacity.block_size or DEFAULT_BLOCK_SIZE,
             max_num_seqs=seqs,
             max_num_batched_tokens=batched,
+            enable_prefix_caching=capacity.enable_prefix_caching is not False,
+            async_scheduling=capacity.async_scheduling is True,
         )
 
 
@@ -125,9 +132,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "_admission",
         "_computed",
         "_content",
         "_generated",
+        "_kept",
+        "_kept_at",
         "_offset",
         "answer",
         "output_tokens",
@@ -158,9 +168,12 @@ class Sequence:
         self.answer = answer
         self.state = SequenceState.NEW
         self.preemptions = 0
+        self._admission = 0  # its number among all admissions
         self._computed = 0  # tokens in the cache, while in PREFILL
         self._generated = 0  # output tokens, while not in DECODE
         self._offset = 0  # step counter minus tokens in the cache, while in DECODE
+        self._kept = 0  # full blocks that were put into the queue of free blocks at the preemption
+        self._kept_at = 0  # and where
         self._content: Content | None = None  # in an engine with a prefix cache
 
     def __repr__(self) -> str:
@@ -242,16 +255,22 @@ class EngineModel:
     """
 
     __slots__ = (
+        "_admissions",
+        "_arriving",
         "_completing",
         "_decode_tokens",
         "_decoding",
         "_demand",
         "_finish",
         "_finish_steps",
-        "_increment_per_decode",
+        "_head",
+        "_leaving",
         "_partial",
         "_preempted",
         "_prefixes",
+        "_queued",
+        "_room_made",
+        "_settled",
         "_step",
         "_stretch",
         "_waiting",
@@ -297,6 +316,15 @@ class EngineModel:
         self._decode_tokens = 0  # tokens in the cache of all decoding sequences, the step begun included
         self._finish: dict[int, dict[Sequence, None]] = {}  # step -> who finishes at its end
         self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
+        #: With asynchronous scheduling: sequences that came while iterations were in flight, with the step of
+        #: the stretch in which they came; and finished ones, with their tokens in the cache.
+        self._arriving: dict[Sequence, int] = {}
+        self._leaving: list[tuple[Sequence, int]] = []
+        self._settled = True  # whether the view of the iteration in flight was not a delayed one
+        self._queued = self.pool.total_blocks
+        self._head = 0
+        self._admissions = 0
+        self._room_made = False
         self._demand = [0] * limits.block_size  # decoding sequences by `_offset % block_size`
 
     # --- what can be seen ---
@@ -304,7 +332,7 @@ class EngineModel:
     @property
     def waiting(self) -> int:
         """Sequences not admitted, the preempted included."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._arriving)
 
     @property
     def running(self) -> int:
@@ -314,7 +342,14 @@ class EngineModel:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._decoding or self._waiting or self._completing or self._partial)
+        return not (self._decoding or self._waiting or self._completing or self._partial or self._arriving)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a batch runs or, with asynchronous scheduling, is fixed."""
+        return bool(
+            self._stretch is not None or self._decoding or self._completing or self._partial or self._leaving
+        )
 
     @property
     def in_flight(self) -> Stretch | None:
@@ -353,8 +388,8 @@ class EngineModel:
     def admission_blocked(self) -> bool:
         """Whether a sequence submitted now cannot start before the iterations in flight end.
 
-        It waits behind somebody who cannot be admitted until one finishes, or every place is taken; then
-        an arrival needs no `cut`.
+        It waits behind a sequence that cannot be admitted until another finishes, or every place is taken;
+        then an arrival needs no `cut`.
         """
         return bool(self._waiting) or self.running >= self.limits.max_num_seqs
 
@@ -371,8 +406,11 @@ class EngineModel:
 
     # --- what comes in ---
 
-    def submit(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue. The caller has refused what never `fits`."""
+    def submit(self, sequence: Sequence, elapsed_s: float = 0.0) -> None:
+        """Put a new sequence at the end of the queue. The caller has refused what never `fits`.
+
+        `elapsed_s`: of the iterations in flight; asynchronous scheduling must know in which one it came.
+        """
         assert sequence.state is SequenceState.NEW, f"expected a new sequence, got {sequence!r}"
         assert self.fits(sequence.prompt_tokens, sequence.output_tokens), (
             f"expected at most {self.limits.max_sequence_tokens} tokens, got {sequence!r}"
@@ -380,7 +418,11 @@ class EngineModel:
         sequence.state = SequenceState.WAITING
         if self._prefixes is not None:
             sequence._content = Content(sequence.prompt_tokens, sequence.pieces, sequence.answer)
-        self._waiting[sequence] = None
+        if self.limits.async_scheduling and self._busy:
+            stretch = self._stretch
+            self._arriving[sequence] = 1 if stretch is None else stretch.steps_until(elapsed_s)
+        else:
+            self._waiting[sequence] = None
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence, submitted or not, and free its blocks at once; one that has ended stays ended.
@@ -389,7 +431,10 @@ class EngineModel:
         """
         state = sequence.state
         if state is SequenceState.WAITING:
-            del self._waiting[sequence]
+            if sequence in self._arriving:
+                del self._arriving[sequence]
+            else:
+                del self._waiting[sequence]
         elif state is SequenceState.DECODE:
             assert self._stretch is None or self._stretch.steps == 1, (
                 "expected an abort at an iteration boundary, got one inside a stretch"
@@ -427,6 +472,8 @@ class EngineModel:
         stretch = self._begin()
         if self._completing or self._partial or self._preempted or not self._decoding:
             return stretch
+        if not self._settled and self._waiting:
+            return stretch  # what the delayed view left out may be admitted next
         steps = self._next_finish() - self._step + 1
         if steps == 1 or until_s <= stretch.first_s:
             return stretch
@@ -440,11 +487,16 @@ class EngineModel:
         self._stretch = stretch
         return stretch
 
-    def cut(self, elapsed_s: float) -> Stretch:
-        """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start."""
+    def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> Stretch:
+        """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start.
+
+        `for_arrival`: and with the one that is fixed already, after which a sequence that came then is seen.
+        """
         stretch = self._stretch
         assert stretch is not None, "expected iterations in flight to cut"
         steps = stretch.steps_until(elapsed_s)
+        if for_arrival and self.limits.async_scheduling:
+            steps += 1
         if steps < stretch.steps:
             self._stretch = stretch = stretch._replace(steps=steps)
         return stretch
@@ -465,6 +517,8 @@ class EngineModel:
             self.kv_peak_blocks = max(self.kv_peak_blocks, self.pool.used_blocks)
             self._step += more
             self._decode_tokens += more * decodes
+        if self._arriving:
+            self._see_arrivals(stretch.steps)
         self.generated_tokens += stretch.steps * decodes
         step = self._step
         finished: list[Sequence] = []
@@ -472,7 +526,7 @@ class EngineModel:
         if leaving is not None:
             for sequence in leaving:
                 del decoding[sequence]
-                self._forget_decode(sequence)
+                self._leave(sequence, self._forget_decode(sequence))
                 sequence._generated = sequence.output_tokens
                 sequence.state = SequenceState.FINISHED
                 finished.append(sequence)
@@ -480,12 +534,43 @@ class EngineModel:
         resumed: tuple[Sequence, ...] = ()
         if self._completing:
             first, resumed = self._complete_prefills(finished)
+        if self._leaving and self.idle:
+            self._settle()
         preempted, self._preempted = self._preempted, ()
         return Ended(stretch, first, resumed, tuple(finished), preempted)
 
+    def _see_arrivals(self, steps: int) -> None:
+        """Queue what came before the last of so many steps began: it was seen when the next was fixed."""
+        for sequence, step in list(self._arriving.items()):
+            if step < steps:
+                del self._arriving[sequence]
+                self._waiting[sequence] = None
+            else:
+                self._arriving[sequence] = 0
+
+    def _settle(self) -> None:
+        """See what the delayed view of asynchronous scheduling has held back."""
+        for sequence, tokens in self._leaving:
+            self._release(sequence, tokens)
+        self._leaving.clear()
+        self._waiting.update(dict.fromkeys(self._arriving))
+        self._arriving.clear()
+
     def _begin(self) -> Stretch:
         assert self._stretch is None, "expected the iterations in flight to end first"
+        self._settled = not (self._leaving or self._arriving)
+        stretch = self._schedule()
+        if not self._settled:
+            self._settle()
+            if not (self._decoding or self._completing or self._partial or self._preempted):
+                self._settled = True  # nothing could be fixed in advance: vLLM schedules anew
+                stretch = self._schedule()
+        self._stretch = stretch
+        return stretch
+
+    def _schedule(self) -> Stretch:
         decoding = self._decoding
+        self._room_made = False
         demand = self._demand[self._step % self.limits.block_size]
         if demand:
             if demand > self.pool.free_blocks:
@@ -495,42 +580,72 @@ class EngineModel:
         self._step += 1
         decodes = len(decoding)
         self._decode_tokens += decodes
-        tokens = prompts = longest = 0
+        tokens = prompts = longest = attended = 0
         if self._partial is not None or self._waiting:
-            tokens, prompts, longest = self._schedule_prefills(self.limits.max_num_batched_tokens - decodes)
+            tokens, prompts, longest, attended = self._schedule_prefills(
+                self.limits.max_num_batched_tokens - decodes
+            )
             self.prefilled_tokens += tokens
         if self.pool.used_blocks > self.kv_peak_blocks:
             self.kv_peak_blocks = self.pool.used_blocks
         first_s = self.latency.iteration_s(
-            prefill_tokens=tokens,
-            prefill_requests=prompts,
-            longest_prefill=longest,
-            decodes=decodes,
-            cached_tokens=self._decode_tokens,
-            rule=self.rule,
+            tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
         )
-        # One step later every decode has one more token in the cache: k5 per token, k7 per mean token.
-        increment_s = self.latency.k5 * decodes + self.latency.k7
-        self._stretch = Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
-        return self._stretch
+        increment_s = self.latency.step_growth_s(decodes)
+        return Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
     def _make_room(self, demand: int) -> int:
         """Preempt the latest until the decodes that stay have their blocks; returns what those need."""
         preempted: list[Sequence] = []
+        self._room_made = True
         pool, size, residue = self.pool, self.limits.block_size, self._step % self.limits.block_size
         while demand > pool.free_blocks:
             if self._partial is not None:
                 victim, self._partial = self._partial, None
+                self._keep(victim, victim._computed)
                 self._release(victim, victim._computed)
+            elif self._leaving and self._last_leaves():
+                self._release(*self._leaving.pop())  # its last token is on its way
+                continue
             else:
                 victim, _ = self._decoding.popitem()
                 victim._generated = self.generated(victim)
                 demand -= victim._offset % size == residue
+                self._keep(victim, self._step - victim._offset)
                 self._leave_decode(victim)
             self._preempt(victim)
             preempted.append(victim)
         self._preempted = tuple(preempted)
         return demand
+
+    def _last_leaves(self) -> bool:
+        """Whether the latest admitted is one that has finished, and put it at the end of those."""
+        self._leaving.sort(key=lambda each: each[0]._admission)
+        last = self._leaving[-1][0]
+        return not self._decoding or last._admission > next(reversed(self._decoding))._admission
+
+    def _keep(self, victim: Sequence, tokens: int) -> None:
+        """Note where in the queue of free blocks those of a victim go."""
+        victim._kept, victim._kept_at = tokens // self.limits.block_size, self._queued
+
+    def _find_own(self, sequence: Sequence, need: int) -> int:
+        """Take out of the queue what is left of a preempted sequence's blocks; returns their tokens."""
+        size = self.limits.block_size
+        # The end of a sequence is put into the queue before its beginning, and evicted before it.
+        self._head = max(self._head, self._queued - self.pool.free_blocks)
+        left = sequence._kept_at + sequence._kept - self._head
+        found = min(left, sequence._kept, (need - 1) // size)
+        sequence._kept = 0
+        if found <= 0:
+            return 0
+        self._queued -= found
+        for other in self._waiting:
+            if not other.preemptions:
+                break
+            if other._kept_at > sequence._kept_at:
+                other._kept_at -= found
+        self.prefix_hit_tokens += found * size
+        return found * size
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a running sequence, whose blocks are free already, to the front of the queue."""
@@ -541,9 +656,12 @@ class EngineModel:
         self._waiting[victim] = None
         self._waiting.move_to_end(victim, last=False)
 
-    def _schedule_prefills(self, budget: int) -> tuple[int, int, int]:
-        """Continue the unfinished prompt, then admit. Returns (tokens, prompts, longest part)."""
-        tokens = prompts = longest = 0
+    def _schedule_prefills(self, budget: int) -> tuple[int, int, int, int]:
+        """Continue the unfinished prompt, then admit. Returns (tokens, prompts, longest part, attended).
+
+        `attended` is as `LatencyModel.mixed_step_s` has it: a later part of a prompt attends to those before.
+        """
+        tokens = prompts = longest = attended = 0
         pool, size = self.pool, self.limits.block_size
         partial = self._partial
         if partial is not None:
@@ -551,6 +669,7 @@ class EngineModel:
             part = min(need, budget)
             if pool.extend(partial._computed, partial._computed + part):
                 self._evict()
+                attended = part * (part + 2 * partial._computed)
                 partial._computed += part
                 budget -= part
                 tokens, prompts, longest = part, 1, part
@@ -560,20 +679,24 @@ class EngineModel:
             else:
                 # The latest admitted finds no block: it is itself the one to preempt.
                 self._partial = None
+                self._keep(partial, partial._computed)
                 self._release(partial, partial._computed)
                 self._preempt(partial)
                 self._preempted = (*self._preempted, partial)
-        if self._preempted:
-            return tokens, prompts, longest
+        if self._preempted or self._room_made:
+            return tokens, prompts, longest, attended
         waiting = self._waiting
-        places = self.limits.max_num_seqs - self.running
+        places = self.limits.max_num_seqs - self.running - len(self._leaving)
         while waiting and budget > 0 and places > 0:
             head = next(iter(waiting))
             need = head.prompt_tokens + head._generated
             if self._prefixes is None:
                 if blocks_for(need, size) > pool.free_blocks:
                     break
-                found = 0
+                found = self._find_own(head, need) if head._kept and self.limits.enable_prefix_caching else 0
+                if found:
+                    need -= found
+                    pool.extend(0, found)
             else:
                 kept = self._use_prefix(self._prefixes, head, need)
                 if kept is None:
@@ -586,17 +709,20 @@ class EngineModel:
             self._evict()
             del waiting[head]
             head.state = SequenceState.PREFILL
+            self._admissions += 1
+            head._admission = self._admissions
             head._computed = found + part
             budget -= part
             places -= 1
             tokens += part
             prompts += 1
             longest = max(longest, part)
+            attended += part * (part + 2 * found)
             if part == need:
                 self._scheduled_whole(head)
             else:
                 self._partial = head
-        return tokens, prompts, longest
+        return tokens, prompts, longest, attended
 
     def _use_prefix(self, prefixes: PrefixCache, sequence: Sequence, need: int) -> int | None:
         """Take what is kept of the beginning of a prompt: its tokens, or None if the rest finds no room."""
@@ -619,7 +745,9 @@ class EngineModel:
     def _release(self, sequence: Sequence, tokens: int) -> None:
         """Give back the blocks of a sequence that has `tokens` tokens in the cache."""
         if self._prefixes is None:
+            self._head = max(self._head, self._queued - self.pool.free_blocks)
             self.pool.release(tokens)
+            self._queued += tokens // self.limits.block_size
         else:
             assert sequence._content is not None, "expected a sequence with a content"
             self._prefixes.release(sequence._content, tokens)
@@ -642,7 +770,7 @@ class EngineModel:
                 sequence._generated += 1
                 self.generated_tokens += 1
             if sequence._generated == output:
-                self._release(sequence, sequence._computed)
+                self._leave(sequence, sequence._computed)
                 sequence.state = SequenceState.FINISHED
                 finished.append(sequence)
                 continue
@@ -669,13 +797,21 @@ class EngineModel:
         del bucket[sequence]
         if not bucket:
             del self._finish[last]
-        self._forget_decode(sequence)
+        self._release(sequence, self._forget_decode(sequence))
 
-    def _forget_decode(self, sequence: Sequence) -> None:
+    def _forget_decode(self, sequence: Sequence) -> int:
+        """Take a sequence out of the sums over the decoding ones; returns its tokens in the cache."""
         cached = self._step - sequence._offset
         self._decode_tokens -= cached
         self._demand[sequence._offset % self.limits.block_size] -= 1
-        self._release(sequence, cached)
+        return cached
+
+    def _leave(self, sequence: Sequence, tokens: int) -> None:
+        """Free a finished sequence's place and blocks: now, or once the next batch is fixed."""
+        if self.limits.async_scheduling:
+            self._leaving.append((sequence, tokens))
+        else:
+            self._release(sequence, tokens)
 
     # --- stretches ---
 
@@ -722,7 +858,7 @@ class EngineModel:
 
         cached = {sequence: self._step - sequence._offset for sequence in self._decoding}
         prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
-        tokens = {**cached, **{sequence: sequence._computed for sequence in prefills}}
+        tokens = {**cached, **{sequence: sequence._computed for sequence in prefills}, **dict(self._leaving)}
         blocks = sum(held(count, sequence) for sequence, count in tokens.items())
         if self._prefixes is not None:
             contents = [sequence._content for sequence in tokens if sequence._content is not None]

@@ -1,6 +1,6 @@
 """The simulator's driver: the production scheduler and one engine model per instance, in virtual time.
 
-Promise: the scheduler is the very object the proxy drives; a run depends on nothing but its arguments
+The scheduler is the very object the proxy drives; a run depends on nothing but its arguments
 (same seed, same result); every planned request ends in exactly one record. Time is a heap of events;
 ties are broken by kind, then by order of creation.
 """
@@ -8,12 +8,13 @@ ties are broken by kind, then by order of creation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.predictor import Predictor
 from hetlb.core.records import Gaps, RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -25,19 +26,28 @@ from hetlb.core.types import (
     Lease,
     Outcome,
     Reject,
+    RejectReason,
     Request,
 )
-from hetlb.sim.contents import Named
 from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Stretch
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.series import Series
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.content import UNSHARED, Span
 
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S = 1.0
 
+#: How a request ends that the scheduler turns down; any other reason is the request's own fault.
+_REJECTED = {
+    RejectReason.QUEUE_FULL: Outcome.REJECTED_FULL,
+    RejectReason.QUEUE_EXPIRED: Outcome.EXPIRED_QUEUE,
+    RejectReason.NO_INSTANCE: Outcome.NO_INSTANCE,
+}
+
 # Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
 # requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
-_END, _ARRIVAL, _CHANGE, _SUBMIT, _SCRAPE, _TICK, _BEGIN, _LOOK = range(8)
+_END, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, _SCRAPE, _TICK, _BEGIN, _LOOK = range(9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +56,61 @@ class EngineSpec:
 
     `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
     `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
+    `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
+    the most tokens of one sequence, where that is less than its KV cache holds.
     """
 
     latency: LatencyModel
     limits: EngineLimits
     request_overhead_s: float = 0.0
     changes: tuple[tuple[float, float], ...] = ()
+    prefix_cache: bool = False
+    max_model_len: int | None = None
+
+    def fits(self, planned: PlannedRequest) -> bool:
+        """Whether it can run every sequence of a request to its end."""
+        tokens = planned.prompt_tokens + max(1, planned.answer_tokens)
+        most = self.limits.max_sequence_tokens
+        return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))
 
 
 class _Flight:
-    """One planned request on its way."""
+    """One planned request on its way, with the scheduler that has it and the sequences still running."""
 
-    __slots__ = ("lease", "outcome", "paused_s", "planned", "record")
+    __slots__ = ("lease", "outcome", "planned", "record", "running", "scheduler")
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
-        self.record = RequestRecord(planned.scheduled_s, planned.prompt_tokens)
+        self.record = RequestRecord(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
+        self.scheduler: Scheduler | None = None
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
-        #: When it got its last token before it was preempted.
+        self.running = planned.sequences
+
+
+class _Run(EngineSequence):
+    """One sequence of a request in an engine; `paused_s`: when it got its last token before a preemption."""
+
+    __slots__ = ("flight", "paused_s")
+
+    def __init__(self, flight: _Flight, pieces: tuple[Span, ...], answer: Hashable | None) -> None:
+        planned = flight.planned
+        super().__init__(planned.prompt_tokens, planned.answer_tokens, pieces=pieces, answer=answer)
+        self.flight = flight
         self.paused_s = 0.0
+
+
+def _sequences(flight: _Flight) -> list[_Run]:
+    """The sequences of a request: each of its prompts, which begin alike, `n` times."""
+    planned, content = flight.planned, flight.planned.content
+    own = planned.prompt_tokens - sum(length for _, length in content.spans)
+    runs = []
+    for prompt in range(planned.prompts):
+        pieces = content.spans
+        if planned.n > 1 and own:
+            pieces = (*pieces, ((planned.index, prompt), own))
+        runs += [_Run(flight, pieces, content.answer) for _ in range(planned.n)]
+    return runs
 
 
 @dataclass(slots=True)
@@ -102,23 +147,30 @@ class FleetResult:
 class _Engine:
     """An engine model and the iterations it has in flight."""
 
-    __slots__ = ("begin_pending", "model", "name", "overhead_s", "started_s", "version")
+    __slots__ = ("begin_pending", "model", "name", "spec", "started_s", "version")
 
-    def __init__(self, name: str, spec: EngineSpec, rule: IterationRule, prefix_cache: bool) -> None:
+    def __init__(self, name: str, spec: EngineSpec, rule: IterationRule) -> None:
         self.name = name
-        self.model = EngineModel(spec.latency, spec.limits, rule, prefix_cache=prefix_cache)
-        self.overhead_s = spec.request_overhead_s
+        self.spec = spec
+        self.model = EngineModel(spec.latency, spec.limits, rule, prefix_cache=spec.prefix_cache)
         self.started_s = 0.0
         self.version = 0
         self.begin_pending = False
+
+    def kv_usage_at(self, now: float) -> float:
+        """Fraction of the KV blocks in use."""
+        model = self.model
+        return model.kv_used_blocks_at(now - self.started_s) / model.kv_total_blocks
 
 
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
 
     `series` is filled while the run goes on; `on_progress` is told how many requests have ended, once per
-    simulated second. The clock begins at `start_s`; nothing of the plan is due before. With `contents`, one
-    for every index of the plan, the engines have prefix caches.
+    simulated second. The clock begins at `start_s`; nothing of the plan is due before.
+
+    At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
+    on, the old one serves what it has to the end. The first one has seen the answers of `history`.
     """
 
     def __init__(
@@ -132,16 +184,18 @@ class FleetSimulation:
         series: Series | None = None,
         on_progress: Callable[[int], None] | None = None,
         start_s: float = 0.0,
-        contents: Sequence[Named] | None = None,
+        restarts_s: Sequence[float] = (),
+        history: Sequence[PlannedRequest] = (),
     ) -> None:
-        oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-        self.scheduler: Scheduler = Scheduler(setup, oracle=oracle)
-        self._engines = {
-            spec.name: _Engine(spec.name, engines[spec.name], rule, contents is not None)
-            for spec in setup.specs
-        }
-        self._contents = contents
+        self._setup = setup
         self._model = model
+        self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
+        #: The scheduler that takes what arrives now, and those it replaced that still have requests.
+        self.scheduler: Scheduler = Scheduler(
+            setup, oracle=self._oracle, predictor=self._taught(history) if history else None
+        )
+        self._replaced: list[Scheduler] = []
+        self._engines = {spec.name: _Engine(spec.name, engines[spec.name], rule) for spec in setup.specs}
         self._series = series
         self._on_progress = on_progress
         self._flights = [_Flight(planned) for planned in plan]
@@ -151,10 +205,12 @@ class FleetSimulation:
         self._sequence = 0
         self._now = start_s
         self._open = len(plan)
-        self._tick_pending = False
-        for name, spec in engines.items():
-            for at_s, factor in spec.changes:
-                self._push(at_s, _CHANGE, (self._engines[name], spec.latency.scaled(factor)))
+        self._ticks: set[Scheduler] = set()  # schedulers with a tick ahead
+        for name, engine in self._engines.items():
+            for at_s, factor in engines[name].changes:
+                self._push(at_s, _CHANGE, (engine, engines[name].latency.scaled(factor)))
+        for at_s in restarts_s:
+            self._push(at_s, _RESTART, None)
 
     def run(self) -> FleetResult:
         """Simulate until every request has ended."""
@@ -167,6 +223,7 @@ class FleetSimulation:
             _ARRIVAL: self._on_arrival,
             _CHANGE: self._on_change,
             _SUBMIT: self._on_submit,
+            _RESTART: self._on_restart,
             _SCRAPE: self._on_scrape,
             _TICK: self._on_tick,
             _BEGIN: self._on_begin,
@@ -176,7 +233,8 @@ class FleetSimulation:
             self._now, kind, _, payload = heapq.heappop(self._heap)
             handlers[kind](payload)
         assert self._open == 0, f"{self._open} requests never ended"
-        self.scheduler.check_integrity()
+        for scheduler in (self.scheduler, *self._replaced):
+            scheduler.check_integrity()
         return FleetResult(
             [flight.record for flight in self._flights],
             [flight.outcome for flight in self._flights if flight.outcome is not None],
@@ -186,24 +244,39 @@ class FleetSimulation:
                 name: engine.model.kv_peak_blocks / engine.model.kv_total_blocks
                 for name, engine in self._engines.items()
             },
-            None
-            if self._contents is None
-            else {
+            {
                 name: (engine.model.prefix_hit_tokens, engine.model.prefilled_tokens)
                 for name, engine in self._engines.items()
-            },
+            }
+            if any(engine.spec.prefix_cache for engine in self._engines.values())
+            else None,
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
-        """What the scheduler is told of a planned request: its prompt length, and what it begins with."""
+        """What the scheduler is told of a planned request: never how long its answers will be.
+
+        What it begins with is named as the proxy does: nothing where there are several prompts.
+        """
+        keyed = planned.generates and planned.prompts == 1 and planned.content is not UNSHARED
         return Request(
             id=planned.index,
             model=self._model,
             prompt_tokens=planned.prompt_tokens,
+            sequences=planned.sequences,
             longest_prompt_tokens=planned.prompt_tokens,
+            generates=planned.generates,
             prompt_exact=True,
-            beginnings=() if self._contents is None else self._contents[planned.index].beginnings,
+            beginnings=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
+            tenant=planned.tenant,
         )
+
+    def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
+        """A predictor that has seen the answers to these requests."""
+        predictor = self._setup.make_predictor(random.Random(self._setup.seed), self._oracle)
+        for planned in history:
+            if planned.generates:
+                predictor.observe(self.make_request(planned), planned.answer_tokens)
+        return predictor
 
     # --- events ---
 
@@ -216,9 +289,14 @@ class FleetSimulation:
             self._push(self._flights[index].planned.scheduled_s, _ARRIVAL, index)
 
     def _on_arrival(self, index: int) -> None:
-        request = self.make_request(self._flights[index].planned)
-        self._carry_out(self.scheduler.on_arrival(request, self._now))
+        flight, scheduler = self._flights[index], self.scheduler
+        flight.scheduler = scheduler
+        self._carry_out(scheduler, scheduler.on_arrival(self.make_request(flight.planned), self._now))
         self._push_arrival(index + 1)
+
+    def _on_restart(self, _: None) -> None:
+        self._replaced.append(self.scheduler)
+        self.scheduler = Scheduler(replace(self._setup, now=self._now), oracle=self._oracle)
 
     def _on_change(self, payload: tuple[_Engine, LatencyModel]) -> None:
         engine, latency = payload
@@ -227,10 +305,18 @@ class FleetSimulation:
             self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
 
     def _on_scrape(self, _: None) -> None:
+        # A scheduler that has nothing left to do is gone.
+        self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
         for name, engine in self._engines.items():
             model = engine.model
-            sample = EngineSample(model.running, model.waiting, model.kv_usage)
-            self._carry_out(self.scheduler.on_scrape(name, sample, self._now))
+            sample = EngineSample(
+                model.running,
+                model.waiting,
+                engine.kv_usage_at(self._now),
+                preemptions=model.preemptions,
+            )
+            for scheduler in (self.scheduler, *self._replaced):
+                self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._now))
         self._push(self._now + SCRAPE_INTERVAL_S, _SCRAPE, None)
         if self._on_progress is not None:
             self._on_progress(len(self._flights) - self._open)
@@ -239,13 +325,12 @@ class FleetSimulation:
         series.begin(self._now, len(self.scheduler.queue))
         for name, engine in self._engines.items():
             model = engine.model
-            used = model.kv_used_blocks_at(self._now - engine.started_s)
-            series.instances[name].add(used / model.kv_total_blocks, model.waiting, model.running)
+            series.instances[name].add(engine.kv_usage_at(self._now), model.waiting, model.running)
         self._push(series.end(), _LOOK, series)
 
-    def _on_tick(self, _: None) -> None:
-        self._tick_pending = False
-        self._carry_out(self.scheduler.on_tick(self._now))
+    def _on_tick(self, scheduler: Scheduler) -> None:
+        self._ticks.discard(scheduler)
+        self._carry_out(scheduler, scheduler.on_tick(self._now))
 
     def _on_begin(self, engine: _Engine) -> None:
         engine.begin_pending = False
@@ -267,71 +352,88 @@ class FleetSimulation:
         self._wake(engine)
         now = self._now
         for sequence in ended.first:
-            flight: _Flight = sequence.tag
-            flight.record.first_token_s = now
-            assert flight.lease is not None
-            self._carry_out(self.scheduler.on_first_token(flight.lease, now))
+            assert isinstance(sequence, _Run)
+            flight = sequence.flight
+            if flight.record.first_token_s is None:
+                flight.record.first_token_s = now
+                self._answered(flight)
         for sequence in ended.finished:
-            flight = sequence.tag
-            assert flight.lease is not None
-            flight.lease.output_tokens = flight.record.output_tokens = sequence.output_tokens
-            flight.record.last_token_s = now
-            self._close(flight, Outcome.OK)
-            self._carry_out(self.scheduler.on_lease_ended(flight.lease, Outcome.OK, now))
+            assert isinstance(sequence, _Run)
+            flight = sequence.flight
+            flight.record.output_tokens += sequence.output_tokens
+            flight.running -= 1
+            if flight.running == 0:
+                self._completed(flight)
+
+    def _answered(self, flight: _Flight) -> None:
+        """The first byte of an answer came."""
+        assert flight.lease is not None
+        assert flight.scheduler is not None
+        self._carry_out(flight.scheduler, flight.scheduler.on_first_token(flight.lease, self._now))
+
+    def _completed(self, flight: _Flight) -> None:
+        """The last sequence of a request has ended."""
+        lease, scheduler = flight.lease, flight.scheduler
+        assert lease is not None
+        assert scheduler is not None
+        if not flight.planned.generates:
+            self._answered(flight)
+        lease.output_tokens = flight.record.output_tokens
+        flight.record.last_token_s = self._now
+        self._close(flight, Outcome.OK)
+        self._carry_out(scheduler, scheduler.on_lease_ended(lease, Outcome.OK, self._now))
 
     def _count_gaps(self, engine: _Engine, ended: Ended) -> None:
         stretch = ended.stretch
         if stretch.decodes:
             self._gaps.add(stretch.first_s, stretch.increment_s, stretch.steps, stretch.decodes)
         for sequence in ended.preempted:
-            sequence.tag.paused_s = engine.started_s
+            assert isinstance(sequence, _Run)
+            sequence.paused_s = engine.started_s
         for sequence in ended.resumed:
-            self._gaps.add(self._now - sequence.tag.paused_s)
+            assert isinstance(sequence, _Run)
+            self._gaps.add(self._now - sequence.paused_s)
 
     # --- commands ---
 
-    def _carry_out(self, commands: list[Command]) -> None:
+    def _carry_out(self, scheduler: Scheduler, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Dispatch):
-                self._dispatch(command)
+                self._dispatch(scheduler, command)
             elif isinstance(command, Reject):
-                self._close(self._by_id[command.request_id], Outcome.BAD_REQUEST)
+                flight = self._by_id[command.request_id]
+                flight.record.error = command.reason.value
+                self._close(flight, _REJECTED.get(command.reason, Outcome.BAD_REQUEST))
             else:
                 assert isinstance(command, HealthChanged), command
-        if not self._tick_pending and (deadline := self.scheduler.next_deadline()) is not None:
-            self._tick_pending = True
-            self._push(max(deadline, self._now), _TICK, None)
+        if scheduler not in self._ticks and (deadline := scheduler.next_deadline()) is not None:
+            self._ticks.add(scheduler)
+            self._push(max(deadline, self._now), _TICK, scheduler)
 
-    def _dispatch(self, command: Dispatch) -> None:
+    def _dispatch(self, scheduler: Scheduler, command: Dispatch) -> None:
         lease = command.lease
         flight = self._by_id[command.request_id]
         flight.lease, flight.record.instance = lease, lease.instance
         engine = self._engines[lease.instance]
-        planned = flight.planned
-        output = max(1, planned.output_tokens)
-        if not engine.model.fits(planned.prompt_tokens, output):
+        if not engine.spec.fits(flight.planned):
             # A real engine would cut the answer at its context length: not what the trace asks for.
+            flight.record.error = "too long"
             self._close(flight, Outcome.UPSTREAM_ERROR)
-            self._carry_out(self.scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
+            self._carry_out(scheduler, scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
             return
-        if self._contents is None:
-            sequence = EngineSequence(planned.prompt_tokens, output, flight)
+        sequences = _sequences(flight)
+        if engine.spec.request_overhead_s > 0:
+            self._push(self._now + engine.spec.request_overhead_s, _SUBMIT, (engine, sequences))
         else:
-            named = self._contents[planned.index]
-            sequence = EngineSequence(
-                planned.prompt_tokens, output, flight, pieces=named.pieces, answer=named.answer
-            )
-        if engine.overhead_s > 0:
-            self._push(self._now + engine.overhead_s, _SUBMIT, (engine, sequence))
-        else:
-            self._on_submit((engine, sequence))
+            self._on_submit((engine, sequences))
 
-    def _on_submit(self, payload: tuple[_Engine, EngineSequence]) -> None:
-        engine, sequence = payload
+    def _on_submit(self, payload: tuple[_Engine, list[_Run]]) -> None:
+        engine, sequences = payload
         interrupts = engine.model.in_flight is not None and not engine.model.admission_blocked
-        engine.model.submit(sequence)
+        for sequence in sequences:
+            engine.model.submit(sequence, self._now - engine.started_s)
         if interrupts:
-            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
+            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
         self._wake(engine)
 
     def _wake(self, engine: _Engine) -> None:
@@ -343,4 +445,5 @@ class FleetSimulation:
         assert flight.outcome is None, f"request {flight.planned.index} ended twice"
         flight.outcome = outcome
         flight.record.ok = outcome is Outcome.OK
+        flight.record.end_s = self._now
         self._open -= 1

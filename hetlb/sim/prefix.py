@@ -1,10 +1,10 @@
 """The prefix cache of one simulated engine: which blocks of earlier prompts and answers are still there.
 
-Promise: as vLLM V1 does it (`v1/core/kv_cache_manager.py`, `block_pool.py`). Whole blocks are kept; a prompt
-finds as many from its beginning on as are kept without a gap, but never all of it, since its last token must
-be computed. Blocks that somebody uses are shared and never evicted; the others count as free and are evicted,
-least recently used first, the end of a prompt before its beginning, when blocks are needed and none is left
-that was never used. A prompt can be found as soon as its last part is scheduled, an answer once it ended.
+As vLLM V1 does it (`v1/core/kv_cache_manager.py`, `block_pool.py`). Whole blocks are kept; a prompt finds as
+many from its beginning on as are kept without a gap, but never all of it, since its last token must be
+computed. Blocks in use are shared and never evicted; the others count as free and are evicted, least recently
+used first, the end of a prompt before its beginning, when blocks are needed and no block without content is
+left. A prompt can be found as soon as its last part is scheduled, an answer once it ended.
 
 Contents are not text but names: a prompt is a sequence of pieces `(key, tokens)`, alike as far as the keys
 are; a key has always the same number of tokens. A piece is a node of a tree; the blocks that end in it are
@@ -78,7 +78,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._root = Node(None, None)
-        #: Nodes that nobody uses, and blocks whose content nobody can find, in the order of eviction.
+        #: Nodes without a user and second copies, in the order of eviction.
         self._unused: OrderedDict[Node, None] = OrderedDict()
         self._unused_blocks = 0
 
@@ -133,11 +133,13 @@ class PrefixCache:
         """The sequence lets go of its `tokens` tokens; what of them are whole blocks is kept."""
         size = self._pool.block_size
         self._file(content, tokens)
-        own = blocks_for(tokens, size) - content.shared_blocks
-        if own:
-            nameless = Node(None, None)
-            nameless.blocks = own
-            self._let_go(nameless)
+        whole = tokens // size
+        # A partly filled block is taken first: it needs no place in the order of eviction.
+        self._pool.release((blocks_for(tokens, size) - whole) * size)
+        if second := whole - content.shared_blocks:
+            copies = Node(None, None)
+            copies.blocks = second
+            self._let_go(copies)
         for node in reversed(content.nodes):
             node.users -= 1
             if not node.users:

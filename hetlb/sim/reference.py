@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import Predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Request
-from hetlb.sim.contents import Named
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest
 
 #: What one prompt token weighs against one output token in `split`.
 _PROMPT_WEIGHT = 0.15
@@ -34,16 +33,13 @@ def run_alone(
     *,
     model: str,
     rule: IterationRule,
-    contents: Sequence[Named] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """One instance with what of the plan fits it: the summary of the run."""
     specs = tuple(spec for spec in setup.specs if spec.name == name)
-    fitting = [planned for planned in plan if _fits(engines[name], planned)]
+    fitting = [planned for planned in plan if engines[name].fits(planned)]
     alone = replace(setup, specs=specs, policy="single")
-    run = FleetSimulation(
-        alone, engines, fitting, model=model, rule=rule, contents=contents, on_progress=on_progress
-    )
+    run = FleetSimulation(alone, engines, fitting, model=model, rule=rule, on_progress=on_progress)
     return run.run().summary()
 
 
@@ -64,10 +60,8 @@ class References:
         model: str,
         rule: IterationRule,
         alone_tok_s: Mapping[str, float] | None = None,
-        contents: Sequence[Named] | None = None,
     ) -> None:
         self._setup, self._engines, self._model, self._rule = setup, engines, model, rule
-        self._contents = contents
         self._plan = at_once(plan)
         self._alone_tok_s = alone_tok_s or {
             spec.name: self._run_alone(spec.name, self._plan)["total_token_throughput"]
@@ -88,13 +82,19 @@ class References:
         parts: dict[str, list[PlannedRequest]] = {name: [] for name in assigned}
         for planned in self._plan:
             request = Request(
-                id=planned.index, model=self._model, prompt_tokens=planned.prompt_tokens, prompt_exact=True
+                id=planned.index,
+                model=self._model,
+                prompt_tokens=planned.prompt_tokens,
+                generates=planned.generates,
+                prompt_exact=True,
+                tenant=planned.tenant,
             )
-            work = _PROMPT_WEIGHT * planned.prompt_tokens + predictor.predict(request)
+            output = predictor.predict(request) if planned.generates else 0.0
+            work = planned.sequences * (_PROMPT_WEIGHT * planned.prompt_tokens + output)
             able = [
                 name
                 for name, speed in self._alone_tok_s.items()
-                if speed > 0 and _fits(self._engines[name], planned)
+                if speed > 0 and self._engines[name].fits(planned)
             ]
             if not able:
                 continue
@@ -114,9 +114,4 @@ class References:
             name,
             model=self._model,
             rule=self._rule,
-            contents=self._contents,
         )
-
-
-def _fits(engine: EngineSpec, planned: PlannedRequest) -> bool:
-    return planned.prompt_tokens + max(1, planned.output_tokens) <= engine.limits.max_sequence_tokens

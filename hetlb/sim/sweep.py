@@ -21,15 +21,16 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, TypeAlias
 
-from hetlb.core.arrivals import LengthsRow, PlannedRequest, make_plan
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
-from hetlb.sim.contents import Named, TraceContents
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.sim.reference import References, at_once, run_alone
 from hetlb.sim.series import Series
+from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
+from hetlb.workload.content import PromptContent
+from hetlb.workload.traces import Row
 
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
@@ -42,13 +43,14 @@ _LOOK_S = 0.2
 class Load:
     """The requests of every run: rows of a trace, how many of them, and how evenly they arrive.
 
-    With `contents` (of these rows) the engines have prefix caches.
+    `contents` are those of the rows, None where they share nothing.
     """
 
-    rows: Sequence[LengthsRow]
+    rows: Sequence[Row]
     num_prompts: int | None = None
     burstiness: float = 1.0
-    contents: TraceContents | None = None
+    contents: Sequence[PromptContent] | None = None
+    waves: Waves | None = None
 
     @property
     def count(self) -> int:
@@ -57,27 +59,30 @@ class Load:
 
     def plan(self, rate: float | str, seed: int) -> list[PlannedRequest]:
         """When each request is due. Raises `ValueError` for `TRACE` on rows without arrival times."""
-        return make_plan(self.rows, self.num_prompts, rate, random.Random(seed), self.burstiness)
-
-    def named(self, rate: float | str) -> list[Named] | None:
-        """The contents of every request of a plan at such a rate, None without prefix caches."""
-        if self.contents is None:
-            return None
-        order = list(range(min(self.count, len(self.rows))))
-        if rate == TRACE:
-            order.sort(key=lambda row: self.rows[row].arrival_s or 0.0)
-        return [self.contents.of(order[i % len(order)], i // len(order)) for i in range(self.count)]
+        return make_plan(
+            self.rows,
+            self.num_prompts,
+            rate,
+            random.Random(seed),
+            self.burstiness,
+            waves=self.waves,
+            contents=self.contents,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What all runs of a sweep have in common. The set-up's own policy and seed are not used."""
+    """What all runs of a sweep have in common. The set-up's own policy and seed are not used.
+
+    At each of `restarts_s` a scheduler that knows nothing takes over.
+    """
 
     setup: SchedulerSetup
     engines: Mapping[str, EngineSpec]
     model: str
     rule: IterationRule
     load: Load
+    restarts_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +197,6 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
             task.instance,
             model=study.model,
             rule=study.rule,
-            contents=study.load.named(task.rate),
             on_progress=report,
         )
         return summary["total_token_throughput"]
@@ -204,7 +208,6 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
         model=study.model,
         rule=study.rule,
         alone_tok_s=dict(task.alone_tok_s),
-        contents=study.load.named(_INFINITE),
     )
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     setup = study.setup
@@ -223,7 +226,7 @@ def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Wat
         rule=study.rule,
         series=series,
         on_progress=report,
-        contents=study.load.named(cell.rate),
+        restarts_s=study.restarts_s,
     ).run()
     if series is None:
         return result.summary(), None

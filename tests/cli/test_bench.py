@@ -21,11 +21,11 @@ import yaml
 
 import hetlb.demo
 from hetlb.cli.main import main
-from hetlb.core.arrivals import make_plan
 from hetlb.loadtest.admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
 from hetlb.loadtest.search import MAX_PROBES
-from hetlb.traces import read_trace
+from hetlb.workload.arrivals import make_plan
+from hetlb.workload.traces import read_trace
 
 DEMO = Path(hetlb.demo.__file__).parent
 COUNT = 12
@@ -418,3 +418,33 @@ def test_requests_that_all_fail_are_an_error_after_the_result(
     assert (run["completed"], run["failed"]) == (0, COUNT)
     assert run["client"]["verdict"] == "SUSPECT"
     assert "every request failed, the first with http 404" in err
+
+
+def test_requests_of_every_kind_are_answered_and_counted(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, tmp_path: Path
+) -> None:
+    trace = tmp_path / "kinds.csv"
+    trace.write_text(
+        "arrival_s,input_tokens,output_tokens,session_id,turn,hash_ids,tenant,sequences,n,endpoint\n"
+        ",200,10,s,0,sys=100,acme,1,1,\n"
+        ",300,10,s,1,sys=100,acme,1,1,\n"
+        ",64,6,,,few=32,beta,4,1,\n"
+        ",64,6,,,,beta,2,3,\n"
+        ",50,0,,,,beta,8,1,embeddings\n"
+    )
+    flags = ("--request-rate", "50", "--waves", "0.05:0.05", "--tenant-header", "x-tenant")
+    (run,) = bench(capsys, "--url", fleet.proxy, "--trace", trace, *flags)["runs"]
+    assert (run["completed"], run["failed"]) == (5, 0), run["error_examples"]
+    assert run["total_input_tokens"] == 200 + 300 + 4 * 64 + 2 * 64 + 8 * 50
+    assert run["total_output_tokens"] == 10 + 10 + 4 * 6 + 6 * 6
+    assert (run["client"]["mismatched_lengths"], run["client"]["mismatched_prompts"]) == (0, 0)
+
+
+def test_a_chat_has_one_prompt(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens,sequences\n,5,5,1\n,5,5,2\n")
+    flags = ["--url", fleet.proxy, "--trace", str(trace), "--endpoint", "/v1/chat/completions"]
+    assert main(["bench", *flags]) == 2
+    assert (
+        f"{trace}: row 2: sequences: expected 1 with /v1/chat/completions, got 2" in capsys.readouterr().err
+    )

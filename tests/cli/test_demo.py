@@ -25,7 +25,7 @@ from hetlb.cli.simulate import make_study, run_document
 from hetlb.config import load_fleet, load_profile
 from hetlb.loadtest.admin import busy_figures
 from hetlb.sim.sweep import Cell, Load, run_sweep
-from hetlb.traces import read_trace
+from hetlb.workload.traces import read_trace
 
 DATA = Path(hetlb.demo.__file__).parent
 MARK = "HETLB_TEST_MARK"

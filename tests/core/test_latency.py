@@ -13,8 +13,8 @@ MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=
 
 @given(st.integers(1, 256), st.integers(1, 4096), st.integers(1, 400))
 def test_closed_form_of_decode_is_the_sum_of_its_steps(batch: int, inputs: int, outputs: int) -> None:
-    total = math.fsum(MODEL.decode_step_s(batch, inputs + j) for j in range(1, outputs + 1))
-    assert MODEL.decode_s(batch, inputs, outputs) == pytest.approx(total, rel=1e-12)
+    total = math.fsum(MODEL.paper_step_s(batch, inputs + j) for j in range(1, outputs + 1))
+    assert MODEL.paper_decode_s(batch, inputs, outputs) == pytest.approx(total, rel=1e-12)
 
 
 def test_processing_time_of_a_hand_computed_case() -> None:
@@ -34,14 +34,12 @@ def test_ideal_batch(kv: int, inputs: int, outputs: float, cap: int | None, expe
 
 
 def test_pure_iterations_are_as_fitted() -> None:
-    work = {"prefill_tokens": 512, "prefill_requests": 1, "longest_prefill": 512}
-    idle = {"prefill_tokens": 0, "prefill_requests": 0, "longest_prefill": 0}
     for rule in IterationRule:
-        assert MODEL.iteration_s(**work, decodes=0, cached_tokens=0, rule=rule) == pytest.approx(
-            MODEL.prefill_s(1, 512), rel=1e-14
+        assert MODEL.iteration_s(512, 1, 512, 0, 0, rule=rule) == pytest.approx(
+            MODEL.paper_prefill_s(1, 512), rel=1e-14
         )
-        assert MODEL.iteration_s(**idle, decodes=8, cached_tokens=8 * 700, rule=rule) == pytest.approx(
-            MODEL.decode_step_s(8, 700), rel=1e-14
+        assert MODEL.iteration_s(0, 0, 0, 8, 8 * 700, rule=rule) == pytest.approx(
+            MODEL.paper_step_s(8, 700), rel=1e-14
         )
 
 
@@ -49,11 +47,10 @@ def test_mixed_iterations_follow_their_rules() -> None:
     p, n, longest, d, c = 600, 2, 400, 8, 5600
     prefill = MODEL.k1 * p + MODEL.k2 * n + MODEL.k3 * longest
     attention = MODEL.k5 * c + MODEL.k7 * c / d
-    mixed = {"prefill_tokens": p, "prefill_requests": n, "longest_prefill": longest, "decodes": d}
-    assert MODEL.iteration_s(**mixed, cached_tokens=c, rule=IterationRule.SUM) == pytest.approx(
+    assert MODEL.iteration_s(p, n, longest, d, c, rule=IterationRule.SUM) == pytest.approx(
         prefill + MODEL.k4 + attention + MODEL.k6 * d + MODEL.k8, rel=1e-14
     )
-    assert MODEL.iteration_s(**mixed, cached_tokens=c) == pytest.approx(
+    assert MODEL.iteration_s(p, n, longest, d, c) == pytest.approx(
         max(MODEL.k4, MODEL.k8) + prefill + MODEL.k6 * d + 1.5 * attention, rel=1e-14
     )
 
@@ -61,3 +58,31 @@ def test_mixed_iterations_follow_their_rules() -> None:
 def test_a_constant_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="k5: expected a finite number, got nan"):
         LatencyModel(0, 0, 0, 1, math.nan, 0, 0, 1)
+
+
+@given(
+    *(st.floats(0, 4096), st.integers(1, 64), st.floats(1, 1e5)),
+    *(st.floats(1, 8192), st.integers(1, 8), st.sampled_from([256, 2048, 8192])),
+)
+def test_the_delay_of_others_is_the_first_token_less_the_steps_they_would_have_made(
+    cached: float, batch: int, kv: float, new: float, sequences: int, budget: int
+) -> None:
+    prompt = cached + new
+    delay_s = MODEL.read_delay_s(prompt, cached, batch, kv, budget, sequences)
+    first_s = MODEL.first_token_s(prompt, cached, 0, batch, kv, budget, sequences)
+    iterations = math.ceil(sequences * new / (budget - batch))
+    assert delay_s == pytest.approx(max(0, first_s - iterations * MODEL.step_s(batch, kv)), abs=1e-12)
+    assert MODEL.read_delay_s(prompt, cached, 0, 0, budget) == 0
+    more_s = MODEL.step_s(batch + sequences, kv + sequences * prompt) - MODEL.step_s(batch, kv)
+    assert MODEL.step_delay_s(batch, kv, prompt, sequences) == pytest.approx(max(0, more_s), abs=1e-12)
+
+
+def test_prompts_that_wait_are_read_first_and_decodes_run_beside_them() -> None:
+    k = MODEL
+    alone = k.first_token_s(500, 0, 0, 0, 0, 2048)
+    assert alone == pytest.approx(k.prefill_s(500))
+    behind = k.first_token_s(500, 0, 3596, 0, 0, 2048)
+    assert behind == pytest.approx(k.prefill_s(2048) + k.mixed_step_s(2048, 1, 500, 0, 0))
+    assert k.first_token_s(500, 400, 0, 0, 0, 2048) == pytest.approx(k.prefill_s(500, 1, 400))
+    beside = k.first_token_s(500, 0, 0, 8, 5600, 2048)
+    assert beside == pytest.approx(k.mixed_step_s(500, 1, 500, 8, 5600))

@@ -6,10 +6,12 @@ import random
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
+from hetlb.core.demand import Demand
 from hetlb.core.instance import PeakEwma
-from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams, PrefixMatch
+from hetlb.core.policy import Question
 from hetlb.core.predictor import make_predictor
-from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome
+from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -27,7 +29,7 @@ def shares(policy: str, count: int, *specs: object, seed: int = 0) -> list[str]:
 def test_the_contract_s_names_are_all_there() -> None:
     assert set(POLICIES) == {
         "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single",
-        "paper", "paper-memory", "hetlb",
+        "prefix", "session", "paper", "paper-memory", "hetlb",
     }  # fmt: skip
 
 
@@ -239,3 +241,63 @@ def test_an_absurd_utilisation_does_not_overflow() -> None:
     for i in range(2000):
         dispatched(scheduler.on_arrival(request(i, exact=False), 0.0))
     scheduler.check_integrity()
+
+
+# --- prefix, session ---------------------------------------------------------------------------------
+
+
+def begins(request_id: int, *keys: tuple[str, int | None], tokens: int = 1000) -> Request:
+    return request(request_id, prompt=tokens, beginnings=keys)
+
+
+def test_prefix_goes_where_the_longest_prefix_was_sent() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b"), spec("c")], "prefix")
+    sent = [
+        dispatched(scheduler.on_arrival(begins(i, *keys), 0.0)).instance
+        for i, keys in enumerate(
+            [
+                (("x", 256),),
+                (("y", 256), ("y2", 512)),
+                (("y", 256), ("y2", 512), ("y3", 900)),
+                (("y", 256), ("y4", 512)),
+                (("x", 256), ("z", 512), ("session:s", None)),
+            ]
+        )
+    ]
+    # 256 of 1000 tokens are below the threshold: then the fewest requests count.
+    assert sent == ["a", "b", "b", "c", "a"]
+
+
+def test_prefix_gives_way_to_balance() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "prefix")
+    sent = [dispatched(scheduler.on_arrival(begins(i, ("x", 900)), 0.0)).instance for i in range(67)]
+    assert sent == ["a"] * 65 + ["b", "b"]  # both have it now, and b has less to do
+
+
+def test_prefix_remembers_a_bounded_number_of_prefixes() -> None:
+    policy = PrefixMatch(PolicyParams(), random.Random())
+    scheduler = make_scheduler([spec("a"), spec("b")], "prefix")
+    instance = scheduler.instances[0]
+    for i in range(1100):
+        asked = begins(i, *((f"{i}/{j}", 900) for j in range(64)))
+        policy.committed(Question(asked, 1.0, 1.0, 0, Demand(), 0.0, {}), instance, [instance])
+    assert len(policy._sent) == 65_536
+
+
+def test_a_session_keeps_its_instance_and_few_move_when_another_leaves() -> None:
+    def homes(*names: str) -> list[str]:
+        scheduler = make_scheduler([spec(name) for name in names], "session")
+        return [
+            dispatched(scheduler.on_arrival(begins(i, (f"session:{i % 300}", None)), 0.0)).instance
+            for i in range(600)
+        ]
+
+    of_four = homes("a", "b", "c", "d")
+    assert of_four[:300] == of_four[300:]
+    assert min(of_four.count(name) for name in "abcd") > 100
+    moved = [(old, new) for old, new in zip(of_four, homes("a", "b", "d"), strict=True) if old != new]
+    assert {old for old, _ in moved} == {"c"}
+
+
+def test_without_a_session_the_fewest_requests_decide() -> None:
+    assert shares("session", 4, spec("a"), spec("b")) == ["a", "b", "a", "b"]

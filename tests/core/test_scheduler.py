@@ -263,12 +263,10 @@ def test_without_a_profile_speed_is_learnt_while_serving() -> None:
         scheduler.on_first_token(lease, now + 1.0)
         lease.output_tokens = 51
         # Five times as slow as the default model for a batch of one at the mean context.
-        step = 5.0 * DEFAULT_LATENCY.decode_step_s(1, 100 + 51 / 2)
+        step = 5.0 * DEFAULT_LATENCY.step_s(1, 100 + 51 / 2)
         now += 1.0 + 50 * step
         scheduler.on_lease_ended(lease, Outcome.OK, now)
-    assert instance.latency.decode_step_s(1, 100) == pytest.approx(
-        5.0 * DEFAULT_LATENCY.decode_step_s(1, 100), rel=1e-3
-    )
+    assert instance.latency.step_s(1, 100) == pytest.approx(5.0 * DEFAULT_LATENCY.step_s(1, 100), rel=1e-3)
 
 
 def test_switching_the_policy_keeps_the_ledger() -> None:

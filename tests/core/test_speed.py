@@ -20,12 +20,12 @@ def answer(tracker: SpeedTracker, now: float, slower: float, running: int = 1, p
     """One answer of a model `slower` times as slow as `MODEL`, beside others. When it ends."""
     since = tracker.mark()
     tokens = running * 300.0
-    took = STEPS * MODEL.decode_step_s(running, 300.0)
+    took = STEPS * MODEL.step_s(running, tokens)
     took += prompts * (MODEL.k1 * 700 + MODEL.k2)
     end = now + slower * took
     tracker.read(prompts, prompts * 700)
     tracker.elapsed(running, tokens, end)
-    tracker.answered(MODEL, since, end - now, STEPS, end)
+    tracker.answered(MODEL, since, end - now, STEPS, end, 2048)
     return end
 
 
@@ -73,8 +73,8 @@ def serve(scheduler: Scheduler, slower: float, streamed: bool, count: int = 80) 
     k = scheduler.instances[0].nominal
     for i in range(count):
         lease = dispatched(scheduler.on_arrival(request(i), now))
-        read = k.prefill_s(1, 100)
-        decode = 50 * k.decode_step_s(1, 100 + 51 / 2)
+        read = k.prefill_s(100)
+        decode = 50 * k.step_s(1, 100 + 51 / 2)
         if streamed:
             scheduler.on_first_token(lease, now + slower * read)
         now += slower * (read + decode)

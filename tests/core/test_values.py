@@ -9,13 +9,13 @@ import pytest
 from helpers import FAST, request, spec
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.health import HealthParams
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.records import RequestRecord
 from hetlb.core.speed import Mark
 from hetlb.core.types import Candidate, Capacity, Lease, Probed, ProbeResult
+from hetlb.workload.arrivals import PlannedRequest
 
 
 def lease() -> Lease:

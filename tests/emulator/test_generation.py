@@ -239,11 +239,11 @@ async def test_no_token_is_early(start: Start) -> None:
         begun = time.monotonic()
         client.send("POST", COMPLETIONS, {"prompt": [1] * 100, "max_tokens": 30, "stream": True})
         await client.head()
-        due_s = 0.1 * latency.prefill_s(1, 100)
+        due_s = 0.1 * latency.prefill_s(100)
         for number in range(30):
             assert f'" t{number}"'.encode() in await client.chunk()
             assert time.monotonic() - begun >= due_s
-            due_s += 0.1 * latency.decode_step_s(1, 101 + number)
+            due_s += 0.1 * latency.step_s(1, 101 + number)
         assert b"[DONE]" in await client.chunk()
         assert await client.chunk() == b""
 

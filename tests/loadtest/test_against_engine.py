@@ -9,10 +9,10 @@ import pytest
 
 import hetlb.demo
 from hetlb.config import load_profile
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.emulator import EmulatedEngine
 from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.prompts import CompletionBodies
+from hetlb.workload.arrivals import PlannedRequest
 
 PROFILE = load_profile(Path(hetlb.demo.__file__).parent / "fast.yaml")
 PLAN = [PlannedRequest(i, 0.0, 5 + 11 * i, 1 + i % 7) for i in range(20)]

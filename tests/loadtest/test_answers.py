@@ -155,3 +155,19 @@ def test_recorded_streams_of_real_vllm(name: str) -> None:
         usage["completion_tokens"],
     )
     assert (record.first_token_s is None) == name.endswith("eos-first")
+
+
+def choice(index: int, text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": index, "text": text}]}).encode() + b"\n\n"
+
+
+def test_gaps_are_between_the_tokens_of_one_choice() -> None:
+    record = read(choice(0, "a"), choice(1, "b"), choice(0, "c"), choice(1, "d") + choice(1, "e"), DONE)
+    assert (record.first_token_s, record.last_token_s, record.output_tokens) == (1.0, 4.0, 5)
+    assert list(record.itl_s or []) == [2.0, 2.0, 0.0]
+
+
+def test_vectors_are_an_answer() -> None:
+    record = RequestRecord(0.0, 100)
+    read_plain(b'{"data":[{"embedding":[0.5]}],"usage":{"prompt_tokens":9,"total_tokens":9}}', record, 3.0)
+    assert (record.prompt_tokens, record.output_tokens, record.last_token_s) == (9, 0, 3.0)

@@ -10,16 +10,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.emulator.requests import VOCABULARY
-from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, conversations, given_texts
-from hetlb.loadtest.datasets import Row, estimate_tokens
+from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, given_texts, own_headers
+from hetlb.workload.arrivals import PlannedRequest, planned_request
+from hetlb.workload.datasets import estimate_tokens
+from hetlb.workload.traces import Row
 
 BLOCK = 8
 
 
 def plan_of(rows: Sequence[Row]) -> list[PlannedRequest]:
-    return [PlannedRequest(i, 0.0, row.input_tokens, row.output_tokens) for i, row in enumerate(rows)]
+    return [planned_request(i, 0.0, row) for i, row in enumerate(rows)]
 
 
 def prompts(rows: Sequence[Row], salt: str = "s", *, text: bool = False) -> list[Any]:
@@ -89,7 +90,7 @@ def test_blocks_are_the_same_wherever_they_occur() -> None:
 def test_a_conversation_is_named_and_another_one_in_another_run() -> None:
     rows = [Row(None, 5, 1, session=name) for name in ("a", "b\r\n", "a", "")]
     first, second = (
-        [conversations(rows, salt, "x-session-id")(planned) for planned in plan_of(rows)] for salt in "st"
+        [own_headers(rows, salt, "x-session-id")(planned) for planned in plan_of(rows)] for salt in "st"
     )
     assert first[0] == first[2]
     assert first[3] == {}
@@ -126,3 +127,34 @@ def test_a_chat_with_the_text_of_a_row() -> None:
     assert made["max_completion_tokens"] == 3
     (message,) = body(CHAT, Row(None, 5, 3))["messages"]
     assert estimate_tokens(message["content"]) == 5
+
+
+def test_several_prompts_begin_alike_where_the_row_says_so_and_nowhere_else() -> None:
+    row = Row(None, 30, 4, hash_ids=("head=20",), sequences=3, n=2, tenant="acme")
+    made = body("/v1/completions", row)
+    assert (made["n"], made["temperature"]) == (2, 1)
+    assert made["user"] == "acme"
+    assert [len(prompt) for prompt in made["prompt"]] == [30, 30, 30]
+    first, second, third = made["prompt"]
+    assert first[:20] == second[:20] == third[:20]
+    assert max(shared(first[20:], second[20:]), shared(second[20:], third[20:])) < 4
+
+
+def test_inputs_of_an_embedding() -> None:
+    row = Row(None, 12, 0, sequences=5, endpoint="embeddings")
+    (planned,) = plan_of([row])
+    bodies = RequestBodies("m", MadePrompts([row], "s"), ignore_eos=True)
+    assert bodies.path(planned) == "/v1/embeddings"
+    assert not bodies.streams(planned)
+    made = json.loads(bodies.body(planned))
+    assert made.keys() == {"model", "input"}
+    assert [len(each) for each in made["input"]] == [12] * 5
+
+
+def test_a_tenant_and_a_conversation_have_their_headers() -> None:
+    rows = [Row(None, 5, 1, session="s", tenant="acme"), Row(None, 5, 1)]
+    named = own_headers(rows, "salt", "x-session-id", "x-tenant")
+    first, second = (named(planned) for planned in plan_of(rows))
+    assert first["x-tenant"] == "acme"
+    assert first.keys() == {"x-session-id", "x-tenant"}
+    assert second == {}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.records import RequestRecord
-from hetlb.loadtest.datasets import Row
 from hetlb.loadtest.figures import details, peak_concurrency, run_figures
 from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.pictures import against_rate, distribution, in_flight, output_rate
 from hetlb.loadtest.runs import Measured
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 
 def record(

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.records import RequestRecord
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
 from hetlb.loadtest.prompts import CompletionBodies
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 
 def plan_of(count: int, *, gap_s: float = 0.0, output: int = 3) -> list[PlannedRequest]:
@@ -275,18 +276,12 @@ async def test_cancelling_closes_every_connection() -> None:
 
 async def test_a_new_load_shares_no_prompt_with_the_one_before() -> None:
     """Or the second run would measure the engines' prefix caches."""
-    plan = make_plan([_Row()], 30, float("inf"), random.Random(0))
+    plan = make_plan([Row(None, 20, 1)], 30, float("inf"), random.Random(0))
     async with stub(answer) as server:
         for seed in (1, 2):
             await load(plan, server.url, bodies=CompletionBodies("m", plan, random.Random(seed)))
         beginnings = [tuple(call.body["prompt"][:5]) for call in server.calls]
     assert len(set(beginnings)) == 60
-
-
-class _Row:
-    arrival_s = None
-    input_tokens = 20
-    output_tokens = 1
 
 
 async def test_a_cap_closes_the_loop_of_a_load_that_is_due_at_once() -> None:

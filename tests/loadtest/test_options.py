@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hetlb.errors import InputError
 from hetlb.loadtest import options
-from hetlb.loadtest.schedules import Ramp
+from hetlb.workload.arrivals import Waves
+from hetlb.workload.schedules import Ramp
 
 
 def test_rates() -> None:
@@ -62,3 +63,15 @@ def test_whatever_is_typed_is_read_or_refused_in_one_line(text: str) -> None:
     for reader in readers:
         with contextlib.suppress(InputError):
             reader(text)
+
+
+@pytest.mark.parametrize("text", ["5", "5:", ":5", "0:5", "-1:5", "5:15:1", "nan:5", "inf:5", "a:b"])
+def test_waves_are_two_times(text: str) -> None:
+    with pytest.raises(InputError, match="--waves: expected seconds on and seconds off, as 5:15, got"):
+        options.read_waves(text)
+
+
+def test_waves() -> None:
+    assert options.read_waves("5:15") == Waves(5.0, 15.0)
+    assert options.read_waves("0.5:0") == Waves(0.5, 0.0)
+    assert options.read_waves(None) is None

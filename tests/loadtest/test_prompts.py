@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.loadtest.prompts import TOKEN_IDS, CompletionBodies
+from hetlb.workload.arrivals import PlannedRequest
 
 PLAN = [PlannedRequest(i, 0.0, 1 + 37 * i % 900, i % 5) for i in range(300)]
 

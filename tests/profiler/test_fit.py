@@ -50,8 +50,8 @@ def measured(tp: int = 1) -> list[Point]:
 def synthetic(noise: float = 0.0, repeats: int = 1, seed: int = 0) -> list[Point]:
     rng = random.Random(seed)
     grids = (
-        (Phase.PREFILL, DEFAULT_PREFILL_GRID, TRUE.prefill_s),
-        (Phase.DECODE, DEFAULT_DECODE_GRID, TRUE.decode_step_s),
+        (Phase.PREFILL, DEFAULT_PREFILL_GRID, TRUE.paper_prefill_s),
+        (Phase.DECODE, DEFAULT_DECODE_GRID, TRUE.paper_step_s),
     )
     return [
         Point(phase, b, n, truth(b, n) * (1 + rng.gauss(0, noise)))
@@ -75,9 +75,9 @@ def test_known_constants_come_back_from_noisy_repeats(seed: int) -> None:
     for name in ("k1", "k5", "k6", "k8"):
         assert getattr(latency, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
     for b, n in [(1, 128), (3, 900), (16, 4096), (8, 2000)]:
-        assert latency.prefill_s(b, n) == pytest.approx(TRUE.prefill_s(b, n), rel=0.02)
+        assert latency.paper_prefill_s(b, n) == pytest.approx(TRUE.paper_prefill_s(b, n), rel=0.02)
     for b, n in [(1, 256), (5, 900), (128, 4096), (64, 2000)]:
-        assert latency.decode_step_s(b, n) == pytest.approx(TRUE.decode_step_s(b, n), rel=0.02)
+        assert latency.paper_step_s(b, n) == pytest.approx(TRUE.paper_step_s(b, n), rel=0.02)
 
 
 def test_without_noise_the_constants_are_exact() -> None:
@@ -101,7 +101,7 @@ def test_a_measured_decode_never_falls(tp: int) -> None:
 @given(off=st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12), form=st.sampled_from(list(Form)))
 def test_nothing_falls_whatever_was_measured(off: list[float], form: Form) -> None:
     points = [
-        Point(Phase.PREFILL, b, n, TRUE.prefill_s(b, n) * factor)
+        Point(Phase.PREFILL, b, n, TRUE.paper_prefill_s(b, n) * factor)
         for (b, n), factor in zip(DEFAULT_PREFILL_GRID, off, strict=True)
     ]
     try:
@@ -119,7 +119,7 @@ def test_points_too_odd_for_the_better_forms_leave_the_paper_form() -> None:
         for p in synthetic()
     ]
     result = fit(odd)
-    assert_rises(result.latency.prefill_s)
+    assert_rises(result.latency.paper_prefill_s)
     assert result.warnings
 
 
@@ -189,22 +189,15 @@ def test_the_better_form_times_iterations_and_the_paper_keeps_its_constants() ->
     model = LatencyModel(*constants, better)
 
     def iteration(tokens: int, decodes: int) -> float:
-        return model.iteration_s(
-            prefill_tokens=tokens,
-            prefill_requests=1 if tokens else 0,
-            longest_prefill=tokens,
-            decodes=decodes,
-            cached_tokens=1000 * decodes,
-        )
+        return model.mixed_step_s(tokens, 1 if tokens else 0, tokens, decodes, 1000 * decodes)
 
     assert iteration(512, 0) == better.prefill_s(1, 512)
-    assert iteration(0, 8) == pytest.approx(TRUE.decode_step_s(8, 1000))
+    assert iteration(0, 8) == pytest.approx(TRUE.paper_step_s(8, 1000))
     assert iteration(1, 8) >= iteration(0, 8)
     assert iteration(512, 8) > iteration(512, 0)
-    assert model.prefill_s(4, 512) == TRUE.prefill_s(4, 512)
-    assert model.scaled(2.0).iteration_s(
-        prefill_tokens=512, prefill_requests=1, longest_prefill=512, decodes=0, cached_tokens=0
-    ) == pytest.approx(2 * iteration(512, 0))
+    assert model.paper_prefill_s(4, 512) == TRUE.paper_prefill_s(4, 512)
+    assert model.prefill_s(512, 4) == better.prefill_s(4, 512)
+    assert model.scaled(2.0).prefill_s(512) == pytest.approx(2 * iteration(512, 0))
 
 
 def test_an_event_log_keeps_the_better_form() -> None:

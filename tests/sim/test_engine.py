@@ -1,142 +1,26 @@
 """Shows that the engine model schedules as vLLM V1 does, loses nothing, and that stretches equal steps.
 
-`NaiveEngine` below is the scheduler written down sequence by sequence, as vLLM's own loop reads, with
-nothing derived or bucketed: slow, plain, and the oracle for the fast one.
+`PlainEngine` is the statement of vLLM's rules that the fast engine is held to.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.types import Capacity
 from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Sequence, SequenceState, Stretch
+from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 
 MAX_EXAMPLES = 200
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
-
-
-# --- the oracle --------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class NaiveSequence:
-    number: int
-    prompt: int
-    output: int
-    generated: int = 0
-    computed: int = 0
-    decodes: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.generated
-
-
-@dataclass
-class NaiveIteration:
-    duration_s: float
-    tokens: list[int] = field(default_factory=list)  # numbers that got one
-    finished: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    used_blocks: int = 0  # after the schedule, before anybody leaves
-
-
-class NaiveEngine:
-    def __init__(self, limits: EngineLimits, rule: IterationRule) -> None:
-        self.limits = limits
-        self.rule = rule
-        self.waiting: deque[NaiveSequence] = deque()
-        self.running: list[NaiveSequence] = []
-        self.blocks: dict[int, int] = {}
-
-    @property
-    def used(self) -> int:
-        return sum(self.blocks.values())
-
-    def allocate(self, sequence: NaiveSequence, new_tokens: int, whole: bool = False) -> bool:
-        free = self.limits.kv_blocks - self.used
-        held = self.blocks.get(sequence.number, 0)
-        if whole and math.ceil(sequence.tokens / self.limits.block_size) - held > free:
-            return False
-        need = math.ceil((sequence.computed + new_tokens) / self.limits.block_size) - held
-        if need > free:
-            return False
-        self.blocks[sequence.number] = held + need
-        return True
-
-    def drop(self, number: int) -> None:
-        self.waiting = deque(s for s in self.waiting if s.number != number)
-        self.running = [s for s in self.running if s.number != number]
-        self.blocks.pop(number, None)
-
-    def iterate(self) -> NaiveIteration | None:
-        if not self.waiting and not self.running:
-            return None
-        budget = self.limits.max_num_batched_tokens
-        scheduled: list[tuple[NaiveSequence, int]] = []
-        preempted: list[NaiveSequence] = []
-        index = 0
-        while index < len(self.running) and budget > 0:
-            sequence = self.running[index]
-            new = min(sequence.tokens - sequence.computed, budget)
-            while not (allocated := self.allocate(sequence, new)):
-                victim = self.running.pop()
-                self.blocks.pop(victim.number)
-                victim.computed = 0
-                victim.decodes = False
-                self.waiting.appendleft(victim)
-                preempted.append(victim)
-                if victim is sequence:
-                    break
-            if not allocated:
-                break
-            scheduled.append((sequence, new))
-            budget -= new
-            index += 1
-        if not preempted:
-            while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
-                sequence = self.waiting[0]
-                new = min(sequence.tokens, budget)
-                if not self.allocate(sequence, new, whole=True):
-                    break
-                self.waiting.popleft()
-                self.running.append(sequence)
-                scheduled.append((sequence, new))
-                budget -= new
-        decodes = [(s, n) for s, n in scheduled if s.decodes]
-        prefills = [(s, n) for s, n in scheduled if not s.decodes]
-        result = NaiveIteration(
-            LATENCY.iteration_s(
-                prefill_tokens=sum(n for _, n in prefills),
-                prefill_requests=len(prefills),
-                longest_prefill=max((n for _, n in prefills), default=0),
-                decodes=len(decodes),
-                cached_tokens=sum(s.computed + 1 for s, _ in decodes),
-                rule=self.rule,
-            ),
-            preempted=[s.number for s in preempted],
-            used_blocks=self.used,
-        )
-        for sequence, new in scheduled:
-            sequence.computed += new
-            if sequence.computed < sequence.tokens:
-                continue
-            sequence.decodes = True
-            if sequence.output:
-                sequence.generated += 1
-                result.tokens.append(sequence.number)
-            if sequence.generated == sequence.output:
-                result.finished.append(sequence.number)
-                self.drop(sequence.number)
-        return result
+BETTER = PnormPrefill(0.01, 1e-4, 1e-9, 2.0, PrefillGrid((1, 16), (128, 4096), ((0.1, 0.0), (0.0, -0.1))))
 
 
 # --- strategies --------------------------------------------------------------------------------------
@@ -152,6 +36,8 @@ def engine_limits(draw: st.DrawFn) -> EngineLimits:
         block_size=block_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.integers(0, 40)),
+        enable_prefix_caching=draw(st.booleans()),
+        async_scheduling=draw(st.booleans()),
     )
 
 
@@ -185,33 +71,43 @@ def run(engine: EngineModel) -> list[Ended]:
 
 
 @given(
-    load=loads(), rule=rules, aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=4)
+    load=loads(),
+    rule=rules,
+    aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=4),
+    contents=st.booleans(),
 )
 @settings(max_examples=MAX_EXAMPLES, deadline=None)
-def test_same_as_the_naive_scheduler(
+def test_same_as_the_plain_engine(
     load: tuple[EngineLimits, list[tuple[int, int, int]]],
     rule: IterationRule,
     aborts: list[tuple[int, int]],
+    contents: bool,
 ) -> None:
-    """Durations, tokens, finishes, preemptions, blocks and queues agree in every iteration."""
+    """Durations, tokens, finishes, preemptions, blocks and queues agree in every iteration.
+
+    With asynchronous scheduling no sequence is aborted: vLLM computes the batch that was fixed with it.
+    """
     limits, sequences = load
-    naive, fast = NaiveEngine(limits, rule), EngineModel(LATENCY, limits, rule)
+    contents = contents and limits.enable_prefix_caching
+    plain, fast = (
+        PlainEngine(LATENCY, limits, rule),
+        EngineModel(LATENCY, limits, rule, prefix_cache=contents),
+    )
     arriving = [
         (arrival, Sequence(prompt, output, n)) for n, (arrival, prompt, output) in enumerate(sequences)
     ]
+    if limits.async_scheduling:
+        aborts = []
     generated: dict[int, int] = {}
     for step in itertools.count():
-        for arrival, sequence in arriving:
-            if arrival == step:
-                naive.waiting.append(
-                    NaiveSequence(sequence.tag, sequence.prompt_tokens, sequence.output_tokens)
-                )
-                fast.submit(sequence)
         for at, number in aborts:
-            if at == step and number < len(arriving) and arriving[number][0] <= step:
-                naive.drop(number)
+            if at == step and number < len(arriving) and arriving[number][0] < step:
+                plain.abort(number)
                 fast.abort(arriving[number][1])
-        expected = naive.iterate()
+        idle = fast.idle
+        if idle:
+            submit(plain, fast, arriving, step)
+        expected = plain.begin()
         duration_s = fast.begin_iteration()
         fast.check_integrity()
         if expected is None:
@@ -219,16 +115,24 @@ def test_same_as_the_naive_scheduler(
             if step > 80:
                 break
             continue
-        assert duration_s == expected.duration_s
-        assert fast.kv_used_blocks == expected.used_blocks <= limits.kv_blocks
-        ended = fast.end_iteration()
+        assert duration_s == pytest.approx(expected.duration_s, rel=1e-12)
+        if not limits.async_scheduling:
+            assert fast.kv_used_blocks == expected.used_blocks
+        assert fast.kv_used_blocks <= limits.kv_blocks
+        if not idle:  # while the batch runs
+            submit(plain, fast, arriving, step)
+        assert fast.waiting + fast.running >= len(plain.waiting)
+        outcome, ended = plain.end(), fast.end_iteration()
         fast.check_integrity()
         got = {s.tag for s in (*fast.decoding, *ended.finished) if s.output_tokens}
-        assert got == set(expected.tokens)
-        assert sorted(s.tag for s in ended.finished) == sorted(expected.finished)
-        assert [s.tag for s in ended.preempted] == expected.preempted
-        assert (fast.running, fast.waiting) == (len(naive.running), len(naive.waiting))
-        assert [s.tag for s in fast.decoding] == [s.number for s in naive.running if s.decodes]
+        assert got == set(outcome.tokens)
+        assert sorted(s.tag for s in ended.finished) == sorted(outcome.finished)
+        assert [s.tag for s in ended.preempted] == [s.number for s in expected.preempted]
+        assert fast.prefix_hit_tokens <= plain.found_tokens
+        if not limits.async_scheduling:
+            assert (fast.running, fast.waiting) == (len(plain.running), len(plain.waiting))
+            assert fast.prefix_hit_tokens == plain.found_tokens
+            assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
         for number in got:
             generated[number] = generated.get(number, 0) + 1
         assert {s.tag for s in ended.first} == {n for n in got if generated[n] == 1}
@@ -236,6 +140,13 @@ def test_same_as_the_naive_scheduler(
             assert fast.generated(sequence) == generated.get(sequence.tag, 0)
     assert fast.kv_used_blocks == 0
     assert fast.generated_tokens == sum(generated.values())
+
+
+def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequence]], step: int) -> None:
+    for arrival, sequence in arriving:
+        if arrival <= step and sequence.state is SequenceState.NEW:
+            plain.submit(PlainSequence(sequence.tag, sequence.prompt_tokens, sequence.output_tokens))
+            fast.submit(sequence)
 
 
 @given(load=loads(), rule=rules)
@@ -308,8 +219,8 @@ def timeline(
             at, kind, number = happenings.pop(0)
             if kind == 0:
                 if stretches and not engine.admission_blocked:
-                    stretch = engine.cut(at - begun)
-                engine.submit(sequences[number])
+                    stretch = engine.cut(at - begun, for_arrival=True)
+                engine.submit(sequences[number], at - begun)
             else:
                 if stretches:
                     stretch = engine.cut(at - begun)
@@ -401,11 +312,35 @@ def test_one_request_by_hand() -> None:
     assert len(ended.first) == 1
     assert ended.finished == ()
     for cached in (17, 18, 19):
-        assert engine.begin_iteration() == pytest.approx(k.decode_step_s(1, cached))
+        assert engine.begin_iteration() == pytest.approx(k.step_s(1, cached))
         assert engine.kv_used_blocks == 2
         ended = engine.end_iteration()
     assert len(ended.finished) == 1
     assert engine.begin_iteration() is None
+
+
+@given(
+    prompt=st.integers(1, 30_000),
+    output=st.integers(1, 500),
+    budget=st.sampled_from([64, 300, 2048]),
+    better=st.booleans(),
+)
+def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
+    prompt: int, output: int, budget: int, better: bool
+) -> None:
+    """One latency truth: `first_token_s` and `answer_s` on an idle engine, chunks of prompts included."""
+    model = replace(LATENCY, better_prefill=BETTER) if better else LATENCY
+    engine = EngineModel(
+        model, EngineLimits(kv_cache_tokens=40_000, max_num_seqs=64, max_num_batched_tokens=budget)
+    )
+    engine.submit(Sequence(prompt, output))
+    first_s = total_s = 0.0
+    while (stretch := engine.begin_stretch()) is not None:
+        total_s += stretch.duration_s
+        if engine.end_iteration().first:
+            first_s = total_s
+    assert first_s == pytest.approx(model.first_token_s(prompt, 0, 0, 0, 0, budget), rel=1e-9)
+    assert total_s - first_s == pytest.approx(model.answer_s(prompt, output - 1, 0, 0), rel=1e-9, abs=1e-12)
 
 
 def test_a_lone_request_is_two_calls() -> None:
@@ -417,7 +352,7 @@ def test_a_lone_request_is_two_calls() -> None:
     stretch = engine.begin_stretch()
     assert stretch is not None
     assert stretch.steps == 5000
-    assert stretch.duration_s == pytest.approx(LATENCY.decode_s(1, 1000, 5000), rel=1e-12)
+    assert stretch.duration_s == pytest.approx(LATENCY.paper_decode_s(1, 1000, 5000), rel=1e-12)
     assert len(engine.end_iteration().finished) == 1
     assert engine.begin_stretch() is None
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies import POLICIES, PolicyParams
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
@@ -19,6 +18,7 @@ from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
 from hetlb.sim.reference import References
+from hetlb.workload.arrivals import PlannedRequest
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 
@@ -94,9 +94,9 @@ def test_a_lone_request_takes_what_the_formulas_say() -> None:
     setup, engines = fleet(1.0)
     result = simulate(setup, engines, [PlannedRequest(0, 5.0, 400, 50)])
     record = result.records[0]
-    assert record.ttft_s == pytest.approx(FAST.prefill_s(1, 400))
-    steps = sum(FAST.decode_step_s(1, 400 + j) for j in range(1, 50))
-    assert record.e2el_s == pytest.approx(FAST.prefill_s(1, 400) + steps)
+    assert record.ttft_s == pytest.approx(FAST.prefill_s(400))
+    steps = sum(FAST.step_s(1, 400 + j) for j in range(1, 50))
+    assert record.e2el_s == pytest.approx(FAST.prefill_s(400) + steps)
 
 
 def test_requests_that_arrive_together_share_their_first_iteration() -> None:
@@ -110,10 +110,8 @@ def test_an_arrival_in_mid_stretch_starts_at_the_next_iteration() -> None:
     result = simulate(setup, engines, [PlannedRequest(0, 0.0, 100, 1000), PlannedRequest(1, 3.0, 100, 5)])
     late = result.records[1]
     assert late.first_token_s is not None
-    step = FAST.decode_step_s(1, 400)
-    mixed = FAST.iteration_s(
-        prefill_tokens=100, prefill_requests=1, longest_prefill=100, decodes=1, cached_tokens=400
-    )
+    step = FAST.step_s(1, 400)
+    mixed = FAST.mixed_step_s(100, 1, 100, 1, 400)
     assert 3.0 < late.first_token_s <= 3.0 + step + mixed * 1.05
 
 
@@ -216,7 +214,7 @@ def test_an_engine_that_slows_down_ends_its_iteration_and_goes_on_slower() -> No
     slowed = simulate(setup, changed, plan).records[0]
     assert slowed.first_token_s == alone.first_token_s
     assert slowed.last_token_s is not None
-    step = FAST.decode_step_s(1, 300)
+    step = FAST.step_s(1, 300)
     assert slowed.last_token_s == pytest.approx(at + 3.0 * (alone.last_token_s - at), abs=3 * step)
     forgiven = {
         name: replace(spec, changes=((at, 3.0), (slowed.last_token_s, 1.0))) for name, spec in engines.items()

@@ -10,7 +10,6 @@ import pytest
 from helpers import FAST, MODEL, spec
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.arrivals import PlannedRequest
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
@@ -18,6 +17,7 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Command, Health, Outcome, Request
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
 SPECS = tuple(spec(f"i{i}", slower=1.0 + i, capacity=CAPACITY) for i in range(3))

@@ -1,13 +1,11 @@
 """The prefix cache finds what vLLM's would: blocks from the beginning on, least recently used evicted first.
 
-`NaiveCache` is vLLM's block pool written down block by block: a queue of free blocks in the order in which
-they will be taken, whatever they hold, and a map from contents to blocks. It is the oracle for one request
-at a time; together, the fast engine must agree with itself step by step and its books must add up.
+`PlainEngine` is the oracle for one request at a time; together, the fast engine must agree with itself step
+by step and its books must add up.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -16,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.latency import LatencyModel
-from hetlb.sim.contents import TraceContents
 from hetlb.sim.engine import EngineLimits, EngineModel, Sequence, SequenceState
-from hetlb.traces import TraceRow
+from hetlb.sim.plain_engine import PlainEngine, PlainSequence
+from hetlb.workload.content import contents_of, in_cycle
+from hetlb.workload.traces import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 
@@ -26,38 +25,13 @@ LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=
 # --- the oracle --------------------------------------------------------------------------------------
 
 
-class NaiveCache:
-    def __init__(self, blocks: int, size: int) -> None:
-        self.size = size
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        self.holds: dict[int, tuple[Hashable, ...]] = {}
-        self.where: dict[tuple[Hashable, ...], int] = {}
-
-    def run(self, tokens: list[Hashable], prompt: int) -> int:
-        """One request alone, from its prompt to its last token in the cache; the tokens that were found."""
-        size = self.size
-        mine: list[int] = []
-        for end in range(size, prompt, size):  # never the last token of the prompt
-            block = self.where.get(tuple(tokens[:end]))
-            if block is None:
-                break
-            mine.append(block)
-        for block in mine:
-            del self.free[block]
-        found = len(mine) * size
-        while len(mine) * size < len(tokens):
-            block, _ = self.free.popitem(last=False)
-            if block in self.holds:
-                del self.where[self.holds.pop(block)]
-            mine.append(block)
-        for index in range(found // size, len(tokens) // size):
-            content = tuple(tokens[: (index + 1) * size])
-            if content not in self.where:
-                self.where[content] = mine[index]
-                self.holds[mine[index]] = content
-        for block in reversed(mine):
-            self.free[block] = None
-        return found
+def found_by_the_plain_engine(engine: PlainEngine, ask: Ask, number: int) -> int:
+    """One request alone, from its prompt to its last token; the tokens that were found."""
+    before = engine.found_tokens
+    engine.submit(PlainSequence(number, ask.prompt, ask.output, ask.tokens()))
+    while engine.begin() is not None:
+        engine.end()
+    return engine.found_tokens - before
 
 
 @dataclass(frozen=True)
@@ -110,8 +84,9 @@ def cached_engine(blocks: int, size: int, *, seqs: int = 6, batched: int = 24) -
 def test_one_after_the_other_finds_what_the_block_pool_finds(
     requests: list[Ask], size: int, blocks: int
 ) -> None:
-    engine, oracle = cached_engine(blocks, size), NaiveCache(blocks, size)
-    for ask in requests:
+    engine = cached_engine(blocks, size)
+    oracle = PlainEngine(LATENCY, engine.limits)
+    for number, ask in enumerate(requests):
         if not engine.fits(ask.prompt, ask.output) or (not ask.own and ask.prompt % size == 0):
             continue  # a last block that is computed again is kept twice by vLLM, and once here
         before, computed = engine.prefix_hit_tokens, engine.prefilled_tokens
@@ -121,7 +96,7 @@ def test_one_after_the_other_finds_what_the_block_pool_finds(
             engine.end_iteration()
             engine.check_integrity()
         found = engine.prefix_hit_tokens - before
-        assert found == oracle.run(ask.tokens(), ask.prompt)
+        assert found == found_by_the_plain_engine(oracle, ask, number)
         assert engine.prefilled_tokens - computed == ask.prompt - found
         assert engine.pool.used_blocks == 0
 
@@ -262,39 +237,32 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
 # --- what traces say ---------------------------------------------------------------------------------
 
 
-def row(prompt: int, output: int, **extra: str) -> TraceRow:
-    return TraceRow(None, prompt, output, extra)
+def row(prompt: int, output: int, session: str = "", turn: str = "", hash_ids: str = "") -> Row:
+    return Row(None, prompt, output, session=session, turn=turn, hash_ids=tuple(hash_ids.split()))
 
 
 def test_hash_ids_are_blocks_and_the_last_one_may_be_short() -> None:
-    contents = TraceContents([row(1200, 5, hash_ids="0 1 2"), row(1100, 5, hash_ids="0 1 2")])
-    first, second = contents.of(0), contents.of(1)
-    assert first.pieces[:2] == second.pieces[:2] == (("0", 512), ("1", 512))
-    assert first.pieces[2] != second.pieces[2]
-    assert sum(tokens for _, tokens in first.pieces) == 1200
+    first, second = contents_of([row(1200, 5, hash_ids="0 1 2"), row(1100, 5, hash_ids="0 1 2")])
+    assert first.spans[:2] == second.spans[:2] == (("0", 512), ("1", 512))
+    assert first.spans[2] != second.spans[2]
+    assert sum(tokens for _, tokens in first.spans) == 1200
     assert first.answer is None
-    again = contents.of(0, 1)
-    assert [tokens for _, tokens in again.pieces] == [512, 512, 176]
-    assert not {key for key, _ in again.pieces} & {key for key, _ in first.pieces}
+    again = in_cycle(first, 1)
+    assert [tokens for _, tokens in again.spans] == [512, 512, 176]
+    assert not {key for key, _ in again.spans} & {key for key, _ in first.spans}
 
 
 def test_turns_of_a_session_begin_with_what_was_said() -> None:
     rows = [
-        row(10, 20, session_id="s", turn="0"),
-        row(7, 5, session_id="other", turn="0"),
-        row(45, 0, session_id="s", turn="1"),
-        row(60, 5, session_id="s", turn="2"),
-        row(30, 5, session_id="s", turn="3"),
+        row(10, 20, session="s", turn="0"),
+        row(7, 5, session="other", turn="0"),
+        row(45, 0, session="s", turn="1"),
+        row(60, 5, session="s", turn="2"),
+        row(30, 5, session="s", turn="3"),
     ]
-    contents = TraceContents(rows)
-    named = [contents.of(i) for i in range(len(rows))]
-    assert named[2].pieces[:2] == (*named[0].pieces, (named[0].answer, 20))
-    assert named[3].pieces[:4] == (*named[2].pieces, (named[2].answer, 1))
-    assert [sum(tokens for _, tokens in each.pieces) for each in named] == [10, 7, 45, 60, 30]
-    assert len(named[4].pieces) == 1, "expected a shorter prompt to begin anew"
+    named = contents_of(rows)
+    assert named[2].spans[:2] == (*named[0].spans, (named[0].answer, 20))
+    assert named[3].spans[:4] == (*named[2].spans, (named[2].answer, 1))
+    assert [sum(tokens for _, tokens in each.spans) for each in named] == [10, 7, 45, 60, 30]
+    assert len(named[4].spans) == 1, "expected a shorter prompt to begin anew"
     assert len({each.answer for each in named}) == 5
-
-
-def test_a_trace_without_such_columns_says_so() -> None:
-    with pytest.raises(ValueError, match="hash_ids, or session_id and turn"):
-        TraceContents([row(5, 5)])

@@ -26,7 +26,7 @@ from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.sim.series import Series
 from hetlb.sim.sweep import TRACE, Cell, Load, Study, run_sweep
-from hetlb.traces import TraceRow
+from hetlb.workload.traces import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 CELLS = [
@@ -39,7 +39,7 @@ CELLS = [
 
 def study(*speeds: float, count: int = 60, predictor: str = "normal") -> Study:
     rng = random.Random(1)
-    rows = [TraceRow(0.1 * i, rng.randrange(10, 900), rng.choice((5, 60, 300))) for i in range(count)]
+    rows = [Row(0.1 * i, rng.randrange(10, 900), rng.choice((5, 60, 300))) for i in range(count)]
     capacity = Capacity(kv_cache_tokens=30_000, kv_tokens_per_request=30_000, max_num_seqs=64)
     specs = tuple(
         InstanceSpec(f"i{i}", "m", latency=FAST.scaled(speed), capacity=capacity)

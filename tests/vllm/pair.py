@@ -35,13 +35,13 @@ from engines import (
     vllm_servers,
 )
 
-from hetlb.core.arrivals import PlannedRequest, make_plan
 from hetlb.core.engine_metrics import parse
 from hetlb.core.types import EngineSample
 from hetlb.loadtest.generator import LoadResult, run_load
 from hetlb.loadtest.processes import helper_processes
 from hetlb.loadtest.prompts import CompletionBodies
-from hetlb.traces import TraceRow
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 HERE = Path(__file__).resolve().parent
 MODELS = REPO_ROOT / ".cache" / "vllm-models"
@@ -67,7 +67,7 @@ def pair(log_dir: Path) -> Iterator[list[Server]]:
 
 async def _warm_up(servers: Sequence[Server]) -> None:
     """Chat, sampling with `n`, and a batch as wide as it gets, prompts long and short, on both at once."""
-    rows = [TraceRow(None, 32 + 7 * (i % 32), 4 + i % 16) for i in range(64)]
+    rows = [Row(None, 32 + 7 * (i % 32), 4 + i % 16) for i in range(64)]
     plan = make_plan(rows, None, math.inf, random.Random(0))
     results = await asyncio.gather(*(load(server.url, plan, "warm-up") for server in servers))
     async with aiohttp.ClientSession() as session:

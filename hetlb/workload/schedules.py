@@ -1,8 +1,8 @@
 """When the requests of a load test are due: one rate, a ramp of rates, all at once, or as recorded.
 
 Promise: a schedule is made before the run from a seed alone, and keeps the row of every planned request, so
-that the same load can be sent again. Fixed rates and recordings are those of `hetlb.core.arrivals`, which
-the simulator uses too; the ramp is that of `vllm bench serve`.
+that the same load can be sent again. Fixed rates, waves and recordings are those of
+`hetlb.workload.arrivals`, which the simulator uses too; the ramp is that of `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hetlb.core.arrivals import PlannedRequest, gaps_s, make_plan
-from hetlb.loadtest.datasets import Row
+from hetlb.workload.arrivals import PlannedRequest, Waves, gaps_s, make_plan, planned_request
+from hetlb.workload.traces import Row
 
 #: Requests/s (`inf`: all at once), or "trace": the recorded arrivals.
 Rate: TypeAlias = float | Literal["trace"]
@@ -49,6 +49,7 @@ def make_load(
     rate: Rate | Ramp,
     rng: random.Random,
     burstiness: float = 1.0,
+    waves: Waves | None = None,
 ) -> Load:
     """The first `num_prompts` rows, cycled if there are fewer, with their due times.
 
@@ -60,10 +61,11 @@ def make_load(
         rows = sorted(rows[:num_prompts], key=lambda row: row.arrival_s or 0.0)
     chosen = [_in_cycle(rows[i % len(rows)], i // len(rows)) for i in range(num_prompts)]
     if not isinstance(rate, Ramp):
-        return Load(make_plan(rows, num_prompts, rate, rng, burstiness), chosen)
-    plan, now_s = [], 0.0
+        return Load(make_plan(rows, num_prompts, rate, rng, burstiness, waves=waves), chosen)
+    plan: list[PlannedRequest] = []
+    now_s = 0.0
     for i, (row, gap) in enumerate(zip(chosen, gaps_s(num_prompts, 1.0, burstiness, rng), strict=True)):
-        plan.append(PlannedRequest(i, now_s, row.input_tokens, row.output_tokens))
+        plan.append(planned_request(i, now_s if waves is None else waves.due_s(now_s), row))
         now_s += gap / rate.rate_rps(i / max(1, num_prompts - 1))
     return Load(plan, chosen)
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from hetlb.core.arrivals import gaps_s, make_plan
+from hetlb.workload.arrivals import gaps_s, make_plan
+from hetlb.workload.traces import Row
 
 COUNT = 10_000
-
-
-@dataclass(frozen=True)
-class Row:
-    arrival_s: float | None
-    input_tokens: int
-    output_tokens: int
 
 
 ROWS = [Row(None, 100 + i, 10 + i) for i in range(5)]

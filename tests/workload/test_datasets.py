@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.errors import TraceError
-from hetlb.loadtest.datasets import (
+from hetlb.workload.datasets import (
     custom_rows,
     estimate_tokens,
     random_rows,
     sharegpt_rows,
-    trace_rows,
 )
+from hetlb.workload.traces import read_trace
 
 
 def written(tmp_path: Path, text: str, name: str = "data.txt") -> Path:
@@ -37,7 +37,7 @@ def test_a_trace_keeps_its_prompts_sessions_and_blocks(tmp_path: Path) -> None:
         "arrival_s,input_tokens,output_tokens,session_id,turn,hash_ids,prompt\n"
         '0,5,2,a,1,"[12, 7]",\n1,6,2,,,,What is it?\n',
     )
-    first, second = trace_rows(path)
+    first, second = read_trace(path)
     assert (first.session, first.turn, first.hash_ids, first.text) == ("a", "1", ("12", "7"), None)
     assert (second.session, second.hash_ids, second.text) == ("", (), "What is it?")
 

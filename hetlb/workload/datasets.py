@@ -1,6 +1,6 @@
-"""What is asked in a load test: rows of a trace, of ShareGPT, of a file of prompts, or made up.
+"""Sources of requests besides traces: ShareGPT, files of prompts, and lengths drawn at random.
 
-Promise: every source gives the same rows for the same seed, each with the length of its prompt and of its
+Every source gives the same rows for the same seed, each with the length of its prompt and of its
 answer in tokens; wrong input is one `TraceError` line that names file, place and value. There is no
 tokenizer here: the length of a text is estimated at four bytes a token, and what a server reports replaces
 the estimate in the results.
@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetlb.errors import TraceError
-from hetlb.traces import read_trace
+from hetlb.workload.traces import Row
 
 BYTES_PER_TOKEN = 4
 
@@ -26,42 +24,6 @@ BYTES_PER_TOKEN = 4
 SHAREGPT_MIN_TOKENS = 4
 SHAREGPT_MAX_PROMPT_TOKENS = 1024
 SHAREGPT_MAX_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request to ask: `text` where the source has one, and what its prompt shares with others.
-
-    Prompts of one `session` begin alike, as far as the shorter one goes; `turn` is its place there, in the
-    words of the source. Each of the `hash_ids` stands for the same block of tokens wherever it occurs.
-    """
-
-    arrival_s: float | None
-    input_tokens: int
-    output_tokens: int
-    text: str | None = None
-    session: str = ""
-    hash_ids: tuple[str, ...] = ()
-    turn: str = ""
-
-
-def trace_rows(path: Path) -> list[Row]:
-    """The rows of a CSV trace, with its columns `prompt`, `session_id`, `turn` and `hash_ids`.
-
-    Raises `TraceError`.
-    """
-    return [
-        Row(
-            row.arrival_s,
-            row.input_tokens,
-            row.output_tokens,
-            row.extra.get("prompt") or None,
-            row.extra.get("session_id", ""),
-            tuple(re.findall(r"[\w-]+", row.extra.get("hash_ids", ""))),
-            row.extra.get("turn", ""),
-        )
-        for row in read_trace(path)
-    ]
 
 
 def random_rows(
