@@ -148,6 +148,7 @@ def write_fleet(path: Path, table: Table, plan: Plan, instances: list[Instance])
                 "instances": dict(each.instances),
             }
             for each in planned_shares(plan, table.types)
+            if table.lengths_known
         ]
         fleet = {"version": 1, "policy": {"name": "hetlb", "shares": shares}, "models": models}
         heading = f"# Written by `hetlb rent` from {table.market.path.name}: machine names stand for hosts.\n"

@@ -90,16 +90,11 @@ class Problem:
 
     def most(self, configuration: Configuration) -> float:
         """The most instances of a configuration that availability and budget allow."""
-        limits = [
-            self.available.get(gpu, 0.0) // count for gpu, count in configuration.gpus.items() if count > 0
-        ]
+        most = [self.available.get(gpu, 0.0) / count for gpu, count in configuration.gpus.items()]
         if configuration.price_per_hour > 0:
-            limits.append(
-                math.floor(self.budget_per_hour / configuration.price_per_hour + TOLERANCE)
-                if self.budget_per_hour < INFINITY
-                else INFINITY
-            )
-        return min(limits, default=INFINITY)
+            most.append(self.budget_per_hour / configuration.price_per_hour)
+        least = min(most, default=INFINITY)
+        return math.floor(least + TOLERANCE) if least < INFINITY else INFINITY
 
     def only(self, models: Sequence[str]) -> Problem:
         """The same problem for some of its models alone."""

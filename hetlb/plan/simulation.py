@@ -26,11 +26,12 @@ from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
 
-#: Requests of a run, in batches of the whole fleet, within these bounds.
-_BATCHES = 5
-_FEWEST, _MOST = 2000, 20000
-#: The part of the completions that counts.
-_FROM, _TO = 0.15, 0.70
+#: A run lasts so many times as long as a request stays in the instance that turns its batch over most
+#: slowly; its requests, within these bounds.
+_TURNS = 10
+_FEWEST, _MOST = 2000, 40000
+#: The part of the completions that counts: later than filling, earlier than emptying.
+_FROM, _TO = 0.25, 0.80
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _simulate_model(
     model = kinds[0].model
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
     names = instance_names(plan)
-    specs, engines, places = [], {}, 0.0
+    specs, engines, stay_s = [], {}, 0.0
     mix = [(kind.share, list(kind.rows)) for kind in kinds]
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds)
     tokens /= math.fsum(kind.share for kind in kinds)
@@ -118,8 +119,11 @@ def _simulate_model(
                 InstanceSpec(name=name, model=model, latency=engine.latency, capacity=capacity(engine.limits))
             )
             engines[name] = engine
-            places += min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
-    count = round(min(_MOST, max(_FEWEST, _BATCHES * places)))
+        batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
+        own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
+        stay_s = max(stay_s, batch / (own / len(names[configuration])))
+    served = plan.throughput * math.fsum(kind.share for kind in kinds)
+    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * served)))
     rows = interleave(mix, count)
     random.Random(seed).shuffle(rows)
     setup = SchedulerSetup(
@@ -136,8 +140,8 @@ def _simulate_model(
     result = FleetSimulation(setup, engines, planned, model=model).run()
     ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
     first, last = int(_FROM * len(ended)), int(_TO * len(ended))
-    served = (last - first) / (ended[last] - ended[first]) if ended[last] > ended[first] else 0.0
-    return served, ended[-1], count
+    seconds = ended[last] - ended[first]
+    return (last - first) / seconds if seconds > 0 else 0.0, ended[-1], count
 
 
 def capacity(limits: EngineLimits) -> Capacity:
