@@ -2,7 +2,7 @@
 
 Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor parallelism inside a machine, powers
 of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
-across machines; layers in proportion to the memory of a stage. An instance that cannot hold its weights and
+across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance that cannot hold its weights and
 the longest request goes. Each has the latency profile of the whole instance.
 
 A pipeline of S stages keeps S batches in flight. Such a batch comes round in the time that its stages and
@@ -157,9 +157,10 @@ def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[C
         for degree in _degrees(offer.gpus_per_machine)
     }
     for kinds in _stage_kinds(market, model):
-        candidate = _candidate(market, model, kinds, longest_tokens, profiles)
-        if candidate is not None:
-            yield candidate
+        for by_speed in (False, True) if len({gpu for gpu, _ in kinds}) > 1 else (False,):
+            candidate = _candidate(market, model, kinds, longest_tokens, profiles, by_speed)
+            if candidate is not None:
+                yield candidate
 
 
 def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -197,6 +198,7 @@ def _candidate(
     kinds: tuple[tuple[str, int], ...],
     longest_tokens: int,
     by_degree: Mapping[tuple[str, int], tuple[Profile | None, str | None]],
+    by_speed: bool,
 ) -> Candidate | None:
     offers = market.offers
     memory = [Fraction(degree * (offers[gpu].memory_bytes or 0)) for gpu, degree in kinds]
@@ -206,17 +208,17 @@ def _candidate(
         raise ConfigError(
             f"{market.path}: offers.{gpu}.memory_bytes: expected a value to enumerate configurations"
         )
-    total = sum(memory)
+    profiles = [by_degree[kind] for kind in kinds]
+    known = [profile for profile, _ in profiles if profile is not None]
+    if len(known) < len(kinds):
+        return None
+    weights = [speed_of(profile) for profile in known] if by_speed else memory
     stages = tuple(
         Stage(gpu, degree, share)
-        for (gpu, degree), share in zip(kinds, _layers(memory, total, model), strict=True)
+        for (gpu, degree), share in zip(kinds, divide_layers(weights, model), strict=True)
     )
     tokens = kv_cache_tokens(market, model, stages)
     if tokens < longest_tokens:
-        return None
-    profiles = [by_degree[kind] for kind in kinds]
-    known = [profile for profile, _ in profiles if profile is not None]
-    if len(known) < len(stages):
         return None
     count = sum(stage.tensor_parallel_size for stage in stages)
     one_kind = len({stage.gpu for stage in stages}) == 1
@@ -226,6 +228,7 @@ def _candidate(
         gpus[stage.gpu] = gpus.get(stage.gpu, 0) + stage.tensor_parallel_size
     name = "-".join([*(g.lower() for g in gpus), f"tp{stages[0].tensor_parallel_size}"])
     name += f"-pp{len(stages)}" if len(stages) > 1 else ""
+    name += "-by-speed" if by_speed else ""
     name = name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
     if len(stages) == 1:
         profile, written = profiles[0]
@@ -258,12 +261,20 @@ def _candidate(
     )
 
 
-def _layers(memory: Sequence[Fraction], total: Fraction | int, model: Model) -> list[Fraction]:
-    """Shares of the layers in proportion to memory, whole layers where their number is known.
+def speed_of(profile: Profile) -> Fraction:
+    """How fast the GPUs of a profile are: one full iteration of prompts and one of decodes, per second."""
+    latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
+    seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
+    return Fraction(1.0 / seconds)
+
+
+def divide_layers(weights: Sequence[Fraction], model: Model) -> list[Fraction]:
+    """Shares of the layers in proportion to weights, whole layers where their number is known.
 
     What rounding leaves goes to the largest remainders.
     """
-    shares = [each / total for each in memory]
+    total = sum(weights)
+    shares = [each / total for each in weights]
     layers = model.layers
     if layers is None:
         return shares
@@ -358,6 +369,23 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         hardware=Hardware(gpu=offer.gpu, gpus=degree, memory_bytes=offer.memory_bytes),
         model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
         engine=EngineInfo(tensor_parallel_size=degree),
+    )
+
+
+def compose(market: Market, model: Model, stages: Sequence[Stage], *, across: bool) -> Profile:
+    """The profile of given stages, one or several. Raises `ConfigError` where one has no profile."""
+    profiles = []
+    for stage in stages:
+        profile, _ = _profile(market, model, market.offers[stage.gpu], stage.tensor_parallel_size)
+        if profile is None:
+            raise ConfigError(
+                f"{market.path}: offers.{stage.gpu}.profiles: expected one of degree "
+                f"{stage.tensor_parallel_size} for {model.name}, or a roofline"
+            )
+        profiles.append(profile)
+    tokens = kv_cache_tokens(market, model, stages)
+    return pipeline_profile(
+        "composed", model, stages, profiles, tokens, _link_seconds(market, model, stages, across)
     )
 
 
