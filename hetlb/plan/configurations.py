@@ -2,8 +2,8 @@
 
 Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor parallelism inside a machine, powers
 of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
-across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance that cannot hold its weights and
-the longest request goes. Each has the latency profile of the whole instance.
+across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance
+that cannot hold its weights and the longest request goes. Each has the latency profile of the whole instance.
 
 A pipeline of S stages keeps S batches in flight. Such a batch comes round in the time that its stages and
 links take together, or S times the slowest stage where that is longer; S of them are one larger iteration

@@ -312,8 +312,8 @@ def solve(
             return start
         raise PlanError(_why_nothing(pruned, out_of_time=limits.over))
     best = assign(problem, found.counts, found.bound)
-    if best is None:
-        raise PlanError("the solver's plan does not serve every workload")
+    if best is None:  # what it serves is within the solver's tolerance of nothing
+        raise PlanError(_why_nothing(pruned, out_of_time=limits.over))
     return best
 
 
@@ -391,7 +391,9 @@ def _why_nothing(problem: Problem, *, out_of_time: bool) -> str:
         )
     if out_of_time:
         return "no plan was found within the time limit; give --time-limit more seconds"
-    least = Formulation(replace(problem, budget_per_hour=INFINITY, request_rate=problem.request_rate or 1e-9))
+    # Far above the solver's tolerance, far below what one instance serves.
+    some = 0.01 * min(rate for c in problem.configurations for rate in c.throughput.values() if rate > 0)
+    least = Formulation(replace(problem, budget_per_hour=INFINITY, request_rate=problem.request_rate or some))
     solution = least.program.solve(SolveLimits(gap=1e-6))
     if solution is None:
         return "offers: too few GPUs to serve every workload at once, whatever the budget"
