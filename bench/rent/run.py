@@ -1,7 +1,7 @@
-"""Acceptance of `hetlb rent`, line by line: `python bench/rent/run.py toy|random|solver|tables|scale|truth|...`.
+"""Acceptance of `hetlb rent`, line by line: one sub-command each (`python bench/rent/run.py --help`).
 
-Every sub-command prints what it measured; `--json FILE` keeps it. Times are CPU seconds of this process, since
-the machine may be shared; wall seconds stand beside them where a limit is one of wall time.
+Each prints what it measured; `--json FILE` keeps it. Times are CPU seconds of this process, since the machine
+may be shared; wall seconds stand beside them where a limit is one of wall time.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ TRACES = ("trace1_swiss_ai", "trace2_azure", "trace3_wildgpt")
 BUDGETS = (15.0, 30.0, 60.0)
 AVAILABLE = ("avail1", "avail2", "avail3", "avail4")
 KEYS = ("8b", "70b")
+#: Solves of each case, of which the median counts.
+REPEATS = 1
 #: The plans whose whole fleet is simulated: spread over models, traces, budgets and availabilities.
 TRUTH = (
     ("8b", "trace1_swiss_ai", 15.0, "avail1"),
@@ -275,13 +277,13 @@ def binary_search(problem: Problem, tolerance: float = 1e-4) -> tuple[float, int
 
 
 def solver(bench: Bench) -> dict[str, Any]:
-    """All 72 cases to 1e-4, beside binary search; CPU seconds, the median of three."""
+    """All 72 cases to 1e-4, beside binary search; CPU seconds."""
     rows = []
     for case in bench.cases():
         problem = bench.table(*case).problem
         times = []
         plan = None
-        for _ in range(3):
+        for _ in range(REPEATS):
             began = time.process_time()
             try:
                 plan = exact(problem)

@@ -74,19 +74,20 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print."""
     check_numbers(args)
     market = load_market(args.config)
+    table, measured = read_table(args, market)
     interrupt = Interrupt()
-    with interrupt.catching():
-        table, measured = read_table(args, market)
-        limits = SolveLimits(args.gap, time.monotonic() + args.time_limit, args.seed, interrupt)
-        try:
-            if args.budgets is not None:
-                return sweep_budgets(args, table, measured, limits)
-            if args.hours is not None:
-                return plan_hours(args, table, limits)
-            return plan_once(args, table, measured, limits)
-        except PlanError as error:
-            # No plan is an answer about the input: what is missing is in the market file.
-            raise ConfigError(f"{args.config}: {error}") from error
+    limits = SolveLimits(args.gap, time.monotonic() + args.time_limit, args.seed, interrupt)
+    try:
+        if args.budgets is not None:
+            return sweep_budgets(args, table, measured, limits)
+        if args.hours is not None:
+            return plan_hours(args, table, limits)
+        return plan_once(args, table, measured, limits, interrupt)
+    except PlanError as error:
+        if interrupt.requested:
+            raise KeyboardInterrupt from error
+        # No plan is an answer about the input: what is missing is in the market file.
+        raise ConfigError(f"{args.config}: {error}") from error
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -149,11 +150,13 @@ def _bar(words: str) -> Iterator[tuple[Progress, Any]]:
 # --- one plan -------------------------------------------------------------------------------------------
 
 
-def plan_once(args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits) -> int:
+def plan_once(
+    args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits, interrupt: Interrupt
+) -> int:
     """One plan, or a plan that follows another."""
     began = time.monotonic()
     replanned: Replanned | None = None
-    with _bar("planning") as (progress, task):
+    with interrupt.catching(), _bar("planning") as (progress, task):
 
         def show(best: float, bound: float) -> None:
             progress.update(task, description=f"planning: best {best:.5g}, bound {bound:.5g}")
@@ -167,7 +170,7 @@ def plan_once(args: argparse.Namespace, table: Table, measured: Measured, limits
             check_rent(table.problem, replanned.plan)
             planned = Planned(table.problem, replanned.plan)
     solve_s = time.monotonic() - began
-    stopped = limits.interrupt is not None and limits.interrupt.requested
+    stopped = interrupt.requested
     document = document_of(table, planned, solve_s)
     if not args.no_baselines and not stopped:
         quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)

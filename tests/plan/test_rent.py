@@ -1,4 +1,4 @@
-"""Plans of what to rent: the paper's worked example, enumeration, pruning, errors that say what is missing."""
+"""Plans of what to rent: the paper's worked example, enumeration, pruning, errors in one line."""
 
 from __future__ import annotations
 
