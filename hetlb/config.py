@@ -409,9 +409,10 @@ class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A type of request in a plan: mean lengths in tokens, and the share of it that each instance gets."""
+    """A type of request in a plan: mean lengths in tokens, its share of all, each instance's share of it."""
 
     type: str
+    share: Positive = 1.0
     input_tokens: Positive
     output_tokens: Positive
     instances: dict[str, NonNegative]
@@ -617,6 +618,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
                 each.model or first,
                 each.input_tokens,
                 each.output_tokens,
+                each.share,
                 tuple(each.instances.items()),
             )
             for each in p.shares

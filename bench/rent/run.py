@@ -426,6 +426,7 @@ def truth(bench: Bench) -> dict[str, Any]:
             found = simulate_plan(table, plan, policy=policy, predictor=predictor)
             assert found is not None
             row[f"{policy}/{predictor}"] = found.request_throughput / plan.throughput
+            row[f"{policy}/{predictor} to the end"] = found.requests / found.makespan_s / plan.throughput
         row["rr planned"] = round_robin_rate(planned.problem, plan.counts) / plan.throughput
         rows.append(row)
         print(
@@ -437,10 +438,12 @@ def truth(bench: Bench) -> dict[str, Any]:
         )
     for key in ("hetlb/oracle", "planned/oracle", "hetlb/empirical", "planned/empirical"):
         values = [row[key] for row in rows]
+        # Under round robin the fast instances are done long before the slow ones: only the end tells.
+        gains = [row[f"{key} to the end"] / row["rr/empirical to the end"] for row in rows]
         print(
             f"{key}: within 5 % in {sum(abs(v - 1) <= 0.05 for v in values)} of {len(values)}, at least 0.97 "
-            f"in {sum(v >= 0.97 for v in values)}, least {min(values):.3f}, most {max(values):.3f}; over rr "
-            f"{statistics.mean(row[key] / row['rr/empirical'] for row in rows):.2f} times in the mean"
+            f"in {sum(v >= 0.97 for v in values)}, least {min(values):.3f}, most {max(values):.3f}; to the "
+            f"last request {statistics.mean(gains):.2f} times round robin in the mean, least {min(gains):.2f}"
         )
     return {"cases": rows}
 

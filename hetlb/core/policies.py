@@ -33,6 +33,8 @@ NOT_DRAWN: Final = "not drawn"
 #: A reason of `planned`, and the requests of a type after which what was given counts half.
 NO_SHARE: Final = "no share of this type in the plan"
 REMEMBERED: Final = 4096.0
+#: Lengths within this difference of their logarithms are alike to `planned`.
+ALIKE: Final = 0.1
 
 #: `prefix`: the share of a prompt that must be matched, and the difference and ratio of requests in flight
 #: beyond which balance comes first. sglang-router's defaults, which vllm-router has too.
@@ -257,10 +259,11 @@ def _distance(session: str, instance: Instance) -> float:
 class Planned(Hetlb):
     """`planned`: every type of request divided over the instances as a plan says.
 
-    A request is of the type whose mean lengths are nearest to its prompt and predicted answer (logarithms).
-    Of the instances with room, by the rules of `hetlb`, it goes to the one that is furthest behind its share
-    of the type; it waits while only instances without a share have room. Where no instance with a share can
-    be reached, or nothing is planned for the model, the decision is that of `hetlb`.
+    A request is of the types with the nearest prompt length, and of the one among them whose answers are as
+    long as predicted; where none is, lengths cannot be told in advance and it counts as a mean of them. Of
+    the instances with room, by the rules of `hetlb`, it goes to the one that is furthest behind its share;
+    it waits while only instances without a share have room. Where no instance with a share can be reached,
+    or nothing is planned for the model, the decision is that of `hetlb`.
     """
 
     name = "planned"
@@ -270,6 +273,7 @@ class Planned(Hetlb):
         super().__init__(params, rng)
         #: By type and instance: requests given, halved when they become many so that old ones fade.
         self._given: dict[str, dict[str, float]] = {}
+        self._means: dict[tuple[str, ...], PlannedShares] = {}
 
     def choose(self, question: Question, instances: Sequence[Instance]) -> Choice:
         planned = self._planned(question, instances)
@@ -307,7 +311,7 @@ class Planned(Hetlb):
                 given[name] /= 2.0
 
     def _planned(self, question: Question, instances: Sequence[Instance]) -> PlannedShares | None:
-        """The type of a request, None where none of the instances has a share of it."""
+        """The shares of a request's type, None where none of the instances has any."""
         planned = self._type_of(question)
         if planned is None:
             return None
@@ -315,16 +319,35 @@ class Planned(Hetlb):
         return planned if any(share > 0.0 and name in names for name, share in planned.instances) else None
 
     def _type_of(self, question: Question) -> PlannedShares | None:
-        prompt = math.log(max(1.0, question.request.prompt_tokens))
-        output = math.log(max(1.0, question.predicted_output))
-        found, least = None, math.inf
-        for planned in self.params.shares:
-            if planned.model == question.request.model:
-                distance = (prompt - math.log(max(1.0, planned.input_tokens))) ** 2
-                distance += (output - math.log(max(1.0, planned.output_tokens))) ** 2
-                if distance < least:
-                    found, least = planned, distance
-        return found
+        types = [each for each in self.params.shares if each.model == question.request.model]
+        if not types:
+            return None
+        prompt = [_log_ratio(question.request.prompt_tokens, each.input_tokens) for each in types]
+        near = [each for each, off in zip(types, prompt, strict=True) if off <= min(prompt) + ALIKE]
+        if len(near) == 1:
+            return near[0]
+        output = [_log_ratio(question.predicted_output, each.output_tokens) for each in near]
+        nearest = min(range(len(near)), key=lambda i: output[i])
+        return near[nearest] if output[nearest] <= ALIKE else self._mean(near)
+
+    def _mean(self, types: Sequence[PlannedShares]) -> PlannedShares:
+        """Types that cannot be told apart as one."""
+        key = tuple(each.name for each in types)
+        known = self._means.get(key)
+        if known is None:
+            total = sum(each.share for each in types)
+            shares: dict[str, float] = {}
+            for each in types:
+                for name, share in each.instances:
+                    shares[name] = shares.get(name, 0.0) + share * each.share / total
+            known = self._means[key] = replace(
+                types[0], name="+".join(key), share=total, instances=tuple(shares.items())
+            )
+        return known
+
+
+def _log_ratio(length: float, other: float) -> float:
+    return abs(math.log(max(1.0, length) / max(1.0, other)))
 
 
 POLICIES: dict[str, type[Policy]] = {

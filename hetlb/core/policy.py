@@ -54,12 +54,13 @@ MAX_WORKLOAD_S: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PlannedShares(Value):
-    """A type of request in a plan: its mean lengths in tokens, and the share of it each instance gets."""
+    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
 
     name: str
     model: str
     input_tokens: float
     output_tokens: float
+    share: float
     instances: tuple[tuple[str, float], ...]
 
 

@@ -143,6 +143,7 @@ def write_fleet(path: Path, table: Table, plan: Plan, instances: list[Instance])
             {
                 "type": each.name,
                 "model": each.model,
+                "share": each.share,
                 "input_tokens": each.input_tokens,
                 "output_tokens": each.output_tokens,
                 "instances": dict(each.instances),

@@ -29,7 +29,7 @@ from hetlb.workload.arrivals import PlannedRequest
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
 #: slowly; its requests, within these bounds.
 _TURNS = 10
-_FEWEST, _MOST = 2000, 40000
+_FEWEST, _MOST = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
 _FROM, _TO = 0.25, 0.80
 
@@ -63,7 +63,12 @@ def planned_shares(plan: Plan, kinds: Sequence[RequestType]) -> tuple[PlannedSha
         }
         found.append(
             PlannedShares(
-                kind.name, kind.model, kind.input_tokens, kind.output_tokens, tuple(sorted(shares.items()))
+                kind.name,
+                kind.model,
+                kind.input_tokens,
+                kind.output_tokens,
+                kind.share,
+                tuple(sorted(shares.items())),
             )
         )
     return tuple(found)

@@ -29,7 +29,7 @@ def shares(policy: str, count: int, *specs: object, seed: int = 0) -> list[str]:
 def test_the_contract_s_names_are_all_there() -> None:
     assert set(POLICIES) == {
         "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single",
-        "prefix", "session", "paper", "paper-memory", "hetlb",
+        "prefix", "session", "paper", "paper-memory", "planned", "hetlb",
     }  # fmt: skip
 
 
