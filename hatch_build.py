@@ -24,12 +24,14 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "beginnings", "body", "connection", "driver", "ended", "exchange", "expected", "histograms",
-            "http1", "intake", "multipart", "onward", "replies", "requestlog", "retryafter", "sizes", "sse",
-            "totals", "upload", "upstream",
+            "beginnings", "body", "connection", "driver", "exchange", "expected", "http1", "intake",
+            "multipart", "onward", "replies", "retryafter", "sse", "token_estimator", "upload", "upstream",
         )
     ),
-    "proxy/dashboard/history.py",
+    *(
+        f"proxy/telemetry/{name}.py"
+        for name in ("access_log", "counters", "histograms", "history", "request_record")
+    ),
     "workers/driver.py",
     "workers/ledger.py",
 )  # fmt: skip

@@ -32,8 +32,8 @@ from hetlb.core.policies import PolicyParams
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
-from hetlb.proxy.metrics import MetricsPage, MetricsSource
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200

@@ -25,6 +25,7 @@ from hetlb.core.policy import PlannedShares
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError, InputError, ProfileError
+from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
 from hetlb.plan.tp_search import Machine, PlanModel
 from hetlb.workload.traces import read_trace
 
@@ -532,12 +533,33 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ca_file: str | None = None
 
 
+class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
+
+    `tokens`: every image alike. `patch`, `merge`: a token for `merge` x `merge` patches of so many pixels a
+    side, after a resize to `min_pixels` .. `max_pixels` or to `longest_edge`. `tile`, `tile_tokens`,
+    `max_tiles`: square tiles of so many pixels a side, and a thumbnail. `markers` are added per image.
+    """
+
+    tokens: PositiveInt | None = None
+    patch: PositiveInt | None = None
+    merge: PositiveInt = 1
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    longest_edge: PositiveInt | None = None
+    tile: PositiveInt | None = None
+    tile_tokens: PositiveInt | None = None
+    max_tiles: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
+    markers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
+
+
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for those without one of their own."""
 
     name: str
     instances: tuple[InstanceTable, ...]
     tokenizer: str | None = None
+    image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
 
@@ -596,6 +618,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: dict[str, Path]
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
+    image_rules: dict[str, ImageRule] = {}
 
     @property
     def where(self) -> str:
@@ -716,6 +739,36 @@ def check_policy(table: PolicyTable, where: str) -> None:
             raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
 
 
+def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
+    """The rule that a fleet file states, by name or in numbers. Raises `ConfigError`."""
+    if isinstance(stated, str):
+        if stated not in NAMED_RULES:
+            raise ConfigError(f"{key}: expected one of {', '.join(NAMED_RULES)}, got {_short(stated)}")
+        return NAMED_RULES[stated]
+    kinds = [name for name in ("tokens", "patch", "tile") if getattr(stated, name) is not None]
+    if len(kinds) != 1:
+        raise ConfigError(f"{key}: expected one of tokens, patch, tile, got {' and '.join(kinds) or 'none'}")
+    if stated.tokens is not None:
+        return FixedTokens(stated.tokens)
+    if stated.tile is not None:
+        if stated.tile_tokens is None:
+            raise ConfigError(f"{key}.tile_tokens: expected a value, but the key is missing")
+        return Tiles(stated.tile, stated.tile_tokens, stated.max_tiles, stated.markers)
+    assert stated.patch is not None
+    if stated.longest_edge is not None:
+        if stated.min_pixels is not None or stated.max_pixels is not None:
+            raise ConfigError(f"{key}.longest_edge: expected it without min_pixels and max_pixels")
+        return LongestEdge(stated.patch, stated.merge, stated.longest_edge)
+    side = stated.patch * stated.merge
+    least = side * side if stated.min_pixels is None else stated.min_pixels
+    if stated.max_pixels is None or stated.max_pixels < max(least, side * side):
+        raise ConfigError(
+            f"{key}.max_pixels: expected at least {max(least, side * side)}, min_pixels or a merged patch, "
+            f"got {stated.max_pixels or 'none'}"
+        )
+    return PixelBounds(stated.patch, stated.merge, least, stated.max_pixels, stated.markers)
+
+
 def resolve_instance(
     instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
 ) -> tuple[InstanceSpec, Profile | None]:
@@ -771,6 +824,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     profiles: dict[str, Profile] = {}
     cache: dict[Path, Profile] = {}
     tokenizers: dict[str, Path] = {}
+    image_rules: dict[str, ImageRule] = {}
     engines: dict[str, EngineSource] = {}
     model_keys: dict[str, SecretSource] = {}
     for m, model in enumerate(file.models):
@@ -782,6 +836,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             tokenizers[model.name] = base / model.tokenizer
+        if model.image_tokens is not None:
+            image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
         if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
             model_keys[model.name] = model_key
         for i, instance in enumerate(model.instances):
@@ -815,6 +871,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         instances=tuple(specs),
         profiles=profiles,
         tokenizers=tokenizers,
+        image_rules=image_rules,
         engines=engines,
         model_keys=model_keys,
     )

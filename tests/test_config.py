@@ -80,6 +80,20 @@ def test_a_profile_without_hardware_model_or_capacity_is_good(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        *(
+            ("    instances:", f"    image_tokens: {stated}\n    instances:", message)
+            for stated, message in (
+                ("qwen", "models[0].image_tokens: expected one of qwen2-vl, qwen2.5-vl, qwen3-vl, "),
+                ("{merge: 2}", "models[0].image_tokens: expected one of tokens, patch, tile, got none"),
+                ("{tokens: 5, tile: 8}", "expected one of tokens, patch, tile, got tokens and tile"),
+                ("{tile: 448}", "models[0].image_tokens.tile_tokens: expected a value"),
+                ("{patch: 14}", "image_tokens.max_pixels: expected at least 196, min_pixels or"),
+                ("{patch: 14, max_pixels: 9}", "image_tokens.max_pixels: expected at least 196"),
+                ("{patch: 14, longest_edge: 9, max_pixels: 999}", "expected it without min_pixels and max"),
+                ("{patch: two}", "models[0].image_tokens.patch: expected a whole number"),
+                ("3", "models[0].image_tokens: expected"),
+            )
+        ),
         ("weight: 4", "weight: two", "models[0].instances[1].weight: expected a number, got 'two'"),
         ("weight: 4", "weight: 0", "models[0].instances[1].weight: expected a number > 0"),
         ("weight: 4", "weigth: 4", "weigth: unknown key, expected one of name, url, profile, weight"),
@@ -211,3 +225,19 @@ def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more:
         load_fleet(path)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "tokens"),
+    [
+        ("qwen2.5-vl", 393),
+        ("{patch: 14, merge: 2, min_pixels: 3136, max_pixels: 12845056}", 393),
+        ("{patch: 14, merge: 2, max_pixels: 100352, markers: 0}", 9 * 13),
+        ("{patch: 16, longest_edge: 1024}", 1230),
+        ("{tile: 448, tile_tokens: 256}", 3330),
+        ("{tokens: 576}", 576),
+    ],
+)
+def test_a_rule_for_images(tmp_path: Path, stated: str, tokens: int) -> None:
+    fleet = load(tmp_path, FLEET.replace("    instances:", f"    image_tokens: {stated}\n    instances:"))
+    assert fleet.image_rules["llama-3-8b"].tokens(640, 480) == tokens

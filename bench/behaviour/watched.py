@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetlb.cli.main import main
-from hetlb.proxy.dashboard.history import History
+from hetlb.proxy.telemetry.history import History
 
 REMEMBERED = 5_000
 

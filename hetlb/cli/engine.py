@@ -18,6 +18,9 @@ from hetlb.config import load_profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator import EmulatedEngine
 
+#: Engines of one server: far more than a machine has.
+MOST_ENGINES = 64
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb engine`."""
@@ -39,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="longest prompt + output (default: engine.max_model_len of the profile, else the KV tokens)",
+    )
+    parser.add_argument(
+        "--data-parallel-size",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="engines of the profile behind this port, as vllm serve --data-parallel-size N (default 1)",
     )
     parser.add_argument(
         "--time-scale",
@@ -65,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         time_scale=args.time_scale,
         iteration=IterationRule(args.iteration),
+        data_parallel_size=args.data_parallel_size,
         where=str(args.profile),
     )
     try:
@@ -91,6 +102,12 @@ def _port(text: str) -> int:
     if text.isascii() and text.isdigit() and int(text) <= 65535:
         return int(text)
     raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_ENGINES:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_ENGINES}, got {text!r}")
 
 
 def _positive(text: str) -> float:

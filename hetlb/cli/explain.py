@@ -224,7 +224,7 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
     came = f"{tokens / sequences:.0f} came" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (
         f"request {decision['request_id']}, {clock_s - decision['dispatched_at_s']:.1f} s ago: "
-        f"{decision['prompt_tokens']} prompt tokens"
+        f"{decision['prompt_tokens_per_sequence']} prompt tokens"
         f"{f' in each of {sequences} sequences' if sequences > 1 else ''}, "
         f"{decision['predicted_output']:.0f} output tokens predicted, {came}; policy {decision['policy']}"
     )

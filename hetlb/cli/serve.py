@@ -16,8 +16,8 @@ import uvloop
 from hetlb.config import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies import POLICIES
 from hetlb.errors import InputError
-from hetlb.proxy.lines import logging_to_stderr
 from hetlb.proxy.service import Service, require_urls, spare_collector
+from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
 
 

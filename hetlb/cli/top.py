@@ -359,7 +359,7 @@ def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
         age = max(0.0, snapshot["clock_s"] - each["dispatched_at_s"])
         lines.append(
             Text(
-                f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens']:>7,} "
+                f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens_per_sequence']:>7,} "
                 f"{each['predicted_output']:>9,.0f} {actual:>9}  {each['chosen']} ({each['policy']})",
                 no_wrap=True,
             )

@@ -210,11 +210,13 @@ class Mix:
 
     def _measure(self, instance: Instance) -> Costs:
         prompt, output = self._measured
+        engines = instance.engines
 
         def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
             i, o = of_prompt * prompt, of_output * output
-            batch = ideal_batch(instance.kv_cache_tokens, i, o, instance.max_num_seqs)
-            return processing_s(instance.latency, batch, i, o), batch
+            cache, places = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+            batch = ideal_batch(cache, i, o, places)
+            return processing_s(instance.latency, batch, i, o) / engines, batch * engines
 
         share_s, batch = stay_s(1.0, 1.0)
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)

@@ -1,8 +1,8 @@
 """vLLM's metrics text to an `EngineSample`: the only file that knows `vllm:` names and their old aliases.
 
-Promise: whatever the text is (HTML, NaN, negative, repeated or missing series) a sample comes out, with
-None for what is absent or absurd and the names of those. Series of several engines of one server (data
-parallel) are summed; the KV fraction is their mean, since all have the same capacity.
+Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
+absurd and the names of those. A server of several data-parallel engines has one series per engine (label
+`engine`): counts and KV tokens are summed; KV use is the mean weighted by capacity, and that of the fullest.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS)
 _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
+#: More engines than this behind one URL is nonsense.
+_MAX_ENGINES: Final = 4096
 #: More requests or tokens than this on one server is nonsense.
 _MAX_COUNT: Final = 1 << 40
 
@@ -64,11 +67,26 @@ def parse(text: str) -> EngineSample:
     invalid: list[str] = []
     running = _count(series, RUNNING, missing, invalid)
     waiting = _count(series, WAITING, missing, invalid)
-    kv_usage = _fraction(series, KV_USAGE, missing, invalid)
-    capacity = _capacity(series, missing, invalid)
+    usage = _usage(series, missing, invalid)
+    per_engine, block_size = _kv_tokens(series, missing, invalid)
     # Nothing rests on it: an engine that does not count them has nothing missing.
     preemptions = _count(series, PREEMPTIONS, [], invalid)
-    return EngineSample(running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid), preemptions)
+    kv_usage = kv_usage_max = None
+    if usage:
+        # Without the capacity of every engine, all count alike.
+        weights = per_engine if per_engine.keys() >= usage.keys() else dict.fromkeys(usage, 1)
+        total = sum(weights[engine] for engine in usage)
+        kv_usage = sum(weights[engine] * share for engine, share in usage.items()) / total
+        kv_usage_max = max(usage.values())
+    capacity = Capacity(
+        kv_cache_tokens=sum(per_engine.values()) or None,
+        block_size=block_size,
+        kv_tokens_per_request=min(per_engine.values(), default=None),
+        engines=_engines(series),
+    )
+    return EngineSample(
+        running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid), preemptions, kv_usage_max
+    )
 
 
 def has_prefix_cache(text: str) -> bool:
@@ -120,24 +138,42 @@ def _count(
     return round(sum(values))
 
 
-def _fraction(
-    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
-) -> float | None:
-    name, values = _find(series, names, missing)
-    if not values:
-        return None
-    if not all(0 <= value <= 1 for value in values):
-        invalid.append(name)
-        return None
-    return sum(values) / len(values)
+def _engine(labels: str) -> str:
+    """The value of the label `engine`; "0" for servers of before it was there."""
+    match = _ENGINE.search(labels)
+    return "0" if match is None else match[1]
 
 
-def _capacity(series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]) -> Capacity:
+def _engines(series: dict[str, dict[str, float]]) -> int | None:
+    """How many engines the page has series of, None without any of the gauges."""
+    for name in (*RUNNING, *KV_USAGE, *CACHE_CONFIG):
+        if name in series:
+            found = len(set(map(_engine, series[name])))
+            return found if found <= _MAX_ENGINES else None
+    return None
+
+
+def _usage(series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]) -> dict[str, float]:
+    """KV use by engine; empty where a value is absurd."""
+    for name in KV_USAGE:
+        if name in series:
+            if all(0 <= value <= 1 for value in series[name].values()):
+                return {_engine(labels): value for labels, value in series[name].items()}
+            invalid.append(name)
+            return {}
+    missing.append(KV_USAGE[0])
+    return {}
+
+
+def _kv_tokens(
+    series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]
+) -> tuple[dict[str, int], int | None]:
+    """KV cache tokens by engine, and the block size."""
     name = CACHE_CONFIG[0]
     if name not in series:
         missing.append(name)
-        return Capacity()
-    per_engine: list[int] = []
+        return {}, None
+    per_engine: dict[str, int] = {}
     block_size: int | None = None
     for labels_text in series[name]:
         labels = dict(_LABEL.findall(labels_text))
@@ -148,13 +184,10 @@ def _capacity(series: dict[str, dict[str, float]], missing: list[str], invalid: 
             size = _whole(labels.get("block_size"))
             tokens = blocks * size if blocks and size else None
         if tokens is not None:
-            per_engine.append(tokens)
+            per_engine[labels.get("engine", "0")] = tokens
     if not per_engine:
         invalid.append(name)
-        return Capacity(block_size=block_size)
-    return Capacity(
-        kv_cache_tokens=sum(per_engine), block_size=block_size, kv_tokens_per_request=min(per_engine)
-    )
+    return per_engine, block_size
 
 
 def _whole(text: str | None) -> int | None:

@@ -48,8 +48,8 @@ Evidence: TypeAlias = tuple[Any, ...]
 
 #: What is known of an instance besides its health, its speed and what is booked.
 _KNOWN = (
-    "admin", "busy_places", "busy_until", "capacity", "max_num_seqs", "ramp_s", "ramp_since", "rejoining",
-    "sample", "sample_at", "served", "was_up",
+    "admin", "busy_places", "busy_until", "capacity", "engines", "max_num_seqs", "ramp_s", "ramp_since",
+    "rejoining", "sample", "sample_at", "served", "was_up",
 )  # fmt: skip
 _FAILURES = frozenset(
     {Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM, Outcome.UPSTREAM_ERROR}

@@ -96,8 +96,9 @@ class Changes:
 #: Work (ns), KV tokens, prompt tokens, those of them not read yet, requests, sequences.
 Booked: TypeAlias = tuple[int, int, int, int, int, int]
 
-#: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens.
-Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int]
+#: k1, k2, k4, k5..k8, tokens per iteration, places, KV cache in tokens, engines. The constants and the tokens
+#: per iteration are of one engine.
+Figures: TypeAlias = tuple[float, float, float, float, float, float, float, int, int, int, int]
 
 
 class Instance:
@@ -111,6 +112,7 @@ class Instance:
         "cache_id",
         "capacity",
         "changes",
+        "engines",
         "figures",
         "health",
         "in_flight",
@@ -173,14 +175,16 @@ class Instance:
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
         #: What a decision reads of it.
-        self.figures: Figures = (0.0,) * 7 + (0, 0, 0)
+        self.figures: Figures = (0.0,) * 7 + (0, 0, 0, 1)
         #: How often they have changed: what is derived from them goes by it.
         self.revision = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
+        #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
+        self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: How many sequences it runs at once: as it says, or as was seen, or vLLM's default.
+        #: How many sequences all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
@@ -203,12 +207,16 @@ class Instance:
     @property
     def kv_cache_tokens(self) -> int:
         """Tokens its KV cache holds, a stated default while unknown."""
-        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
+        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * self.engines
 
     @property
     def token_budget(self) -> int:
         """Tokens that an iteration computes at most: `max_num_batched_tokens`, or the default of vLLM."""
         return self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+
+    def own_batch(self, sequences: int) -> float:
+        """Sequences of one request on each engine that has some: they are spread over all engines."""
+        return max(1.0, sequences / self.engines)
 
     @property
     def kv_utilization(self) -> float:
@@ -233,15 +241,19 @@ class Instance:
         limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
         known = [limit for limit in limits if limit is not None]
         self.longest_request_tokens = min(known) if known else None
+        engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
-            self.max_num_seqs = capacity.max_num_seqs
+            self.max_num_seqs = capacity.max_num_seqs * engines
+        else:
+            self.max_num_seqs = self.max_num_seqs * engines // self.engines
+        self.engines = self.speed.engines = engines
         self._refigure()
 
     def _refigure(self) -> None:
         k = self.latency
         figures = (
             k.k1, k.k2, k.k4, k.k5, k.k6, k.k7, k.k8,
-            self.token_budget, self.max_num_seqs, self.kv_cache_tokens,
+            self.token_budget, self.max_num_seqs, self.kv_cache_tokens, self.engines,
         )  # fmt: skip
         if figures != self.figures:
             self.figures = figures
@@ -445,7 +457,8 @@ class Instance:
         if self.capacity.max_num_seqs is not None:
             return
         running = sample.running or 0
-        room = sample.kv_usage is not None and sample.kv_usage < KV_ROOM
+        fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
+        room = fullest is not None and fullest < KV_ROOM
         full = running if sample.waiting and room else 0
         if full and full == self._waiting_seen:
             self.max_num_seqs = full

@@ -122,12 +122,11 @@ class _View:
         # Of those who run there: they are on average half-grown.
         half_grown = mix.output / 2.0
         mean_prompt, mean_tokens = mix.prompt, 2.0 * (mix.prompt + half_grown)
-        new_tokens = prompt * sequences
         usual_s = math.inf
         kv_mark = 2.0 * _KV_MARK
         all_seen = self._seen
         for instance in self.instances:
-            k1, k2, k4, k5, k6, k7, k8, budget, places, cache = instance.figures
+            k1, k2, k4, k5, k6, k7, k8, budget, places, cache, engines = instance.figures
             batch, tokens, pending = instance.sequences, instance.kv_tokens, instance.pending_prompt_tokens
             state = _ROOM
             cached = 0.0
@@ -142,14 +141,18 @@ class _View:
                 if batch > places:
                     cached *= places / batch
                     batch = places
+            # Data-parallel engines have equal parts of the load; the request's sequences are spread, too.
+            share = 1.0 / engines
+            own = 1.0 if sequences <= engines else sequences * share
+            before = pending * share
             # What one more request makes a step longer, and reading its prompt.
-            more_s = (k5 * own_context + k6) * sequences
-            read_s = (k1 * prompt + k2) * sequences
-            step_s = k5 * cached + k6 * batch + k7 * own_context + k8 + more_s
+            more_s = (k5 * own_context + k6) * own
+            read_s = (k1 * prompt + k2) * own
+            step_s = (k5 * cached + k6 * batch) * share + k7 * own_context + k8 + more_s
             # The prompts before it are read first, in iterations in which everybody decodes too.
-            first_s = k1 * pending + read_s + k4 + (1.0 + (pending + new_tokens) / budget) * step_s
+            first_s = k1 * before + read_s + k4 + (1.0 + (before + prompt * own) / budget) * step_s
             own_s = first_s + output * step_s
-            others_s = batch * (read_s + output * more_s)
+            others_s = batch * share * (sequences / own) * (read_s + output * more_s)
             all_seen.append(_Seen(first_s, own_s, others_s, tokens, state))
             mean_s = k1 * mean_prompt + k2 + k4 + k8
             if mean_s < usual_s:
@@ -176,8 +179,10 @@ class _View:
             tokens = held.get(instance.cache_id)
             if tokens is not None:
                 seen = self._seen[i]
-                spared_s = instance.latency.k1 * tokens * sequences
-                running = min(instance.sequences, instance.max_num_seqs)
+                own = instance.own_batch(sequences)
+                spared_s = instance.latency.k1 * tokens * own
+                touched = sequences / own / instance.engines
+                running = min(instance.sequences, instance.max_num_seqs) * touched
                 self._seen[i] = _Seen(
                     seen.first_s - spared_s,
                     seen.own_s - spared_s,
@@ -320,14 +325,14 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     behind it.
     """
     k, mix, request = instance.latency, question.demand.mix, question.request
-    long = question.long_output
+    long, share = question.long_output, 1.0 / instance.engines
     sequences = instance.sequences
-    running = instance.max_num_seqs if sequences > instance.max_num_seqs else sequences
+    running = share * (instance.max_num_seqs if sequences > instance.max_num_seqs else sequences)
     thinning = long if last or long < mix.long else mix.long
-    share = 1.0
+    thinned = 1.0
     if running and thinning > 0.0:
         left = mix.residual if mix.residual > 1.0 else 1.0
-        share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
+        thinned = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
     own_context = request.prompt_tokens + long / 2.0
     k5, k6, output = k.k5, k.k6, mix.output
     context = instance.prompt_tokens / (sequences or 1) + output / 2.0
@@ -335,8 +340,8 @@ def _long_answer_s(question: Question, instance: Instance, last: bool = False) -
     alone_s = (k5 + k.k7) * own_context + k6 + k.k8
     reading_s = running / (output if output > 1.0 else 1.0) * (k.k1 * mix.prompt + k.k2)
     full_s = alone_s + others_s * running + reading_s
-    thin_s = alone_s + others_s * running * share
-    read_s = k.paper_prefill_s(1, request.prompt_tokens + instance.pending_prompt_tokens)
+    thin_s = alone_s + others_s * running * thinned
+    read_s = k.paper_prefill_s(1, request.prompt_tokens + share * instance.pending_prompt_tokens)
     return read_s + (long - thinning) * full_s + thinning * thin_s
 
 
@@ -344,7 +349,8 @@ def _paper_work(question: Question, instance: Instance) -> tuple[int, float, flo
     """Ideal batch, processing time and workload (what the ledger books), as the paper defines them."""
     request, predicted = question.request, question.predicted_output
     prompt = request.prompt_tokens
-    batch = ideal_batch(instance.figures[9], prompt, predicted, instance.max_num_seqs)
-    t_s = processing_s(instance.latency, batch, prompt, predicted)
+    engines = instance.engines
+    batch = ideal_batch(instance.figures[9] // engines, prompt, predicted, instance.max_num_seqs // engines)
+    t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     workload_s = t_s * request.sequences
-    return batch, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
+    return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

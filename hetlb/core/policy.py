@@ -85,17 +85,18 @@ def paper_terms(
 
     `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
     request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
-    `fixed_processing_s` replaces T (the memory-only baseline).
+    `fixed_processing_s` replaces T (the memory-only baseline). Data-parallel engines run a batch each: T is
+    divided by their number.
     """
-    capacity = instance.capacity
+    capacity, engines = instance.capacity, instance.engines
     batch = ideal_batch(
-        instance.kv_cache_tokens, request.prompt_tokens, predicted_output, capacity.max_num_seqs
+        instance.kv_cache_tokens // engines, request.prompt_tokens, predicted_output, capacity.max_num_seqs
     )
     t_s = fixed_processing_s
     if t_s is None:
         # The paper knows no correction of a profile; without one, what was learnt is all there is.
         model = instance.nominal if instance.profiled else instance.latency
-        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output)
+        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
     u = instance.kv_utilization
     try:
         workload = COMBINE_FORMS[params.combine](t_s, u, params.theta) * request.sequences
@@ -105,7 +106,7 @@ def paper_terms(
     return Candidate(
         instance=instance.name,
         score=instance.work_ns / 1e9 + workload,
-        ideal_batch=batch,
+        ideal_batch=batch * engines,
         processing_s=t_s,
         kv_utilization=u,
         workload=workload,

@@ -62,6 +62,7 @@ class SpeedTracker:
         "_prompts",
         "_sequence_s",
         "_token_s",
+        "engines",
         "factor",
         "last",
     )  # fmt: skip
@@ -78,6 +79,8 @@ class SpeedTracker:
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: What the model's durations are to be multiplied with.
         self.factor = 1.0
+        #: Engines that share what runs: the model is of one of them.
+        self.engines = 1
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
@@ -105,15 +108,17 @@ class SpeedTracker:
         """
         if seconds <= 0.0 or steps < 1.0:
             return False
-        running = (self._sequence_s - since.sequence_s) / seconds
+        engine_s = seconds * self.engines
+        running = (self._sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
             running = 1.0
-        tokens = (self._token_s - since.token_s) / seconds
+        tokens = (self._token_s - since.token_s) / engine_s
         expected_s = steps * model.step_s(running, tokens)
         prompts = self._prompts - since.prompts
         if prompts > 0:
             mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
-            expected_s += prompts * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
+            delay_s = model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
+            expected_s += prompts / self.engines * delay_s
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

@@ -62,9 +62,10 @@ class Outcome(StrEnum):
 class Capacity(Value):
     """What one instance can hold. `None` means not known yet.
 
-    `kv_cache_tokens` is the sum over the engines of the server (data parallel), `kv_tokens_per_request`
-    the most that a single request can use of it (one engine's share). `enable_prefix_caching` and
-    `async_scheduling` are switches of vLLM that decide how much the engine computes, and when.
+    `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
+    `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
+    limits are of one engine. `enable_prefix_caching` and `async_scheduling` are switches of vLLM that decide
+    how much the engine computes, and when.
     """
 
     kv_cache_tokens: int | None = None
@@ -73,6 +74,7 @@ class Capacity(Value):
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_tokens_per_request: int | None = None
+    engines: int | None = None
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
 
@@ -311,9 +313,10 @@ InstanceChange: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class EngineSample(Value):
-    """One scrape of an engine, summed over its data-parallel series. None where absent or absurd.
+    """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
 
-    `kv_usage` is a fraction 0..1; `preemptions` are those since the engine started. `missing` and `invalid`
+    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
+    of the fullest engine. `preemptions` are those since the engine started. `missing` and `invalid`
     name the metrics that were not there or absurd.
     """
 
@@ -324,6 +327,7 @@ class EngineSample(Value):
     missing: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
+    kv_usage_max: float | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hetlb.emulator import metrics
+from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.http import Connection, Message
 from hetlb.emulator.replies import (
     VERSION,
@@ -33,7 +34,7 @@ from hetlb.emulator.requests import (
     read_object,
     token_ids,
 )
-from hetlb.emulator.runner import Choice, Runner
+from hetlb.emulator.runner import Choice
 
 Handler: TypeAlias = Callable[[Connection, Message], None]
 
@@ -41,10 +42,10 @@ _encode = msgspec.json.encode
 
 
 class Api:
-    """Routes requests of one server to its engine."""
+    """Routes requests of one server to its engines."""
 
-    def __init__(self, runner: Runner, reader: Reader, kv_cache_tokens: int) -> None:
-        self._runner = runner
+    def __init__(self, engines: EngineGroup, reader: Reader, kv_cache_tokens: int) -> None:
+        self._engines = engines
         self._reader = reader
         self._kv_cache_tokens = kv_cache_tokens
         self._ids = random.Random()
@@ -98,8 +99,8 @@ class Api:
         self._run(connection, reply.choices)
 
     def _run(self, connection: Connection, choices: Sequence[Choice]) -> None:
-        connection.watch(lambda: self._runner.abort(choices))
-        self._runner.submit(choices)
+        connection.watch(lambda: self._engines.abort(choices))
+        self._engines.submit(choices)
 
     def _new_id(self) -> str:
         return f"{self._ids.getrandbits(64):016x}"
@@ -117,7 +118,7 @@ class Api:
         connection.respond(200, b'{"server_load":0}')
 
     def _metrics(self, connection: Connection, message: Message) -> None:
-        page = metrics.render(self._runner, self._reader.served[0], self._kv_cache_tokens)
+        page = metrics.render(self._engines.runners, self._reader.served[0], self._kv_cache_tokens)
         connection.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     def _models(self, connection: Connection, message: Message) -> None:

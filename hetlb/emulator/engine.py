@@ -14,6 +14,7 @@ from types import TracebackType
 from hetlb.config import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
+from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.http import Connection, Listener
 from hetlb.emulator.requests import Reader
 from hetlb.emulator.runner import Runner
@@ -29,6 +30,7 @@ class EmulatedEngine:
 
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
     KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
+    `data_parallel_size` engines of the profile share the port, each with limits and KV cache of its own.
     Port 0 picks a free one. `where` names the profile in errors.
     """
 
@@ -43,6 +45,7 @@ class EmulatedEngine:
         time_scale: float = 1.0,
         iteration: IterationRule = IterationRule.TOKEN,
         keep_alive_s: float = KEEP_ALIVE_S,
+        data_parallel_size: int = 1,
         where: str | None = None,
     ) -> None:
         where = where or profile.name
@@ -52,6 +55,8 @@ class EmulatedEngine:
             raise ProfileError(f"{where}: {error}") from None
         if not math.isfinite(time_scale) or time_scale <= 0:
             raise ConfigError(f"--time-scale: expected a number above 0, got {time_scale}")
+        if data_parallel_size < 1:
+            raise ConfigError(f"--data-parallel-size: expected at least 1, got {data_parallel_size}")
         names = tuple(dict.fromkeys(served_model_names))
         if not names:
             if profile.model is None:
@@ -72,13 +77,15 @@ class EmulatedEngine:
         self.port = port
         self.max_model_len = holds if stated is None else stated
         self.served_model_names = names
-        self.model = EngineModel(profile.latency, limits, iteration)
+        self.models = tuple(
+            EngineModel(profile.latency, limits, iteration) for _ in range(data_parallel_size)
+        )
         self._kv_cache_tokens = limits.kv_cache_tokens
         self._time_scale = time_scale
         self._keep_alive_s = keep_alive_s
         self._server: asyncio.Server | None = None
         self._listener: Listener | None = None
-        self._runner: Runner | None = None
+        self._engines: EngineGroup | None = None
 
     @property
     def url(self) -> str:
@@ -87,14 +94,19 @@ class EmulatedEngine:
         return f"http://{host}:{self.port}"
 
     @property
+    def model(self) -> EngineModel:
+        """The first engine; the only one without data parallelism."""
+        return self.models[0]
+
+    @property
     def running(self) -> int:
-        """Sequences the engine works on."""
-        return self.model.running
+        """Sequences the engines work on."""
+        return sum(model.running for model in self.models)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for the engine."""
-        return self._runner.waiting if self._runner else 0
+        """Sequences that wait for an engine."""
+        return self._engines.waiting if self._engines else 0
 
     @property
     def connections(self) -> int:
@@ -104,37 +116,37 @@ class EmulatedEngine:
     @property
     def finished(self) -> dict[str, int]:
         """Sequences that have ended, by vLLM's reason: stop, length, abort."""
-        return dict(self._runner.finished) if self._runner else {}
+        return self._engines.finished if self._engines else {}
 
     async def wait_idle(self) -> None:
         """Wait until the engine has no work: answered, or aborted since the client left."""
-        if self._runner is not None:
-            await self._runner.wait_idle()
+        if self._engines is not None:
+            await self._engines.wait_idle()
 
     async def start(self) -> None:
         """Accept requests. Raises `OSError` where the address cannot be bound."""
         assert self._server is None, "expected an engine that was not started"
         loop = asyncio.get_running_loop()
-        runner = Runner(self.model, loop, self._time_scale)
+        engines = EngineGroup([Runner(model, loop, self._time_scale) for model in self.models])
         reader = Reader(self.served_model_names, self.max_model_len)
-        api = Api(runner, reader, self._kv_cache_tokens)
+        api = Api(engines, reader, self._kv_cache_tokens)
         listener = Listener(loop, api.handle, self._keep_alive_s)
         self._server = await loop.create_server(
             lambda: Connection(listener), self.host, self.port, backlog=2048
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self._runner, self._listener = runner, listener
+        self._engines, self._listener = engines, listener
 
     async def close(self) -> None:
         """End at once, like a killed process: connections break, nothing is finished."""
         if self._server is None:
             return
-        assert self._runner is not None, "expected a runner with the server"
+        assert self._engines is not None, "expected engines with the server"
         assert self._listener is not None, "expected a listener with the server"
         self._server.close()
         for connection in tuple(self._listener.connections):
             connection.abort()
-        self._runner.close()
+        self._engines.close()
         await self._server.wait_closed()
         self._server = None
 

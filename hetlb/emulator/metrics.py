@@ -1,106 +1,127 @@
-"""The `/metrics` page of vLLM 0.32, as far as this emulator has the figures.
+"""The `/metrics` page of vLLM 0.32, with one series per engine of the server (label `engine`).
 
-Promise: names, labels and types are vLLM's; what the emulator does not model is left out, not made up.
+Names, labels and types are vLLM's; what the emulator does not model is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hetlb.emulator.runner import Runner
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
-
-def render(runner: Runner, model_name: str, kv_cache_tokens: int) -> bytes:
-    """The page. `kv_cache_tokens` is the capacity as the profile states it."""
-    model = runner.model
-    limits = model.limits
-    labels = f'engine="0",model_name="{_escaped(model_name)}"'
-    lines: list[str] = []
-
-    def metric(name: str, kind: str, text: str, *series: tuple[str, float]) -> None:
-        lines.append(f"# HELP {name} {text}")
-        lines.append(f"# TYPE {name} {kind}")
-        lines.extend(f"{name}{{{extra}}} {float(value)}" for extra, value in series)
-
-    metric(
+#: Name, type, help text and value of the families with one series per engine.
+_FAMILIES: tuple[tuple[str, str, str, Callable[[Runner], float]], ...] = (
+    (
         "vllm:num_requests_running",
         "gauge",
         "Number of requests in model execution batches.",
-        (labels, runner.running),
-    )
-    metric(
+        lambda runner: runner.running,
+    ),
+    (
         "vllm:num_requests_waiting",
         "gauge",
         "Number of requests waiting to be processed.",
-        (labels, runner.waiting),
-    )
-    metric(
-        "vllm:num_requests_waiting_by_reason",
-        "gauge",
-        "Number of waiting requests by reason.",
-        (f'{labels},reason="capacity"', runner.waiting),
-        (f'{labels},reason="deferred"', 0),
-    )
-    metric(
+        lambda runner: runner.waiting,
+    ),
+    (
         "vllm:kv_cache_usage_perc",
         "gauge",
         "KV-cache usage. 1 means 100 percent usage.",
-        (labels, model.kv_usage),
-    )
-    metric(
+        lambda runner: runner.model.kv_usage,
+    ),
+    (
         "vllm:num_preemptions_total",
         "counter",
         "Cumulative number of preemption from the engine.",
-        (labels, model.preemptions),
-    )
-    metric(
+        lambda runner: runner.model.preemptions,
+    ),
+    (
         "vllm:prompt_tokens_total",
         "counter",
         "Number of prefill tokens processed.",
-        (labels, runner.prompt_tokens),
-    )
-    metric(
+        lambda runner: runner.prompt_tokens,
+    ),
+    (
         "vllm:generation_tokens_total",
         "counter",
         "Number of generation tokens processed.",
-        (labels, model.generated_tokens),
-    )
-    metric(
+        lambda runner: runner.model.generated_tokens,
+    ),
+)
+
+
+def render(runners: Sequence[Runner], model_name: str, kv_cache_tokens: int) -> bytes:
+    """The page of a server of these engines; `kv_cache_tokens` is the capacity of each by the profile."""
+    name_label = f'model_name="{_escaped(model_name)}"'
+    engines = [(f'engine="{number}"', runner) for number, runner in enumerate(runners)]
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, series: Sequence[tuple[str, float]]) -> None:
+        lines.append(f"# HELP {name} {text}")
+        lines.append(f"# TYPE {name} {kind}")
+        lines.extend(f"{name}{{{labels}}} {float(value)}" for labels, value in series)
+
+    for name, kind, text, of in _FAMILIES:
+        family(name, kind, text, [(f"{engine},{name_label}", of(runner)) for engine, runner in engines])
+        if name == "vllm:num_requests_waiting":
+            family(
+                "vllm:num_requests_waiting_by_reason",
+                "gauge",
+                "Number of waiting requests by reason.",
+                [
+                    (f'{engine},{name_label},reason="{reason}"', waiting)
+                    for engine, runner in engines
+                    for reason, waiting in (("capacity", runner.waiting), ("deferred", 0))
+                ],
+            )
+    family(
         "vllm:request_success_total",
         "counter",
         "Count of successfully processed requests.",
-        *(
-            (f'engine="0",finished_reason="{reason}",model_name="{_escaped(model_name)}"', count)
+        [
+            (f'{engine},finished_reason="{reason}",{name_label}', count)
+            for engine, runner in engines
             for reason, count in runner.finished.items()
-        ),
+        ],
     )
-    tokens = runner.iteration_tokens
-    name = "vllm:iteration_tokens_total"
-    lines.append(f"# HELP {name} Histogram of number of tokens per engine_step.")
-    lines.append(f"# TYPE {name} histogram")
-    bounds = [*map(float, tokens.BOUNDS), "+Inf"]
-    sums = [*accumulate(tokens.counts), tokens.count]
-    lines.extend(
-        f'{name}_bucket{{engine="0",le="{bound}",model_name="{_escaped(model_name)}"}} {float(below)}'
-        for bound, below in zip(bounds, sums, strict=True)
-    )
-    lines += [
-        f"{name}_count{{{labels}}} {float(tokens.count)}",
-        f"{name}_sum{{{labels}}} {float(tokens.total)}",
-    ]
-    metric(
+    lines += _iteration_tokens(engines, name_label)
+    family(
         "vllm:cache_config_info",
         "gauge",
         "Information of the LLMEngine CacheConfig",
-        (
-            f'block_size="{limits.block_size}",cache_dtype="auto",enable_prefix_caching="False",engine="0",'
-            f'kv_cache_size_tokens="{kv_cache_tokens}",num_gpu_blocks="{limits.kv_blocks}"',
-            1,
-        ),
+        [
+            (
+                f'block_size="{runner.model.limits.block_size}",cache_dtype="auto",'
+                f'enable_prefix_caching="False",{engine},kv_cache_size_tokens="{kv_cache_tokens}",'
+                f'num_gpu_blocks="{runner.model.limits.kv_blocks}"',
+                1,
+            )
+            for engine, runner in engines
+        ],
     )
     return ("\n".join(lines) + "\n").encode()
+
+
+def _iteration_tokens(engines: Sequence[tuple[str, Runner]], name_label: str) -> list[str]:
+    """vLLM's histogram of tokens per iteration."""
+    name = "vllm:iteration_tokens_total"
+    lines = [f"# HELP {name} Histogram of number of tokens per engine_step.", f"# TYPE {name} histogram"]
+    for engine, runner in engines:
+        tokens = runner.iteration_tokens
+        bounds = [*map(float, tokens.BOUNDS), "+Inf"]
+        sums = [*accumulate(tokens.counts), tokens.count]
+        lines += [
+            f'{name}_bucket{{{engine},le="{bound}",{name_label}}} {float(below)}'
+            for bound, below in zip(bounds, sums, strict=True)
+        ]
+        lines += [
+            f"{name}_count{{{engine},{name_label}}} {float(tokens.count)}",
+            f"{name}_sum{{{engine},{name_label}}} {float(tokens.total)}",
+        ]
+    return lines
 
 
 def _escaped(label: str) -> str:

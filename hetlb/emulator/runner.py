@@ -23,11 +23,13 @@ _CATCH_UP_S = 0.005
 class Choice(Sequence):
     """A sequence that is told of its tokens. `finish_reason` is vLLM's word for why it will end."""
 
-    __slots__ = ("finish_reason",)
+    __slots__ = ("finish_reason", "runner")
 
     def __init__(self, prompt_tokens: int, output_tokens: int, finish_reason: str = "stop") -> None:
         super().__init__(prompt_tokens, output_tokens)
         self.finish_reason = finish_reason
+        #: The engine that has it, set where a server has several.
+        self.runner: Runner | None = None
 
     def token(self) -> None:
         """It got a token that is not its last."""

@@ -165,6 +165,11 @@ class EngineClient:
         status, page = await self._page("/metrics")
         text = page.decode("utf-8", "replace") if status == 200 else ""
         found = parse(text).capacity
+        if found.engines is not None and found.engines > 1:
+            raise InputError(
+                f"--url: expected a server of one engine, got {found.engines} data-parallel engines: a "
+                f"profile is of one of them (--data-parallel-size 1), and hetlb serve counts with all"
+            )
         return ServerFacts(
             self.model,
             _version(version),

@@ -24,7 +24,7 @@ from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
 from hetlb.proxy.dashboard.decisions import decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
-from hetlb.proxy.metrics import CONTENT_TYPE, MetricsPage
+from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage
 
 _MAX_BODY_BYTES = 64 << 10
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -79,6 +79,8 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "kv_reserved_tokens": instance.kv_tokens,
         "kv_cache_tokens": instance.kv_cache_tokens,
         "kv_reported": None if sample is None else sample.kv_usage,
+        "kv_reported_max": None if sample is None else sample.kv_usage_max,
+        "engines": instance.engines,
         "signal_age_s": None if instance.sample_at is None else now - instance.sample_at,
         "running": None if sample is None else sample.running,
         "waiting": None if sample is None else sample.waiting,

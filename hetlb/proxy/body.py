@@ -16,6 +16,7 @@ from hetlb.core.types import MAX_TOKENS_LIMIT
 from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.fields import RequestFields
 from hetlb.proxy.http1 import GateError
+from hetlb.proxy.media import ImageSize, find_media
 
 #: `stream_options` is asked for on the client's behalf in bodies up to this size.
 MAX_INJECT_BYTES: Final = 256 << 10
@@ -26,11 +27,8 @@ MAX_PRIORITY: Final = 1 << 31
 MAX_SEQUENCES: Final = 16_384
 #: A model's name is echoed and logged, so it is bounded.
 MAX_MODEL_BYTES: Final = 512
-#: A base64 image or sound is no text: it counts as this many bytes of prompt (about 600 tokens).
+#: A sound in a form counts as this many bytes of prompt (about 600 tokens).
 MEDIA_BYTES: Final = 2400
-
-_DATA_URL = re.compile(rb'"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"')
-
 
 _decoder = msgspec.json.Decoder(RequestFields)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -44,14 +42,15 @@ _WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
 class Call:
     """The facts of one request body.
 
-    `prompt_tokens` is the total where it was counted (token ids), else None and `text_bytes` is what to
-    estimate from; `prompts` is how many sequences are prefilled, `n` how often each is decoded;
-    `continues` names the kept answer that this one goes on from; `priority` is vLLM's, lower goes first.
+    `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the intake has
+    estimated it from `text_bytes` (without encoded media) and the sizes of `images`. `prompts` is how many
+    prompts are prefilled, `n` how often each is decoded; `continues` names the kept answer that this one goes
+    on from; `priority` is vLLM's, lower goes first.
     """
 
     __slots__ = (
-        "asks_options", "continues", "hold_usage", "longest_tokens", "max_tokens", "model", "n", "priority",
-        "prompt_tokens", "prompts", "stream", "text", "text_bytes",
+        "asks_options", "continues", "hold_usage", "images", "longest_tokens", "max_tokens", "model", "n",
+        "priority", "prompt_tokens_total", "prompts", "stream", "text", "text_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -63,9 +62,10 @@ class Call:
         self.max_tokens: int | None = None
         self.n = self.prompts = 1
         self.priority = 0
-        self.prompt_tokens: int | None = None
+        self.prompt_tokens_total: int | None = None
         self.longest_tokens: int | None = None
         self.text_bytes = 0
+        self.images: list[ImageSize] = []
         self.text: bytes = b""
 
 
@@ -94,6 +94,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.priority = _priority(decoded)
     if kind is _NO_OUTPUT:
         call.text_bytes = len(body)
+        if decoded.messages:
+            _read_text(call, bytes(decoded.messages))
         _read_prompt(call, decoded.input or decoded.prompt)
     elif kind is _COMPLETION:
         _read_prompt(call, decoded.prompt)
@@ -102,8 +104,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
         call.prompts = 1
         call.continues = decoded.previous_response_id
     else:
-        call.text = bytes(decoded.messages)
-        call.text_bytes = _text_bytes(call.text) + len(bytes(decoded.tools))
+        _read_text(call, bytes(decoded.messages))
+        call.text_bytes += len(bytes(decoded.tools))
         if not call.text:
             _read_prompt(call, decoded.prompt or decoded.input)
     return call
@@ -164,29 +166,26 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
     data = bytes(raw).strip()
     if not data.startswith(b"["):
         if data:
-            call.text = data
-            call.text_bytes = _text_bytes(data)
+            _read_text(call, data)
         return
     first = data[1:].lstrip()[:1]
     if first.isdigit() or first == b"-":
-        call.prompt_tokens = call.longest_tokens = data.count(b",") + 1
+        call.prompt_tokens_total = call.longest_tokens = data.count(b",") + 1
     elif first == b"[":
         lists = data.split(b"]")[:-2]
         counts = [part.count(b",") + 1 - (index > 0) for index, part in enumerate(lists)]
         call.prompts = max(1, len(lists))
-        call.prompt_tokens = max(1, sum(counts))
+        call.prompt_tokens_total = max(1, sum(counts))
         call.longest_tokens = max(counts, default=1)
     else:
-        call.text = data
-        call.text_bytes = _text_bytes(data)
+        _read_text(call, data)
         if first == b'"':
             # Between two strings of a list stands `","` (or with blanks); inside one it would be escaped.
             call.prompts = len(re.findall(rb'"\s*,\s*"', data)) + 1
 
 
-def _text_bytes(raw: bytes) -> int:
-    first = raw.find(b";")  # one byte is looked for some fifty times as fast as several
-    if first < 0 or raw.find(b";base64,", first) < 0:
-        return len(raw)
-    media = _DATA_URL.findall(raw)
-    return len(raw) - sum(map(len, media)) + MEDIA_BYTES * len(media)
+def _read_text(call: Call, raw: bytes) -> None:
+    """Take `raw`, JSON, for the prompt; encoded images and sounds in it are no text."""
+    encoded, call.images = find_media(raw)
+    call.text = raw
+    call.text_bytes = len(raw) - encoded

@@ -37,13 +37,14 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.ended import Phase
+from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.expected import expected_s
-from hetlb.proxy.histograms import Gaps
 from hetlb.proxy.retryafter import DrainRate
-from hetlb.proxy.sizes import PromptSizes
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.histograms import Gaps
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
 logger = logging.getLogger("hetlb.proxy")
@@ -69,14 +70,14 @@ class Driver:
         self,
         scheduler: Scheduler,
         table: ProxyTable,
-        sizes: PromptSizes,
+        token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         on_ended: Callable[[list[Exchange]], None] | None = None,
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.table = table
-        self.sizes = sizes
+        self.token_estimator = token_estimator
         self.loop = loop
         self.now = loop.time
         self._totals = Totals()
@@ -209,9 +210,9 @@ class Driver:
         """Where the times between the tokens of a model's streams are counted."""
         return self._totals.model(model).gaps
 
-    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None:
-        """An engine said how long a prompt was."""
-        self.sizes.learn(model, text_bytes, tokens)
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        """The engine counted `tokens` in the prompts of a body that were estimated."""
+        self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
         """An answer that can be asked for again was made at `instance`, for `tenant`."""

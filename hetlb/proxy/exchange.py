@@ -18,13 +18,13 @@ from typing import Final, Protocol
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import replies
 from hetlb.proxy.body import Call
-from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.histograms import FINE_MS, Gaps
 from hetlb.proxy.http1 import RequestHead, ResponseHead
 from hetlb.proxy.onward import request_lines, response_lines
 from hetlb.proxy.replies import Answer
 from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
+from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 from hetlb.proxy.upload import Upload
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
@@ -41,7 +41,7 @@ class DriverSide(Protocol):
     def retry_after_s(self, reject: Reject) -> float | None: ...
     def finished(self, exchange: Exchange) -> None: ...
     def gaps(self, model: str) -> Gaps: ...
-    def learn_size(self, model: str, text_bytes: int, tokens: int) -> None: ...
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None: ...
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
 
 
@@ -76,7 +76,7 @@ _HEARTBEAT: Final = b": waiting\n\n"
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 
 
-class Exchange(Ended):
+class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
@@ -101,7 +101,9 @@ class Exchange(Ended):
         upload: Upload | None = None,
     ) -> None:
         """`upload` takes the place of `body` where that goes on while it arrives."""
-        super().__init__(request, kind, head.method, head.path, label, tenant, now)
+        super().__init__(
+            request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
+        )
         self._driver = driver
         self._now = driver.now
         self._client = client
@@ -337,11 +339,6 @@ class Exchange(Ended):
         return self.status >= 500 and not busy
 
     @property
-    def streamed(self) -> bool:
-        """Whether the answer is, or was, a stream."""
-        return self._watcher is not None
-
-    @property
     def events(self) -> int:
         """How many events with text a stream has had so far."""
         return 0 if self._watcher is None else self._watcher.events
@@ -535,14 +532,17 @@ class Exchange(Ended):
         assert lease is not None
         if watcher is not None:
             completion, prompt = watcher.completion_tokens, watcher.prompt_tokens
+            cached = watcher.cached_tokens
         else:
-            completion, prompt = usage_in_tail(self._tail)
+            completion, prompt, cached = usage_in_tail(self._tail)
         if completion is not None and 0 <= completion <= 1 << 31:
             lease.output_tokens = completion
         if prompt is not None and 0 < prompt <= 1 << 31:
-            self.prompt_tokens_used = prompt
-            if self._call.prompt_tokens is None:
-                self._driver.learn_size(self.request.model, self._call.text_bytes, prompt)
+            self.usage_prompt_tokens = prompt
+            if cached is not None and 0 <= cached <= prompt:
+                self.cached_tokens = cached
+            if not self.request.prompt_exact:
+                self._driver.learn_prompt(self.request.model, self._call, prompt)
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -615,6 +615,7 @@ class Exchange(Ended):
         self.outcome = outcome
         self.ended_at = self._now()
         watcher, lease = self._watcher, self.lease
+        self.streamed = watcher is not None
         if watcher is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = watcher.events
         self._body = self._tail = b""

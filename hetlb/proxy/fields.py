@@ -28,13 +28,21 @@ class RequestFields(msgspec.Struct):
     previous_response_id: str | None = None
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """Of the prompt tokens, those read from the prefix cache (`--enable-prompt-tokens-details`)."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
-    """What an engine counted, in the words of either API."""
+    """What an engine counted, in the words of either API. Prompt tokens are of all prompts, each once."""
 
     completion_tokens: int | None = None
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     input_tokens: int | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
+    input_tokens_details: PromptTokensDetails | None = None
 
 
 class ResponseFields(msgspec.Struct):
@@ -65,6 +73,7 @@ class LogLine(msgspec.Struct):
     phase: str
     status: int
     prompt_tokens: int
+    cached_tokens: int | None
     output_tokens: int
     predicted_output: float
     queue_s: float

@@ -26,7 +26,7 @@ from hetlb.proxy.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.http1 import GateError, RequestHead
 from hetlb.proxy.multipart import read_multipart
-from hetlb.proxy.tracing import Tracing
+from hetlb.proxy.telemetry.tracing import Tracing
 from hetlb.proxy.upload import Upload
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
@@ -173,14 +173,15 @@ class Intake:
         if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         body = inject_usage(kind, call, body)
-        prompts, exact = call.prompts, call.prompt_tokens is not None
+        exact = call.prompt_tokens_total is not None
         if not kind.prompted:
-            total, prompts = 1, 1
-        elif call.prompt_tokens is not None:
-            total = call.prompt_tokens
-        else:
-            total = driver.sizes.tokens(model, call.text, call.text_bytes)
-        each = total if prompts == 1 else max(1, -(-total // prompts))
+            call.prompt_tokens_total, call.prompts = 0, 1
+        elif call.prompt_tokens_total is None:
+            call.prompt_tokens_total = driver.token_estimator.tokens(
+                model, call.text, call.text_bytes, call.images
+            )
+        prompts = call.prompts
+        each = max(1, -(-call.prompt_tokens_total // prompts))
         request_id = driver.next_id()
         label = head.fields.get(b"x-request-id")
         if label is None or _LABEL.fullmatch(label) is None:

@@ -45,18 +45,18 @@ from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.dashboard.decisions import find
-from hetlb.proxy.dashboard.history import History
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.ended import Phase
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.lines import LineWriter
-from hetlb.proxy.metrics import WorkerState
-from hetlb.proxy.requestlog import FORMATS, escape
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.sizes import PromptSizes, load_tokenizers
-from hetlb.proxy.totals import Totals
-from hetlb.proxy.tracing import Tracing, check_installed
+from hetlb.proxy.telemetry.access_log import FORMATS, escape
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.log_writer import LogWriter
+from hetlb.proxy.telemetry.prometheus import WorkerState
+from hetlb.proxy.telemetry.request_record import Phase
+from hetlb.proxy.telemetry.tracing import Tracing, check_installed
+from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -86,9 +86,9 @@ class Service:
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = event_log
-        self._lines: LineWriter | None = None
+        self._lines: LogWriter | None = None
         self._write_line = FORMATS[fleet.proxy.request_log_format]
-        self._events: LineWriter | None = None
+        self._events: LogWriter | None = None
         self._event_fd: int | None = None
         self._runner: web.AppRunner | None = None
         #: The requests that ended lately, for the dashboard.
@@ -111,7 +111,7 @@ class Service:
         self.driver = self.driver_kind(
             self._build_scheduler(setup),
             fleet.proxy,
-            PromptSizes(load_tokenizers(fleet.tokenizers)),
+            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
             loop,
             self._requests_ended,
             self._engines,
@@ -148,7 +148,7 @@ class Service:
                     f"--event-log: expected a file that can be written, got {str(self._event_log)!r}: "
                     f"{error.strerror}"
                 ) from error
-            self._events = LineWriter(self._event_fd, "event log")
+            self._events = LogWriter(self._event_fd, "event log")
             self._events.write(encode_setup(setup))
             return RecordingScheduler(setup, write=self._events.write)
         except ValueError as error:
@@ -170,7 +170,7 @@ class Service:
 
     def _open_log(self) -> None:
         if self.fleet.proxy.request_log:
-            self._lines = LineWriter(sys.stderr.fileno(), "request log")
+            self._lines = LogWriter(sys.stderr.fileno(), "request log")
 
     def _say_what_is_missing(self) -> None:
         """After the first round of probes: who is not there, or not what was expected."""
@@ -513,6 +513,7 @@ class Service:
             "tracing": (then.tracing, now.tracing),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
+            "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
         }
         return [key for key, (before, after) in pairs.items() if before != after]
 
@@ -604,6 +605,10 @@ def _twins(fleet: Fleet) -> list[str]:
         for spec in fleet.instances
         if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
     ]
+
+
+def _image_tokens(file: FleetFile) -> dict[str, object]:
+    return {model.name: model.image_tokens for model in file.models if model.image_tokens is not None}
 
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:

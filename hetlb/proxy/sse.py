@@ -33,6 +33,7 @@ class SseWatcher:
         "_long",
         "_passing",
         "_tail",
+        "cached_tokens",
         "completion_tokens",
         "done",
         "events",
@@ -51,6 +52,7 @@ class SseWatcher:
         self.failed = False
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
 
     @property
     def between(self) -> bool:
@@ -149,6 +151,9 @@ class SseWatcher:
                 usage.completion_tokens, usage.output_tokens, self.completion_tokens
             )
             self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
+            details = usage.prompt_tokens_details or usage.input_tokens_details
+            if details is not None:
+                self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
         only_usage = usage is not None and not start and bytes(decoded.choices) == b"[]"
         if not only_usage:
             self.events += 1
@@ -201,6 +206,7 @@ def _first(*values: int | None) -> int | None:
 #: How much of the end of a plain body is kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
@@ -208,6 +214,7 @@ _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]'
 _USAGE: Final = b'"usage":{"prompt_tokens":'
 _TOTAL: Final = b',"total_tokens":'
 _COMPLETION: Final = b',"completion_tokens":'
+_NO_DETAILS: Final = b',"prompt_tokens_details":null'
 
 
 def _number_at(data: bytes, at: int) -> tuple[int, int]:
@@ -223,14 +230,14 @@ def _number_at(data: bytes, at: int) -> tuple[int, int]:
     return (value if end > at else -1), end
 
 
-def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
-    """(completion tokens, prompt tokens) of a plain JSON answer, from the end of its body.
+def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
+    """(completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its last bytes.
 
     Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
     """
     at = tail.rfind(b'"usage":')
     if at < 0:
-        return None, None
+        return None, None, None
     # Compiled, a slice that is compared costs half of what `startswith` does.
     if tail[at : at + len(_USAGE)] == _USAGE:
         prompt_tokens, end = _number_at(tail, at + len(_USAGE))
@@ -238,12 +245,16 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None]:
             _, end = _number_at(tail, end + len(_TOTAL))
         if prompt_tokens >= 0 and tail[end : end + len(_COMPLETION)] == _COMPLETION:
             completion_tokens, end = _number_at(tail, end + len(_COMPLETION))
-            if completion_tokens >= 0 and tail[end : end + 1] in (b",", b"}"):
-                return completion_tokens, prompt_tokens
+            if completion_tokens >= 0:
+                after = tail[end : end + len(_NO_DETAILS)]
+                if after == _NO_DETAILS or after[:1] == b"}":
+                    return completion_tokens, prompt_tokens, None
     if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
-        return None, None
+        return None, None, None
     completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
+    cached = _CACHED_TOKENS.search(tail, at)
     return (
         None if completion is None else int(completion[1]),
         None if prompt is None else int(prompt[1]),
+        None if cached is None else int(cached[1]),
     )

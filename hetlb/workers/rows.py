@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.proxy.dashboard.history import ENDED_KEPT, History
+from hetlb.proxy.telemetry.history import ENDED_KEPT, History
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...]])

@@ -38,9 +38,9 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy.access import Access, EngineAccess
-from hetlb.proxy.metrics import WorkerState
 from hetlb.proxy.service import Service, named, require_urls
-from hetlb.proxy.totals import MODELS_MAX, Totals
+from hetlb.proxy.telemetry.counters import MODELS_MAX, Totals
+from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.channel import Channel, Message
 from hetlb.workers.driver import LIFE
 from hetlb.workers.ledger import Memory, Onlooker

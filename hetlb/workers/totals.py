@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from hetlb.proxy.totals import INSTANCE_COUNTS, MODEL_HISTOGRAMS, InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.counters import (
+    INSTANCE_COUNTS,
+    MODEL_HISTOGRAMS,
+    InstanceTotals,
+    ModelTotals,
+    Totals,
+)
 
 _Key = TypeVar("_Key")
 

@@ -45,11 +45,11 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, HetlbError
 from hetlb.proxy.access import Access
 from hetlb.proxy.dashboard.decisions import find
-from hetlb.proxy.dashboard.history import History
-from hetlb.proxy.lines import LineWriter, logging_to_stderr
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.service import FIRST_ROUND_S, Service, require_urls, spare_collector
-from hetlb.proxy.totals import Totals
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.log_writer import LogWriter, logging_to_stderr
 from hetlb.workers import rows
 from hetlb.workers.channel import Channel, Message
 from hetlb.workers.driver import SharedDriver
@@ -229,7 +229,7 @@ class WorkerService(Service):
         if self.fleet.proxy.request_log:
             fd = sys.stderr.fileno()
             whole = stat.S_ISREG(os.fstat(fd).st_mode)  # a file takes a batch in one piece, a pipe does not
-            self._lines = LineWriter(fd, "request log", at_once=None if whole else select.PIPE_BUF)
+            self._lines = LogWriter(fd, "request log", at_once=None if whole else select.PIPE_BUF)
 
     def _on_waker(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -65,7 +65,8 @@ def test_a_sentence_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -
     }  # fmt: skip
     able = {**candidate, "eligible": True, "reason": ""}
     decision = {
-        "request_id": 7, "lease": 9, "policy": "hetlb", "model": "m", "prompt_tokens": 10, "sequences": 2,
+        "request_id": 7, "lease": 9, "policy": "hetlb", "model": "m",
+        "prompt_tokens_per_sequence": 10, "sequences": 2,
         "predicted_output": 5.0, "dispatched_at_s": 99.0, "output_tokens": 8, "ended": False,
         "chosen": "a800",
         "candidates": [

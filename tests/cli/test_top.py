@@ -76,7 +76,8 @@ def snapshot(*instances: dict[str, Any], waiting: int = 0, decisions: int = 25) 
             "last": [
                 {
                     "request_id": 900 - number, "lease": number, "policy": "hetlb", "model": "a-model",
-                    "prompt_tokens": 120, "sequences": 1, "predicted_output": 50.4, "dispatched_at_s": 999.0,
+                    "prompt_tokens_per_sequence": 120, "sequences": 1, "predicted_output": 50.4,
+                    "dispatched_at_s": 999.0,
                     "output_tokens": 17, "ended": number % 2 == 0, "chosen": "node-001",
                 }
                 for number in range(decisions)

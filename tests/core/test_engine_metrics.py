@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,47 @@ def test_engines_of_one_server_are_summed() -> None:
         for i in range(2)
     )
     sample = parse(text)
-    assert sample.kv_usage == pytest.approx(0.25)
+    assert sample.kv_usage == pytest.approx((0.2 * 1600 + 0.3 * 1616) / 3216)
+    assert sample.kv_usage_max == 0.3
     assert sample == EngineSample(
         running=7,
         waiting=2,
         kv_usage=sample.kv_usage,
-        capacity=Capacity(kv_cache_tokens=3216, block_size=16, kv_tokens_per_request=1600),
+        kv_usage_max=0.3,
+        capacity=Capacity(kv_cache_tokens=3216, block_size=16, kv_tokens_per_request=1600, engines=2),
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(1, 10**6)),
+        min_size=1,
+        max_size=16,
+    ),
+    st.randoms(),
+)
+def test_any_number_of_engines(engines: list[tuple[int, int, float, int]], order: random.Random) -> None:
+    """Counts and KV tokens are sums, KV use is what the tokens in use are of all, in whatever order."""
+    lines = [
+        line
+        for number, (running, waiting, usage, blocks) in enumerate(engines)
+        for line in (
+            f'vllm:num_requests_running{{engine="{number}",model_name="a,engine=9"}} {running}',
+            f'vllm:num_requests_waiting{{engine="{number}",model_name="a,engine=9"}} {waiting}',
+            f'vllm:kv_cache_usage_perc{{engine="{number}",model_name="a,engine=9"}} {usage!r}',
+            f'vllm:cache_config_info{{block_size="16",engine="{number}",num_gpu_blocks="{blocks}"}} 1.0',
+        )
+    ]
+    order.shuffle(lines)
+    sample = parse("\n".join(lines))
+    tokens = [16 * blocks for *_, blocks in engines]
+    assert sample.running == sum(running for running, *_ in engines)
+    assert sample.waiting == sum(waiting for _, waiting, *_ in engines)
+    in_use = sum(usage * each for (_, _, usage, _), each in zip(engines, tokens, strict=True))
+    assert sample.kv_usage == pytest.approx(in_use / sum(tokens))
+    assert sample.kv_usage_max == max(usage for _, _, usage, _ in engines)
+    assert sample.capacity == Capacity(
+        kv_cache_tokens=sum(tokens), block_size=16, kv_tokens_per_request=min(tokens), engines=len(engines)
     )
 
 

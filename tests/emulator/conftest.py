@@ -55,8 +55,10 @@ async def start() -> AsyncIterator[Start]:
         yield start_engine
         for engine in engines:
             await engine.wait_idle()
-            engine.model.check_integrity()
-            assert (engine.running, engine.waiting, engine.model.kv_used_blocks) == (0, 0, 0)
+            for model in engine.models:
+                model.check_integrity()
+                assert model.kv_used_blocks == 0
+            assert (engine.running, engine.waiting) == (0, 0)
 
 
 @pytest_asyncio.fixture

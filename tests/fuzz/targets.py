@@ -160,7 +160,7 @@ def body(data: bytes) -> None:
         assert call.n >= 1
         assert call.prompts >= 1
         assert call.max_tokens is None or call.max_tokens >= 1
-        assert call.prompt_tokens is None or call.prompt_tokens >= 1
+        assert call.prompt_tokens_total is None or call.prompt_tokens_total >= 1
         if sent != data:
             assert injected == read | {"stream_options": {"include_usage": True}}
     boundary, _, form = data.partition(b"\n")
@@ -200,9 +200,7 @@ def sse_watcher(data: bytes) -> None:
         assert _watch(pieces, hold) == whole
         if len(data) < 200:
             assert _watch([bytes([byte]) for byte in data], hold) == whole
-    completion, prompt = sse.usage_in_tail(data)
-    assert completion is None or isinstance(completion, int)
-    assert prompt is None or isinstance(prompt, int)
+    assert all(count is None or isinstance(count, int) for count in sse.usage_in_tail(data))
     if hasattr(sse, "text_events"):
         _text_events(data)
 

@@ -35,9 +35,11 @@ async def start() -> AsyncIterator[Start]:
     """Start engines with the profile above and other limits."""
     async with AsyncExitStack() as stack:
 
-        async def start_engine(**engine: Any) -> EmulatedEngine:
+        async def start_engine(data_parallel_size: int = 1, **engine: Any) -> EmulatedEngine:
             limits = {**PROFILE["engine"], **engine}  # type: ignore[dict-item]
             profile = msgspec.convert({**PROFILE, "engine": limits}, Profile)
-            return await stack.enter_async_context(EmulatedEngine(profile, time_scale=0.02))
+            return await stack.enter_async_context(
+                EmulatedEngine(profile, time_scale=0.02, data_parallel_size=data_parallel_size)
+            )
 
         yield start_engine

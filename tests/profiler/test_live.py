@@ -273,6 +273,13 @@ async def test_no_openai_server() -> None:
             await client.facts(None)
 
 
+async def test_a_server_of_several_engines_is_refused(start: Start) -> None:
+    engine = await start(data_parallel_size=2)
+    async with EngineClient(engine.url) as client:
+        with pytest.raises(InputError, match="expected a server of one engine, got 2 data-parallel engines"):
+            await client.facts(None)
+
+
 def test_prompts_share_no_beginning() -> None:
     prompts = distinct_prompts(random.Random(1), 64, 20)
     assert len({prompt[0] for prompt in prompts}) == 64

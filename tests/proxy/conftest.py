@@ -17,7 +17,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.sizes import PromptSizes
+from hetlb.proxy.token_estimator import TokenEstimator
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -41,7 +41,7 @@ class Proxy:
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[Exchange] = []
         self.driver = Driver(
-            scheduler, table, PromptSizes(), asyncio.get_running_loop(), self._exchanges.extend
+            scheduler, table, TokenEstimator(), asyncio.get_running_loop(), self._exchanges.extend
         )
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler

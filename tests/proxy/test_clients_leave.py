@@ -13,9 +13,9 @@ import msgspec
 from hetlb.config import fleet_from_urls, load_profile
 from hetlb.core.types import Outcome
 from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.ended import Phase
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.service import Service
+from hetlb.proxy.telemetry.request_record import Phase
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
 REQUESTS = 1000

@@ -22,10 +22,10 @@ from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 
 from hetlb.core.types import EngineSample, Outcome
-from hetlb.proxy import metrics
-from hetlb.proxy.histograms import FINE_MS, Gaps, Histogram
-from hetlb.proxy.metrics import MetricsPage, MetricsSource
-from hetlb.proxy.totals import ITL_S, MODELS_MAX, Totals
+from hetlb.proxy.telemetry import prometheus
+from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
+from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
+from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -357,7 +357,7 @@ def test_adapters_without_end_share_the_last_label() -> None:
 
 
 async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "SLICE_S", 0.0)
+    monkeypatch.setattr(prometheus, "SLICE_S", 0.0)
     about = source(200)
     about.totals.instance("node-003").ended(Outcome.OK)
     turns = 0

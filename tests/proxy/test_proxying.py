@@ -127,7 +127,7 @@ async def test_a_plain_request(start: Start) -> None:
                      "1.1.1.1", "connection"):  # fmt: skip
             assert gone not in head
     assert proxy.ended == [("ok", "stream", 200)]
-    assert proxy.exchanges[0].prompt_tokens_used == 3
+    assert proxy.exchanges[0].usage_prompt_tokens == 3
 
 
 async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:

@@ -141,15 +141,29 @@ def test_recorded_streams_of_vllm(name: str, hold: bool) -> None:
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        (b'{"choices":[],' + USAGE.encode() + b"}", (5, 21)),
-        (b'..."usage": {"input_tokens": 3, "output_tokens": 4}}', (4, 3)),
-        (b'{"text":"\\"usage\\":{\\"completion_tokens\\":9}"}', (None, None)),
-        (b'"usage":{"completion_tokens":5', (None, None)),
-        (b'"usage":{"completion_tokens":"5"}', (None, None)),
-        (b"", (None, None)),
+        (b'{"choices":[],' + USAGE.encode() + b"}", (5, 21, None)),
+        (
+            b'"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2,'
+            b'"prompt_tokens_details":{"cached_tokens":8},"completion_tokens_details":null}}',
+            (2, 9, 8),
+        ),
+        (
+            b'"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2,'
+            b'"prompt_tokens_details":null,"completion_tokens_details":null}}',
+            (2, 9, None),
+        ),
+        (
+            b'"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":0},"output_tokens":2}',
+            (2, 9, 0),
+        ),
+        (b'..."usage": {"input_tokens": 3, "output_tokens": 4}}', (4, 3, None)),
+        (b'{"text":"\\"usage\\":{\\"completion_tokens\\":9}"}', (None, None, None)),
+        (b'"usage":{"completion_tokens":5', (None, None, None)),
+        (b'"usage":{"completion_tokens":"5"}', (None, None, None)),
+        (b"", (None, None, None)),
     ],
 )
-def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, int | None]) -> None:
+def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, ...]) -> None:
     assert usage_in_tail(tail) == expected
 
 
@@ -159,15 +173,22 @@ def test_usage_of_a_plain_answer(tail: bytes, expected: tuple[int | None, int | 
     st.integers(0, 10**9),
     st.integers(0, 10**9),
     st.booleans(),
+    st.none() | st.integers(0, 10**9),
 )
 def test_usage_is_found_in_whatever_order_it_is_written(
-    names: list[str], kept: int, prompt: int, completion: int, blanks: bool
+    names: list[str], kept: int, prompt: int, completion: int, blanks: bool, cached: int | None
 ) -> None:
     figures = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    usage = {name: figures.get(name) for name in names[:kept]}
+    usage: dict[str, Any] = {name: figures.get(name) for name in names[:kept]}
+    if cached is not None and "prompt_tokens_details" in usage:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
     separators = (", ", ": ") if blanks else (",", ":")
     tail = json.dumps({"choices": [], "usage": usage}, separators=separators).encode()
-    assert usage_in_tail(tail) == (usage.get("completion_tokens"), usage.get("prompt_tokens"))
+    assert usage_in_tail(tail) == (
+        usage.get("completion_tokens"),
+        usage.get("prompt_tokens"),
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+    )
 
 
 def spelt(*payloads: bytes) -> bytes:

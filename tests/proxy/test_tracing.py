@@ -20,10 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from hetlb.config import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
-from hetlb.proxy import tracing
-from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.tracing import Trace, Tracing, check_installed, spans_url
+from hetlb.proxy.telemetry import tracing
+from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
+from hetlb.proxy.telemetry.tracing import Trace, Tracing, check_installed, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()
@@ -66,12 +66,12 @@ def lease() -> Lease:
     return made
 
 
-def over(trace: Trace | None, **facts: Any) -> Ended:
+def over(trace: Trace | None, **facts: Any) -> RequestRecord:
     """A chat that was answered: arrived at 100, dispatched at 102, first byte at 103, over at 105."""
-    ended = Ended(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
+    ended = RequestRecord(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
     told = {
         "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAM, "status": 200,
-        "prompt_tokens_used": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
+        "usage_prompt_tokens": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
     }  # fmt: skip
     for name, value in told.items():
         setattr(ended, name, value)

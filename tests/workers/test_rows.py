@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.history import History
+from hetlb.proxy.telemetry.history import History
 from hetlb.workers.rows import FleetRows, pack
 
 

@@ -488,7 +488,7 @@ class DecisionRow {
       make("td", { class: "left" }, this.#button),
       make("th", { scope: "row", class: "left", text: String(decision.request_id) }),
       make("td", { class: "left", text: decision.model }),
-      make("td", { text: count(decision.prompt_tokens) + (decision.sequences > 1 ? ` × ${decision.sequences}` : "") }),
+      make("td", { text: count(decision.prompt_tokens_per_sequence) + (decision.sequences > 1 ? ` × ${decision.sequences}` : "") }),
       make("td", { text: count(decision.predicted_output) }),
       this.#came,
       make("td", { class: "left" }, make("b", { text: decision.chosen })),

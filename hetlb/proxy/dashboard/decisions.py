@@ -27,7 +27,7 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
         "lease": lease.id,
         "policy": dispatch.reason,
         "model": lease.request.model,
-        "prompt_tokens": lease.request.prompt_tokens,
+        "prompt_tokens_per_sequence": lease.request.prompt_tokens,
         "sequences": lease.request.sequences,
         "predicted_output": lease.predicted_output,
         "dispatched_at_s": lease.dispatched_at,

@@ -14,7 +14,7 @@ from typing import Any
 
 from hetlb.core.records import percentile
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.history import History, Row
+from hetlb.proxy.telemetry.history import History, Row
 
 #: The series are this many stretches of this many seconds: five minutes.
 BINS = 150

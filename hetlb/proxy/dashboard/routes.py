@@ -21,7 +21,7 @@ from hetlb.proxy.dashboard import whatif
 from hetlb.proxy.dashboard.decisions import decision_document, newest
 from hetlb.proxy.dashboard.events import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
-from hetlb.proxy.metrics import MetricsSource
+from hetlb.proxy.telemetry.prometheus import MetricsSource
 
 _FILES = {
     "/": ("dashboard.html", "text/html"),

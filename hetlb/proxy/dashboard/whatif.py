@@ -26,7 +26,7 @@ from hetlb.core.records import RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError
-from hetlb.proxy.dashboard.history import History, Row
+from hetlb.proxy.telemetry.history import History, Row
 
 #: Requests that came in within this many seconds are replayed.
 WINDOW_S = 3600.0
@@ -174,7 +174,8 @@ class _Replay:
             writer = csv.writer(file)
             writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
             for row in done:
-                line = (row.arrived_at - start, row.prompt_tokens, max(1, row.output_tokens // row.sequences))
+                output_tokens = max(1, row.output_tokens // row.sequences)
+                line = (row.arrived_at - start, row.prompt_tokens_per_sequence, output_tokens)
                 writer.writerows([line] * row.sequences)
         return {
             "requests": len(done),
@@ -246,15 +247,23 @@ def _fleet_document(fleet: Fleet, model: str, instances: Sequence[Instance]) -> 
                 "name": model,
                 "instances": [
                     {
-                        "name": instance.name,
+                        "name": name,
                         "profile": _profile_name(instance.name),
-                        "weight": instance.spec.weight,
+                        "weight": instance.spec.weight / instance.engines,
                     }
                     for instance in instances
+                    for name in _engine_names(instance)
                 ],
             }
         ],
     }
+
+
+def _engine_names(instance: Instance) -> list[str]:
+    """A data-parallel server is simulated as so many instances of one engine."""
+    if instance.engines == 1:
+        return [instance.name]
+    return [f"{instance.name[:120]}:{number}" for number in range(instance.engines)]
 
 
 def _profile_name(instance: str) -> str:
@@ -262,11 +271,11 @@ def _profile_name(instance: str) -> str:
 
 
 def _profile_document(profile: Profile, instance: Instance) -> Any:
-    """The profile with what the engine itself said it can hold, without what only documents it."""
+    """The profile with what one engine said it can hold, without what only documents it."""
     replace, capacity = msgspec.structs.replace, instance.capacity
     engine = replace(
         profile.engine,
-        kv_cache_tokens=capacity.kv_cache_tokens,
+        kv_cache_tokens=instance.kv_cache_tokens // instance.engines,
         block_size=capacity.block_size,
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
@@ -278,7 +287,7 @@ def _profile_document(profile: Profile, instance: Instance) -> Any:
 def _record(row: Row, start: float) -> RequestRecord:
     return RequestRecord(
         scheduled_s=row.arrived_at - start,
-        prompt_tokens=row.prompt_tokens * row.sequences,
+        prompt_tokens=row.prompt_tokens_total,
         output_tokens=row.output_tokens,
         first_token_s=None if row.first_byte_at is None else row.first_byte_at - start,
         last_token_s=row.ended_at - start,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hetlb.core.types import Lease, Outcome, Request
-from hetlb.proxy.ended import Ended
 from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 
-def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> Ended:
+def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:
     """A request that ended at `at`, with the facts that are taken down."""
     took_s, ttft_s = more.get("took_s", 1.0), more.get("ttft_s", 0.25)
     request = Request(1, "m", 100, sequences=more.get("sequences", 1))
@@ -25,11 +25,11 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
         dispatched_at=at - took_s,
     )
     lease.output_tokens = more.get("tokens", 10)
-    over = Ended(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, at - took_s)
+    over = RequestRecord(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, at - took_s)
     over.ended_at = at
     over.first_byte_at = at - took_s + ttft_s
     over.expected_s = more.get("expected_s", 0.5)
-    over.prompt_tokens_used = more.get("used")
+    over.usage_prompt_tokens = more.get("used")
     over.lease = lease if placed else None
     over.outcome = outcome
     return over

@@ -11,7 +11,7 @@ from proxy.dashboard.rows import ended
 from hetlb.core.types import Outcome
 from hetlb.proxy.dashboard import figures
 from hetlb.proxy.dashboard.figures import BIN_S, BINS, POINTS, Accuracy, Series
-from hetlb.proxy.dashboard.history import History
+from hetlb.proxy.telemetry.history import History
 
 
 def test_rates_and_latencies_of_one_stretch() -> None:

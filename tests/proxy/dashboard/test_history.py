@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.history import History
+from hetlb.proxy.telemetry.history import History
 
 
 def test_a_row_holds_what_came_of_a_request() -> None:
@@ -15,7 +15,7 @@ def test_a_row_holds_what_came_of_a_request() -> None:
     history.add(ended(5.0, took_s=2.0, ttft_s=0.5, used=120, tokens=33, expected_s=1.5))
     [row] = history.copy()
     assert (row.arrived_at, row.dispatched_at, row.first_byte_at, row.ended_at) == (3.0, 3.0, 3.5, 5.0)
-    assert (row.prompt_tokens, row.output_tokens, row.predicted_output) == (120, 33, 8.0)
+    assert (row.prompt_tokens_total, row.output_tokens, row.predicted_output) == (120, 33, 8.0)
     assert (row.instance, row.model, row.outcome, row.expected_s) == ("a", "m", "ok", 1.5)
 
 

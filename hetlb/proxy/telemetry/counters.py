@@ -1,12 +1,12 @@
-"""What is counted of requests, models and instances: counters that only grow, and histograms."""
+"""Counters and histograms of requests, models and instances. They only grow."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
 #: finer first one.
@@ -28,20 +28,22 @@ RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-#: What the event loop's clock tells apart.
+#: Resolution of the event loop's clock, seconds.
 CLOCK_S: Final = 0.001
-#: Names of models that get series of their own; engines may list many adapters. The rest is `other`.
+#: Models with series of their own (engines may list many adapters); further ones are `other`.
 MODELS_MAX: Final = 64
 OTHER_MODELS: Final = "other"
 
 
-#: What there is of every model, and of every instance.
+#: Attributes of the totals of a model and of an instance that can be added up.
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
-INSTANCE_COUNTS = ("ejections", "expected_s", "output_tokens", "prompt_tokens", "served_s")
+INSTANCE_COUNTS = (
+    "cached_prompt_tokens", "ejections", "expected_s", "output_tokens", "prompt_tokens", "served_s",
+)  # fmt: skip
 
 
 class ModelTotals:
-    """What is counted by the name that clients asked for."""
+    """Histograms of one model, by the name that clients ask for."""
 
     __slots__ = MODEL_HISTOGRAMS
 
@@ -55,7 +57,7 @@ class ModelTotals:
 
 
 class InstanceTotals:
-    """What is counted by instance."""
+    """Counters of one instance."""
 
     __slots__ = (*INSTANCE_COUNTS, "requests")
 
@@ -63,9 +65,11 @@ class InstanceTotals:
         #: By outcome.
         self.requests: dict[str, int] = {}
         self.output_tokens = 0
+        #: Tokens of all prompts, each prompt once; and those that the engine read from its prefix cache.
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.ejections = 0
-        #: Of answers that completed, from dispatch to the end: as foreseen and as it was.
+        #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
 
@@ -76,7 +80,7 @@ class InstanceTotals:
 
 
 class Totals:
-    """Counters that only grow, bumped by the driver as things happen."""
+    """All counters of one process. The driver increments them."""
 
     __slots__ = (
         "arrival",
@@ -120,7 +124,7 @@ class Totals:
         return totals
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
-        """A lease on an instance ended, and its request goes on."""
+        """A lease on an instance ended and its request is retried."""
         self.retries += 1
         self.instance(name).ended(outcome)
 
@@ -129,32 +133,32 @@ class Totals:
         key = (outcome._value_, phase)
         self.requests[key] = self.requests.get(key, 0) + 1
 
-    def finished(self, exchange: Exchange, served: bool) -> None:
-        """A request has its outcome; `served` says whether the fleet knows the name it asked for."""
-        outcome, ended_at = exchange.outcome, exchange.ended_at
+    def finished(self, record: RequestRecord, served: bool) -> None:
+        """Count an ended request; `served` says whether the fleet serves its model."""
+        outcome, ended_at = record.outcome, record.ended_at
         assert outcome is not None
         assert ended_at is not None
-        self.count(outcome, exchange.ended_in._value_)
+        self.count(outcome, record.ended_in._value_)
         if not served:
             return
-        request, lease, arrived_at = exchange.request, exchange.lease, exchange.arrived_at
+        request, lease, ttft_s = record.request, record.lease, record.ttft_s
         model = self.model(request.model)
-        dispatched_at = exchange.dispatched_at
-        model.queue.observe((ended_at if dispatched_at is None else dispatched_at) - arrived_at)
+        model.queue.observe(record.queue_s)
         if lease is None:
             return
         instance = self.instance(lease.instance)
         instance.ended(outcome)
         instance.output_tokens += lease.output_tokens
-        instance.prompt_tokens += (exchange.prompt_tokens_used or request.prompt_tokens) * request.sequences
-        if exchange.streamed and exchange.first_byte_at is not None:
-            model.ttft.observe(exchange.first_byte_at - arrived_at)
+        instance.prompt_tokens += record.prompt_tokens_total
+        instance.cached_prompt_tokens += record.cached_tokens or 0
+        if record.streamed and ttft_s is not None:
+            model.ttft.observe(ttft_s)
         if outcome is not Outcome.OK:
             return
-        model.e2e.observe(ended_at - arrived_at)
+        model.e2e.observe(record.e2e_s)
         if request.generates and lease.output_tokens:
             served_s = ended_at - lease.dispatched_at
-            model.output_ratio.observe(lease.predicted_output * request.sequences / lease.output_tokens)
-            instance.expected_s += exchange.expected_s
+            model.output_ratio.observe(lease.predicted_output * record.sequences / lease.output_tokens)
+            instance.expected_s += record.expected_s
             instance.served_s += served_s
-            model.time_ratio.observe(exchange.expected_s / max(served_s, CLOCK_S))
+            model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))

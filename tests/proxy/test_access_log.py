@@ -18,15 +18,15 @@ from proxy.services import Engine, document, serving
 from hetlb.config import load_fleet
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
-from hetlb.proxy.ended import Ended, Phase
 from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.lines import LineWriter
-from hetlb.proxy.requestlog import FORMATS, escape, json_line, keyvalue_line
+from hetlb.proxy.telemetry.access_log import FORMATS, escape, json_line, keyvalue_line
+from hetlb.proxy.telemetry.log_writer import LogWriter
+from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:
     reading, writing = os.pipe()
-    writer = LineWriter(writing, "test")
+    writer = LogWriter(writing, "test")
     for number in range(500):
         writer.write(f"line={number}\n")
     writer.close()
@@ -39,7 +39,7 @@ async def test_lines_arrive_whole_and_in_order() -> None:
 async def test_a_reader_that_is_gone_costs_lines_only() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    writer = LineWriter(writing, "test")
+    writer = LogWriter(writing, "test")
     writer.write("a\n")
     writer.write("b\n")
     writer.close()
@@ -49,7 +49,7 @@ async def test_a_reader_that_is_gone_costs_lines_only() -> None:
 
 async def test_a_reader_that_does_not_read_blocks_nobody() -> None:
     reading, writing = os.pipe()
-    writer = LineWriter(writing, "test")
+    writer = LogWriter(writing, "test")
     for _ in range(2000):
         writer.write("x" * 1000 + "\n")
         writer.flush()
@@ -74,17 +74,17 @@ def test_examples(text: str, word: str) -> None:
     assert escape(text) == word
 
 
-def over(**facts: Any) -> Ended:
+def over(**facts: Any) -> RequestRecord:
     """A request that is over, as it is without `facts`: refused."""
     request = Request(id=1, model=facts.pop("model", "m"), prompt_tokens=7)
-    ended = Ended(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, 10.0)
+    ended = RequestRecord(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, 10.0)
     told = {"outcome": Outcome.REJECTED_FULL, "status": 429, "ended_at": 10.25, **facts}
     for name, value in told.items():
         setattr(ended, name, value)
     return ended
 
 
-def served() -> Ended:
+def served() -> RequestRecord:
     lease = Lease(
         1, over().request, "a", 1, work_ns=0, kv_tokens=0, prompt_tokens=7, predicted_output=12.4,
         dispatched_at=10.5,
@@ -92,20 +92,20 @@ def served() -> Ended:
     lease.output_tokens = 5
     return over(
         tenant="ann", lease=lease, outcome=Outcome.OK, ended_in=Phase.STREAM, status=200, retries=1,
-        prompt_tokens_used=9, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
+        usage_prompt_tokens=9, cached_tokens=4, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
     )  # fmt: skip
 
 
 def test_a_line_of_words() -> None:
     assert keyvalue_line(served()) == (
         "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=stream status=200 "
-        "prompt_tokens=9 output_tokens=5 predicted_output=12 queue_s=0.5000 ttft_s=1.0000 total_s=2.0000 "
-        "retries=1\n"
+        "prompt_tokens=9 cached_tokens=4 output_tokens=5 predicted_output=12 queue_s=0.5000 "
+        "ttft_s=1.0000 total_s=2.0000 retries=1\n"
     )
     assert keyvalue_line(over()) == (
         "request=r-1 tenant=- model=m path=/v1/completions instance=- outcome=rejected_full phase=queue "
-        "status=429 prompt_tokens=7 output_tokens=0 predicted_output=0 queue_s=0.2500 ttft_s=- "
-        "total_s=0.2500 retries=0\n"
+        "status=429 prompt_tokens=7 cached_tokens=- output_tokens=0 predicted_output=0 "
+        "queue_s=0.2500 ttft_s=- total_s=0.2500 retries=0\n"
     )
 
 
@@ -126,7 +126,7 @@ FORGED = 'x\nrequest=forged outcome=ok\r\n{"request":"forged"}\u2028\u0085 a=b"\
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_a_client_cannot_forge_a_line(write: Callable[[Ended, float], str]) -> None:
+def test_a_client_cannot_forge_a_line(write: Callable[[RequestRecord, float], str]) -> None:
     for name in ("label", "model", "tenant", "path"):
         line = write(over(**{name: FORGED}), 0.0)
         assert line.splitlines() == [line[:-1]]
@@ -138,7 +138,7 @@ def test_any_text_is_part_of_one_line(label: str, model: str, tenant: str | None
     ended = over(label=label, model=model, tenant=tenant)
     line = keyvalue_line(ended)
     assert line.isascii()
-    assert [word.count("=") for word in line.split()] == [1] * 15
+    assert [word.count("=") for word in line.split()] == [1] * 16
     line = json_line(ended, 0.0)
     assert line.splitlines() == [line[:-1]]
     document = json.loads(line)

@@ -19,7 +19,7 @@ _FLUSH_S = 0.2
 _MAX_BATCHES = 500
 
 
-class LineWriter:
+class LogWriter:
     """Collects lines on the event loop and hands them to a writing thread."""
 
     def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
@@ -89,10 +89,10 @@ class LineWriter:
 _STDERR = 2
 
 
-class LineHandler(logging.Handler):
-    """Python's own log through a `LineWriter`: who has something to say does not wait for who reads it."""
+class LogHandler(logging.Handler):
+    """Python's own log through a `LogWriter`: who has something to say does not wait for who reads it."""
 
-    def __init__(self, writer: LineWriter) -> None:
+    def __init__(self, writer: LogWriter) -> None:
         super().__init__()
         self._writer = writer
 
@@ -107,8 +107,8 @@ class LineHandler(logging.Handler):
 @contextlib.contextmanager
 def logging_to_stderr() -> Iterator[None]:
     """Send what is logged to stderr without ever waiting for who reads it."""
-    writer = LineWriter(_STDERR, "log")
-    handler = LineHandler(writer)
+    writer = LogWriter(_STDERR, "log")
+    handler = LogHandler(writer)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
     try:
         yield

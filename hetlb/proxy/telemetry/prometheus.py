@@ -22,8 +22,8 @@ from hetlb.build import compiled
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
-from hetlb.proxy.histograms import Gaps, Histogram
-from hetlb.proxy.totals import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.counters import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -197,7 +197,16 @@ class MetricsPage:
         )  # fmt: skip
         families: tuple[tuple[str, str, Callable[[InstanceTotals], Number]], ...] = (
             ("hetlb_instance_output_tokens_total", "Tokens generated.", lambda each: each.output_tokens),
-            ("hetlb_instance_prompt_tokens_total", "Prompt tokens sent.", lambda each: each.prompt_tokens),
+            (
+                "hetlb_instance_prompt_tokens_total",
+                "Prompt tokens of requests, each prompt once.",
+                lambda each: each.prompt_tokens,
+            ),
+            (
+                "hetlb_instance_cached_prompt_tokens_total",
+                "Prompt tokens that the engine read from its prefix cache, where its usage says so.",
+                lambda each: each.cached_prompt_tokens,
+            ),
             (
                 "hetlb_instance_ejections_total",
                 "Times it was taken out as dead.",
@@ -247,6 +256,12 @@ class MetricsPage:
                 "KV cache use the engine reports, 0 to 1.",
                 reported("kv_usage"),
             ),
+            (
+                "hetlb_instance_kv_reported_max_ratio",
+                "KV cache use of the fullest data-parallel engine, 0 to 1.",
+                reported("kv_usage_max"),
+            ),
+            ("hetlb_instance_engines", "Data-parallel engines behind its URL.", lambda each: each.engines),
             (
                 "hetlb_instance_reported_running",
                 "Requests running, as the engine reports.",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from hetlb.proxy.ended import Ended
+    from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: Where a collector takes spans over HTTP, if its address says no path.
 OTLP_PATH = "/v1/traces"
@@ -146,20 +146,20 @@ class Tracing:
         kept = self._kept >= 1.0 or self._draw.random() < self._kept
         return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (_SAMPLED if kept else 0))
 
-    def finished(self, ended: Ended, now_s: float) -> None:
-        """A request is over: its spans. `now_s` is the time on its clock."""
-        ids = ended.trace
-        if ids is None or not ids.sampled or ended.ended_at is None or ended.outcome is None:
+    def finished(self, record: RequestRecord, now_s: float) -> None:
+        """Make the spans of a request that has ended. `now_s` is the time on its clock."""
+        ids = record.trace
+        if ids is None or not ids.sampled or record.ended_at is None or record.outcome is None:
             return
-        now_ns, end = time.time_ns(), ended.ended_at
+        now_ns, end = time.time_ns(), record.ended_at
 
         def at(when: float) -> int:
             return now_ns - int((now_s - when) * 1e9)
 
-        api, lease, request = self._api, ended.lease, ended.request
-        model, outcome = _text(request.model), ended.outcome
-        operation = _OPERATIONS.get(ended.kind)
-        if operation is None and ended.path == _EMBEDDINGS:
+        api, lease, outcome = self._api, record.lease, record.outcome
+        model = _text(record.request.model)
+        operation = _OPERATIONS.get(record.kind)
+        if operation is None and record.path == _EMBEDDINGS:
             operation = "embeddings"
         shared: dict[str, str | int] = {"hetlb.outcome": outcome.value}
         if operation is not None:
@@ -168,30 +168,32 @@ class Tracing:
         if lease is not None:
             shared["hetlb.instance"] = lease.instance
             if operation is not None:
-                shared["gen_ai.usage.input_tokens"] = ended.prompt_tokens_used or request.prompt_tokens
-                shared["gen_ai.usage.output_tokens"] = lease.output_tokens
-        failed = outcome not in _NO_ERROR or ended.status >= 500
+                shared["gen_ai.usage.input_tokens"] = record.prompt_tokens_total
+                shared["gen_ai.usage.output_tokens"] = record.output_tokens
+                if record.cached_tokens is not None:
+                    shared["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+        failed = outcome not in _NO_ERROR or record.status >= 500
         if failed:
             shared["error.type"] = outcome.value
-        method = ended.method.decode("ascii", "replace")
+        method = record.method.decode("ascii", "replace")
         # An id in a path would give every request a name of its own.
-        route = "/v1/responses/{id}" if ended.kind is Kind.PINNED else ended.path
+        route = "/v1/responses/{id}" if record.kind is Kind.PINNED else record.path
         own: dict[str, str | int | float] = {
             **shared,
             "http.request.method": method,
             "http.route": route,
-            "url.path": ended.path,
-            "http.response.status_code": ended.status,
-            "hetlb.request_id": _text(ended.label),
-            "hetlb.phase": str(ended.ended_in),
-            "hetlb.retries": ended.retries,
-            "hetlb.queue_s": (end if ended.dispatched_at is None else ended.dispatched_at) - ended.arrived_at,
+            "url.path": record.path,
+            "http.response.status_code": record.status,
+            "hetlb.request_id": _text(record.label),
+            "hetlb.phase": str(record.ended_in),
+            "hetlb.retries": record.retries,
+            "hetlb.queue_s": record.queue_s,
         }
-        if ended.tenant is not None:
-            own["hetlb.tenant"] = _text(ended.tenant)
+        if record.tenant is not None:
+            own["hetlb.tenant"] = _text(record.tenant)
         if lease is not None:
             own["hetlb.predicted_output_tokens"] = lease.predicted_output
-        if not ended.status:
+        if not record.status:
             del own["http.response.status_code"]  # the client left before there was one
 
         # The id of the trace is asked for only where there is no parent.
@@ -201,23 +203,23 @@ class Tracing:
             self._child_of(ids, ids.parent_id, remote=True),
             kind=api.SpanKind.SERVER,
             attributes=own,
-            start_time=at(ended.arrived_at),
+            start_time=at(record.arrived_at),
         )
-        if ended.dispatched_at is not None:
-            span.add_event("dispatched", timestamp=at(ended.dispatched_at))
-        if ended.first_byte_at is not None:
-            span.add_event("first_token", timestamp=at(ended.first_byte_at))
+        if record.dispatched_at is not None:
+            span.add_event("dispatched", timestamp=at(record.dispatched_at))
+        if record.first_byte_at is not None:
+            span.add_event("first_token", timestamp=at(record.first_byte_at))
         status = api.Status(api.StatusCode.ERROR) if failed else None
         if status is not None:
             span.set_status(status)
-        if lease is not None and ended.dispatched_at is not None:
+        if lease is not None and record.dispatched_at is not None:
             self._ids.span_id = ids.engine_id
             child = self._tracer.start_span(
                 f"{operation or method} {model}".rstrip(),
                 self._child_of(ids, ids.span_id, remote=False),
                 kind=api.SpanKind.CLIENT,
                 attributes=shared,
-                start_time=at(ended.dispatched_at),
+                start_time=at(record.dispatched_at),
             )
             if status is not None:
                 child.set_status(status)

@@ -1,7 +1,7 @@
-"""The requests that ended lately, for the page's figures: a bounded ring of plain tuples.
+"""Ring of the requests that ended last, for the dashboard: plain tuples, bounded.
 
-Promise: one request costs an append of a few hundred nanoseconds, and memory has a bound (`ENDED_KEPT` rows,
-about 30 MB when full). No text that a client sent is kept, but for names of models that the fleet serves.
+Adding one costs a few hundred nanoseconds; `ENDED_KEPT` rows are about 30 MB. No text of a client is kept but
+names of models that the fleet serves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from hetlb.proxy.ended import Ended
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _ended_at = itemgetter(0)
 #: Rows kept: an hour at 28 requests/s.
@@ -21,11 +21,11 @@ ENDED_KEPT: Final = 100_000
 
 
 class Row(NamedTuple):
-    """One request that ended. Times in seconds on the proxy's clock, tokens of all its sequences together.
+    """One ended request. Times in seconds on the proxy's clock.
 
-    `prompt_tokens` is of one sequence, `predicted_output` too; `expected_s` is what the latency model said
-    at dispatch of the time from there to the end. A request that no instance had has the empty `instance`
-    and `model`, and no `dispatched_at`.
+    `prompt_tokens_total` and `output_tokens` are of the whole request, `prompt_tokens_per_sequence` and
+    `predicted_output` of one sequence. `expected_s` is the predicted time from dispatch to the end. A request
+    that was never dispatched has an empty `instance` and `model` and no `dispatched_at`.
     """
 
     ended_at: float
@@ -34,7 +34,8 @@ class Row(NamedTuple):
     first_byte_at: float | None
     instance: str
     model: str
-    prompt_tokens: int
+    prompt_tokens_total: int
+    prompt_tokens_per_sequence: int
     predicted_output: float
     expected_s: float
     output_tokens: int
@@ -45,7 +46,7 @@ class Row(NamedTuple):
 class History:
     """A ring of ended requests, in the order in which they ended.
 
-    `look` is called before anybody reads: it may `extend` the ring with what was put aside.
+    `look` is called before every read: it may `extend` the ring with rows kept elsewhere.
     """
 
     __slots__ = ("_look", "_ring", "added")
@@ -54,7 +55,7 @@ class History:
         self._look = look
         # Plain tuples of plain values: the garbage collector stops looking at them, at named ones never.
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=size)
-        #: Rows taken down so far, those that made way too.
+        #: Rows added so far, overwritten ones included.
         self.added = 0
 
     @property
@@ -69,39 +70,35 @@ class History:
 
     @property
     def full(self) -> bool:
-        """Whether older rows have made way."""
+        """Whether older rows have been overwritten."""
         rows = self._rows
         return len(rows) == rows.maxlen
 
-    def add(self, exchange: Ended) -> None:
-        """Take down an exchange that has its outcome."""
-        lease, request, outcome = exchange.lease, exchange.request, exchange.outcome
+    def add(self, record: RequestRecord) -> None:
+        """Add a request that has ended."""
+        lease, outcome = record.lease, record.outcome
         assert outcome is not None
         name: str = outcome._value_  # `value` is a function in Python
         self.added += 1
-        prompt_tokens = request.prompt_tokens
-        # What the engine counted is of all prompts together.
-        if request.sequences == 1 and exchange.prompt_tokens_used:
-            prompt_tokens = exchange.prompt_tokens_used
+        total, each = record.prompt_tokens_total, record.prompt_tokens_per_sequence
         if lease is None:
             self._ring.append(
                 (
-                    exchange.ended_at, exchange.arrived_at, None, None, "", "", request.prompt_tokens, 0.0,
-                    0.0, 0, request.sequences, name,
+                    record.ended_at, record.arrived_at, None, None, "", "", total, each, 0.0, 0.0, 0,
+                    record.sequences, name,
                 )
             )  # fmt: skip
         else:
             self._ring.append(
                 (
-                    exchange.ended_at, exchange.arrived_at, lease.dispatched_at, exchange.first_byte_at,
-                    lease.instance, request.model, prompt_tokens,
-                    lease.predicted_output, exchange.expected_s, lease.output_tokens, request.sequences,
-                    name,
+                    record.ended_at, record.arrived_at, lease.dispatched_at, record.first_byte_at,
+                    lease.instance, record.request.model, total, each, lease.predicted_output,
+                    record.expected_s, lease.output_tokens, record.sequences, name,
                 )
             )  # fmt: skip
 
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Take down what other histories (`rows_since`) have, in the order in which they ended."""
+        """Add rows of other histories (`rows_since`), in the order in which they ended."""
         for row in rows:
             self._ring.append(row)
             self.added += 1

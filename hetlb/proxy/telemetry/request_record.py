@@ -1,0 +1,128 @@
+"""Per-request record, read by the access log, the counters, the spans, `/metrics` and the history.
+
+The exchange of a request (`proxy/exchange.py`) is its record and the only writer; telemetry reads it when the
+request has ended. Every count has one home here, so that all readers give the same number.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from hetlb.core.types import Lease, Outcome, Request
+from hetlb.proxy.endpoints import Kind
+
+if TYPE_CHECKING:
+    from hetlb.proxy.telemetry.tracing import Trace
+
+
+class Phase(StrEnum):
+    """State of a request: queued, connecting, sent, answered in part, ended."""
+
+    QUEUE = "queue"
+    CONNECT = "connect"
+    WAIT = "wait"
+    STREAM = "stream"
+    DONE = "done"
+
+
+class RequestRecord:
+    """Facts of one request. Times in seconds on the proxy's clock.
+
+    `prompts` is how many prompts the body has, `sequences` how many sequences the engine decodes for them
+    (prompts times `n`). Prompt tokens count once per prompt, however many sequences are sampled from it.
+
+    A class and not a protocol: compiled, its attributes are read without a lookup by name.
+    """
+
+    __slots__ = (
+        "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
+        "expected_s", "first_byte_at", "kind", "label", "lease", "method", "outcome", "path", "prompts",
+        "request", "retries", "status", "streamed", "tenant", "trace", "usage_prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        kind: Kind,
+        method: bytes,
+        path: str,
+        label: str,
+        tenant: str | None,
+        now: float,
+        prompts: int = 1,
+        estimated_prompt_tokens: int | None = None,
+    ) -> None:
+        self.request = request
+        self.kind = kind
+        self.method = method
+        self.path = path
+        #: `x-request-id`, for clients and engines.
+        self.label = label
+        #: Name of the client's API key, None where none is needed.
+        self.tenant = tenant
+        #: Ids of its spans, None without tracing.
+        self.trace: Trace | None = None
+        #: Phase in which it got its outcome.
+        self.ended_in = Phase.QUEUE
+        self.outcome: Outcome | None = None
+        self.lease: Lease | None = None
+        self.status = self.retries = 0
+        #: Whether the answer was a stream of server-sent events; set at the end.
+        self.streamed = False
+        self.prompts = prompts
+        #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.
+        self.estimated_prompt_tokens = (
+            request.prompt_tokens * prompts if estimated_prompt_tokens is None else estimated_prompt_tokens
+        )
+        #: Tokens of all prompts by the engine's `usage`, None without one.
+        self.usage_prompt_tokens: int | None = None
+        #: Those of them that the engine read from its prefix cache, None where it does not say.
+        self.cached_tokens: int | None = None
+        #: Seconds from dispatch to the end, as the latency model predicted them at dispatch.
+        self.expected_s = 0.0
+        self.arrived_at = now
+        self.dispatched_at: float | None = None
+        self.first_byte_at: float | None = None
+        self.ended_at: float | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the engine decodes: prompts times `n`."""
+        return self.request.sequences
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        """Tokens of all prompts, each once: the engine's count where it gave one."""
+        usage = self.usage_prompt_tokens
+        return self.estimated_prompt_tokens if usage is None else usage
+
+    @property
+    def prompt_tokens_per_sequence(self) -> int:
+        """Mean prompt length of one sequence, rounded up."""
+        return -(-self.prompt_tokens_total // self.prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all sequences so far."""
+        lease = self.lease
+        return 0 if lease is None else lease.output_tokens
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from arrival to the last dispatch, or to the end of a request that had none."""
+        until = self.ended_at if self.dispatched_at is None else self.dispatched_at
+        assert until is not None, "expected a request that was dispatched or has ended"
+        return until - self.arrived_at
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first byte of the answer, None without one."""
+        first = self.first_byte_at
+        return None if first is None else first - self.arrived_at
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds from arrival to the end."""
+        assert self.ended_at is not None, "expected a request that has ended"
+        return self.ended_at - self.arrived_at
