@@ -118,20 +118,38 @@ def _stated(market: Market) -> list[Candidate]:
                 f"{total} GPUs, got {degree}"
             )
         kinds = [gpu for gpu, count in gpus.items() for _ in range(max(1, count // degree))]
+        held = tuple(Stage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds)
+        name = market.model_of(table.model, f"configurations[{index}]")
+        if profile is not None:
+            profile = _with_capacity(market, market.models[name], held, profile)
         found.append(
             Candidate(
                 table.name,
-                market.model_of(table.model, f"configurations[{index}]"),
+                name,
                 gpus,
                 math.fsum(offers[gpu].price_per_hour * count for gpu, count in gpus.items()),
-                tuple(Stage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds),
+                held,
                 "stated" if profile is None else origin_of(profile),
                 profile,
                 None if table.throughput is None else dict(table.throughput),
-                written=table.profile,
+                written=None
+                if profile is None or profile != market.profiles[table.profile or ""]
+                else table.profile,
             )
         )
     return found
+
+
+def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], profile: Profile) -> Profile:
+    """The profile with the KV capacity that stated memory allows, where it states none itself."""
+    known = model.weight_bytes is not None and model.kv_bytes_per_token is not None
+    memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
+    if profile.engine.kv_cache_tokens is not None or not known or not memory:
+        return profile
+    tokens = max(1, kv_cache_tokens(market, model, stages))
+    return msgspec.structs.replace(
+        profile, engine=msgspec.structs.replace(profile.engine, kv_cache_tokens=tokens)
+    )
 
 
 def origin_of(profile: Profile) -> str:
