@@ -273,8 +273,9 @@ def test_few_moves_where_many_gain_little() -> None:
     assert found.plan.counts == old
     assert found.moves.count == 0
     assert found.scratch_moves.count == 3
-    eager = replan(toy(), old, MoveCost(load_s=1, horizon_s=36000, keep=0.95), LIMITS)
+    eager = replan(toy(), old, MoveCost(keep=0.95), LIMITS)
     assert eager.plan.throughput == pytest.approx(found.scratch.throughput)
+    assert eager.moves.count == 3
 
 
 def test_moves_are_what_differs() -> None:
