@@ -58,6 +58,8 @@ _LAST_S: Final = 1e12
 
 #: The beginning of the reason of an instance that has room and is left to wait for a faster one.
 PASSED_OVER: Final = "passed over"
+#: And of one that has none.
+FULL: Final = "full"
 
 #: How an instance stands to one request.
 _ROOM: Final = 0
@@ -250,9 +252,9 @@ class _View:
         standings = self._question.standings
         reason = "" if standings is None else standings[i][1]
         if seen.state == _NO_PLACE:
-            reason = "full: every place is taken"
+            reason = f"{FULL}: every place is taken"
         elif seen.state == _NO_MEMORY:
-            reason = f"full: over {_KV_MARK:.2f} of the KV cache expected in use"
+            reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
         elif seen.state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (

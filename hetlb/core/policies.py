@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.late_binding import PASSED_OVER, Hetlb
+from hetlb.core.late_binding import FULL, PASSED_OVER, Hetlb
 from hetlb.core.policy import (
     COMBINE_FORMS,
     Choice,
@@ -292,13 +292,28 @@ class Planned(Hetlb):
             replace(
                 candidate,
                 score=(given.get(candidate.instance, 0.0) + 1.0) / shares[candidate.instance],
-                # To wait for a faster instance is `hetlb`'s way to divide the work: a plan has done that.
-                eligible=candidate.eligible or candidate.reason.startswith(PASSED_OVER),
+                eligible=candidate.eligible or self._may_wait_there(candidate, instance),
             )
             if shares.get(candidate.instance, 0.0) > 0.0
             else replace(candidate, score=math.inf, eligible=False, reason=NO_SHARE)
-            for candidate in super().score(question, instances)
+            for candidate, instance in zip(super().score(question, instances), instances, strict=True)
         ]
+
+    @staticmethod
+    def _may_wait_there(candidate: Candidate, instance: Instance) -> bool:
+        """Whether an instance that `hetlb` would not take may have the request all the same.
+
+        To wait for a faster instance is `hetlb`'s way to divide the work: a plan has done that. And where a
+        request may go to few instances, those that wait for one that is full hold up all behind them: up to
+        twice what fits an instance waits in its engine instead.
+        """
+        if candidate.reason.startswith(PASSED_OVER):
+            return True
+        return (
+            candidate.reason.startswith(FULL)
+            and instance.kv_tokens < 2 * instance.kv_cache_tokens
+            and instance.sequences < 2 * instance.max_num_seqs
+        )
 
     def committed(self, question: Question, chosen: Instance, instances: Sequence[Instance]) -> None:
         planned = self._planned(question, instances)

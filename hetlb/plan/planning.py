@@ -168,20 +168,28 @@ def make_plan(
     check_rent(problem, plan)
     if not table.simulated:
         return Planned(problem, plan)
-    best: Planned | None = None
-    for number in range(1, MOST_ROUNDS + 1):
+    number = 1
+    while True:
         corrected, disagreement = correct_mixes(table, measured, problem, plan)
-        best = Planned(problem, plan, number, disagreement)
-        if disagreement <= AGREED or limits.over:
+        if disagreement <= AGREED or number >= MOST_ROUNDS or limits.over:
             break
-        problem = corrected
+        problem, number = corrected, number + 1
         plan = decompose.solve(problem, limits, on_progress)
         check_rent(problem, plan)
-    assert best is not None
-    return best
+    # What is promised is what was measured: rates that were too high are lowered, those too low are not
+    # raised, so that the bound still holds.
+    lowered, disagreement = correct_mixes(table, measured, problem, plan, lower_only=True)
+    promised = assign(lowered, plan.counts, plan.bound)
+    if promised is None:
+        return Planned(problem, plan, number, disagreement)
+    promised = replace(promised, counts=plan.counts, cost_per_hour=plan.cost_per_hour)
+    check_rent(lowered, promised)
+    return Planned(lowered, promised, number, disagreement)
 
 
-def correct_mixes(table: Table, measured: Measured, problem: Problem, plan: Plan) -> tuple[Problem, float]:
+def correct_mixes(
+    table: Table, measured: Measured, problem: Problem, plan: Plan, *, lower_only: bool = False
+) -> tuple[Problem, float]:
     """The problem with the plan's own mixes measured, and the largest relative difference to the plan.
 
     A mix that serves more than planned becomes a way to run its configuration; one that serves less lowers
@@ -202,7 +210,7 @@ def correct_mixes(table: Table, measured: Measured, problem: Problem, plan: Plan
         load = least_load(configuration, rates) / plan.counts[configuration.name]
         ratio = served / (planned / load) if planned > 0 else 1.0
         worst = max(worst, abs(ratio - 1.0))
-        if ratio > 1.0:
+        if ratio > 1.0 and not lower_only:
             mix = {name: served * rate / total for name, rate in rates.items()}
             changed[configuration.name] = replace(configuration, mixes=(*configuration.mixes, mix))
         elif ratio < 1.0:

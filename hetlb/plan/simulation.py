@@ -32,6 +32,8 @@ _TURNS = 10
 _FEWEST, _MOST = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
 _FROM, _TO = 0.25, 0.80
+#: Shares of a type below this are left out of what `planned` holds.
+_LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def planned_shares(plan: Plan, kinds: Sequence[RequestType]) -> tuple[PlannedSha
         shares = {
             instance: rate / total / len(names[configuration])
             for (name, configuration), rate in plan.rates.items()
-            if name == kind.name and total > 0
+            if name == kind.name and rate > _LEAST_SHARE * total
             for instance in names[configuration]
         }
         found.append(

@@ -37,6 +37,8 @@ from hetlb.workload.arrivals import PlannedRequest, gaps_s
 #: Requests of one measurement: so many batches, within these bounds.
 _BATCHES = 6
 _FEWEST, _MOST = 300, 4000
+#: Of a mix so many times as many, in random order: which types meet in a batch varies.
+_OF_A_MIX = 5
 #: Steps of the search for the rate that meets an SLO, and its requests.
 _SLO_STEPS = 8
 _SLO_REQUESTS = 600
@@ -95,7 +97,10 @@ def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
         math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
     )
     batch = max(1, min(limits.max_num_seqs, int(limits.kv_cache_tokens / mean_tokens)))
-    rows = interleave(mix, max(_FEWEST, min(_MOST, _BATCHES * batch)))
+    count = max(_FEWEST, min(_MOST, _BATCHES * batch))
+    rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
+    if len(mix) > 1:
+        random.Random(0).shuffle(rows)
     model = EngineModel(spec.latency, limits, IterationRule.TOKEN)
     for number, (prompt, output) in enumerate(rows):
         # The first batch is met on its way: else all of it would end, and be refilled, in step.
