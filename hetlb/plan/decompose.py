@@ -180,6 +180,10 @@ class Decomposition:
             if stuck >= len(_WHERE) and not self._done():
                 self._search_neighbourhoods()
 
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     # --- rounds of prices ---
 
     def _round(self, rate: float) -> tuple[float, float]:
@@ -337,7 +341,10 @@ def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None 
     if len(problem.models) < FEWEST_MODELS or problem.request_rate is not None:
         return solve_directly(problem, limits, on_progress=on_progress)
     search = Decomposition(pruned, limits, on_progress)
-    search.run()
+    try:
+        search.run()
+    finally:
+        search.close()
     if not search.counts:
         return solve_directly(
             problem, replace(limits, deadline=limits.deadline + 5.0), on_progress=on_progress

@@ -189,6 +189,7 @@ def test_decomposition_and_one_program_bound_each_other() -> None:
     limits = SolveLimits(gap=0.02, deadline=time.monotonic() + 30)
     search = decompose.Decomposition(prune(problem), limits)
     search.run()
+    search.close()
     plan = assign(problem, search.counts, search.bound)
     assert plan is not None
     check_rent(problem, plan)
