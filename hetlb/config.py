@@ -21,6 +21,7 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policy import PlannedShares
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError, InputError, ProfileError
@@ -497,12 +498,24 @@ class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     registration_networks: tuple[str, ...] = ()
 
 
+class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A type of request in a plan: mean lengths in tokens, its share of all, each instance's share of it."""
+
+    type: str
+    share: Positive = 1.0
+    input_tokens: Positive
+    output_tokens: Positive
+    instances: dict[str, NonNegative]
+    model: str | None = None
+
+
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which policy, and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
     `state_file` keeps what was learnt over restarts.
+    `shares` are what `planned` holds (written by `hetlb rent`).
     """
 
     name: str = "hetlb"
@@ -513,6 +526,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     decay_s: Positive = 10.0
     seed: int = 0
     state_file: str | None = None
+    shares: tuple[SharesTable, ...] = ()
 
 
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -734,7 +748,20 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def policy_params(self) -> PolicyParams:
         """The parameters in the scheduler's own type."""
-        return PolicyParams(theta=self.policy.theta, combine=self.policy.combine, decay_s=self.policy.decay_s)
+        p = self.policy
+        first = self.written.models[0].name if self.written.models else ""
+        shares = tuple(
+            PlannedShares(
+                each.type,
+                each.model or first,
+                each.input_tokens,
+                each.output_tokens,
+                each.share,
+                tuple(each.instances.items()),
+            )
+            for each in p.shares
+        )
+        return PolicyParams(theta=p.theta, combine=p.combine, decay_s=p.decay_s, shares=shares)
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -954,6 +981,12 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                 profiles[spec.name] = profile
             specs.append(spec)
             engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
+    for s, shares in enumerate(file.policy.shares):
+        for name in shares.instances:
+            if not any(spec.name == name for spec in specs):
+                raise ConfigError(
+                    f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
+                )
     return Fleet(
         path=path,
         written=file,
@@ -1132,14 +1165,21 @@ def kv_bytes_per_token(raw: dict[str, Any], bytes_per_value: float) -> int:
     return math.ceil(2 * layers * kv_heads * head_dim * bytes_per_value)
 
 
-def _cluster_kv_bytes(model: ClusterModel, path: Path) -> int:
-    if model.kv_bytes_per_token is not None:
-        if model.config is not None:
-            raise ConfigError(f"{path}: model.config: expected either config or kv_bytes_per_token, got both")
-        return model.kv_bytes_per_token
-    if model.config is None:
-        raise ConfigError(f"{path}: model.kv_bytes_per_token: expected a value or model.config, got neither")
-    config_path = path.parent / model.config
+def model_kv_bytes(
+    path: Path, where: str, stated: int | None, config: str | None, bytes_per_value: float
+) -> int:
+    """KV bytes of one token as stated in a file, or from the `config.json` it names. Raises `ConfigError`."""
+    if stated is not None:
+        if config is not None:
+            raise ConfigError(
+                f"{path}: {where}config: expected either config or kv_bytes_per_token, got both"
+            )
+        return stated
+    if config is None:
+        raise ConfigError(
+            f"{path}: {where}kv_bytes_per_token: expected a value or {where}config, got neither"
+        )
+    config_path = path.parent / config
     try:
         raw = msgspec.json.decode(_read_text(config_path, ConfigError))
     except msgspec.DecodeError as caught:
@@ -1147,7 +1187,7 @@ def _cluster_kv_bytes(model: ClusterModel, path: Path) -> int:
     if not isinstance(raw, dict):
         raise ConfigError(f"{config_path}: the file: expected a mapping of keys, got {_short(raw)}")
     try:
-        return kv_bytes_per_token(raw, model.kv_bytes_per_value)
+        return kv_bytes_per_token(raw, bytes_per_value)
     except ConfigError as caught:
         raise ConfigError(f"{config_path}: {caught}") from caught
 
@@ -1161,7 +1201,9 @@ def load_cluster(path: Path) -> Cluster:
         file.model.name,
         file.model.parameters,
         file.model.bytes_per_parameter,
-        _cluster_kv_bytes(file.model, path),
+        model_kv_bytes(
+            path, "model.", file.model.kv_bytes_per_token, file.model.config, file.model.kv_bytes_per_value
+        ),
         file.limits.max_input_tokens,
         file.limits.max_output_tokens,
     )

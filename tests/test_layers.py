@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "workload": {"core"},
     "pictures": set(),
     "config": {"core", "plan", "workload", "image_tokens"},
-    "plan": {"core"},
+    "plan": {"core", "config", "sim", "profiler", "workload"},
     "placefile": {"core", "config", "plan"},
     "sim": {"core", "config", "workload"},
     "profiler": {"core", "config", "workload", "pictures"},

@@ -17,6 +17,7 @@ from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, K
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.policies import PolicyParams
+from hetlb.core.policy import PlannedShares
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -204,6 +205,14 @@ def _latency(raw: dict[str, Any]) -> LatencyModel:
     )
 
 
+def _params(raw: dict[str, Any]) -> PolicyParams:
+    shares = (
+        PlannedShares(**{**each, "instances": tuple((name, share) for name, share in each["instances"])})
+        for each in raw.get("shares", ())
+    )
+    return PolicyParams(**{**raw, "shares": tuple(shares)})
+
+
 def decode_setup(line: str) -> SchedulerSetup:
     """Read the first line of a log. Raises `ValueError` when it is not one."""
     raw = _object(line)
@@ -213,7 +222,7 @@ def decode_setup(line: str) -> SchedulerSetup:
         return SchedulerSetup(
             specs=tuple(_spec(spec) for spec in raw["specs"]),
             policy=raw["policy"],
-            params=PolicyParams(**raw["params"]),
+            params=_params(raw["params"]),
             limits=QueueLimits(**raw["limits"]),
             predictor=raw["predictor"],
             seed=raw["seed"],

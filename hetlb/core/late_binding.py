@@ -65,6 +65,11 @@ _BETTER: Final = 0.95
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
 
+#: The beginning of the reason of an instance that has room and is left to wait for a faster one.
+PASSED_OVER: Final = "passed over"
+#: And of one that has none.
+FULL: Final = "full"
+
 #: Why an instance cannot take the request now, or that it can.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
@@ -293,13 +298,13 @@ class _Evaluation:
         standings = self._question.standings
         standing, reason = (OPEN, "") if standings is None else standings[i]
         if each.state == _NO_SLOT:
-            reason = "full: every slot is taken"
+            reason = f"{FULL}: every slot is taken"
         elif each.state == _NO_MEMORY:
-            reason = f"full: over {_KV_MARK:.2f} of the KV cache expected in use"
+            reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
         elif each.state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (
-                f"passed over: a long answer takes {long_s:.3g} s here, "
+                f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {done_s:.3g} s"
             )
         return Candidate(

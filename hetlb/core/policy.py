@@ -54,12 +54,25 @@ MAX_WORKLOAD_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedShares(Value):
+    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
+
+    name: str
+    model: str
+    input_tokens: float
+    output_tokens: float
+    share: float
+    instances: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyParams(Value):
-    """Parameters under `policy:` of the fleet file. `decay_s` belongs to `peak-ewma`."""
+    """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`."""
 
     theta: float = 2.0
     combine: str = "power"
     decay_s: float = 10.0
+    shares: tuple[PlannedShares, ...] = ()
 
 
 def paper_terms(

@@ -1,1 +1,1 @@
-"""Plans made before anything runs: which layout for which machine. Pure: no files, clocks or sockets."""
+"""Plans made before anything runs: which layout for which machine, and what to rent."""

@@ -1,17 +1,20 @@
-"""Re-verifies a plan from the inputs alone: memory, instance counts, completeness and order.
+"""Re-verifies plans from the inputs alone: memory, counts, completeness and order; limits, rates and cost.
 
 Promise: nothing is taken from the search but its answer; a plan that breaks a constraint raises `PlanError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+
+from scipy.optimize import linprog
 
 from hetlb.core.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow
+from hetlb.plan.rent import Configuration, Plan, Problem
 from hetlb.plan.tp_search import Machine, MachinePlan, Option, PlanModel
 
 
@@ -132,3 +135,80 @@ def check_path(network: StageNetwork, hops: Sequence[Hop]) -> None:
         at, sender = hop.end, hop.stage
     if at != network.layers or (sender, SINK) not in network.links:
         raise PlanError(f"the path: expected to end behind layer {network.layers}, got {at}")
+
+
+# --- what to rent ---------------------------------------------------------------------------------------
+
+#: What floating point may add to a sum of rates or prices.
+_ROUNDING = 1e-6
+
+
+def check_rent(problem: Problem, plan: Plan) -> None:
+    """Raise `PlanError` unless the plan keeps every limit and serves what it says, by the inputs alone."""
+    known = {c.name: c for c in problem.configurations}
+    for name, count in plan.counts.items():
+        if name not in known:
+            raise PlanError(f"plan: {name}: expected a configuration of the problem")
+        if not isinstance(count, int) or count < 1:
+            raise PlanError(f"plan: {name}: expected a number of instances from 1, got {count!r}")
+    cost = sum(known[name].price_per_hour * count for name, count in plan.counts.items())
+    if abs(cost - plan.cost_per_hour) > _ROUNDING * max(1.0, cost):
+        raise PlanError(f"plan: cost_per_hour: expected {cost:g}, got {plan.cost_per_hour:g}")
+    if cost > problem.budget_per_hour * (1.0 + _ROUNDING):
+        raise PlanError(f"plan: cost_per_hour: expected at most {problem.budget_per_hour:g}, got {cost:g}")
+    used: dict[str, int] = {}
+    for name, count in plan.counts.items():
+        for gpu, each in known[name].gpus.items():
+            used[gpu] = used.get(gpu, 0) + each * count
+    for gpu, count in used.items():
+        if count > problem.available.get(gpu, 0):
+            raise PlanError(
+                f"plan: {gpu}: expected at most {problem.available.get(gpu, 0):g} GPUs, got {count}"
+            )
+    _check_rates(problem, plan, known)
+    if problem.request_rate is not None:
+        if plan.throughput < problem.request_rate * (1.0 - _ROUNDING):
+            raise PlanError(
+                f"plan: throughput_req_s: expected at least {problem.request_rate:g}, got {plan.throughput:g}"
+            )
+        if plan.bound > cost * (1.0 + _ROUNDING):
+            raise PlanError(f"plan: bound: expected at most the cost {cost:g}, got {plan.bound:g}")
+    elif plan.bound < plan.throughput * (1.0 - _ROUNDING):
+        raise PlanError(
+            f"plan: bound: expected at least the throughput {plan.throughput:g}, got {plan.bound:g}"
+        )
+
+
+def _check_rates(problem: Problem, plan: Plan, known: Mapping[str, Configuration]) -> None:
+    models = {workload.name: workload.model for workload in problem.workloads}
+    by_configuration: dict[str, dict[str, float]] = {name: {} for name in plan.counts}
+    for (workload, name), rate in plan.rates.items():
+        if name not in plan.counts:
+            raise PlanError(f"plan: {workload}: expected instances that are rented, got {name}")
+        if known[name].model != models.get(workload):
+            raise PlanError(f"plan: {workload}: expected instances of its model, got {name}")
+        if not rate >= 0:
+            raise PlanError(f"plan: {workload} on {name}: expected a rate from 0, got {rate}")
+        by_configuration[name][workload] = rate
+    for each in problem.workloads:
+        served = sum(rate for (name, _), rate in plan.rates.items() if name == each.name)
+        asked = each.share * plan.throughput
+        if abs(served - asked) > _ROUNDING * max(1e-9, asked):
+            raise PlanError(f"plan: {each.name}: expected {asked:g} requests/s, got {served:g}")
+    for name, rates in by_configuration.items():
+        load = _least_instances(known[name], rates)
+        if load > plan.counts[name] * (1.0 + _ROUNDING):
+            raise PlanError(
+                f"plan: {name}: expected at most {plan.counts[name]} instances' worth of work, got {load:g}"
+            )
+
+
+def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -> float:
+    """The fewest instances that serve these rates, by scipy and not by the planner's own program."""
+    if not configuration.mixes:
+        return configuration.load(rates)
+    names = sorted(rates)
+    modes = configuration.modes
+    matrix = [[-mode.get(name, 0.0) for mode in modes] for name in names]
+    found = linprog([1.0] * len(modes), A_ub=matrix, b_ub=[-rates[name] for name in names])
+    return float(found.fun) if found.status == 0 else float("inf")

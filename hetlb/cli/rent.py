@@ -1,0 +1,526 @@
+"""`hetlb rent`: which GPUs to rent for a budget, how to divide them into instances, which requests go where.
+
+Promise: every plan passed `plan/check.py` before it is printed, and says how far it may be from the best, how
+its throughputs came about, and what the whole fleet serves in simulation. Ctrl-C prints the best plan so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from hetlb.cli.rent_plot import write_sweep
+from hetlb.errors import ConfigError, InputError, PlanError
+from hetlb.plan.check import check_rent
+from hetlb.plan.deploy import commands, lay_out, write_fleet
+from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.plan.hours import read_hours, schedule
+from hetlb.plan.market import Market, load_market
+from hetlb.plan.planning import (
+    Planned,
+    Table,
+    baselines,
+    make_plan,
+    make_table,
+    pruned_size,
+    simulate_plan,
+)
+from hetlb.plan.rent import Plan
+from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
+from hetlb.plan.throughput import Measured, SloLimits, default_cache
+from hetlb.workload.traces import read_trace
+
+_MOST_ROWS = 20_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb rent`."""
+    parser.add_argument("--config", type=Path, required=True, metavar="MARKET.yaml", help="offers and budget")
+    parser.add_argument("--trace", type=Path, metavar="T.csv", help="the requests, in place of workloads")
+    parser.add_argument("--workloads", type=int, default=9, metavar="N", help="types to find in the trace")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver")
+    parser.add_argument("--gap", type=float, default=1e-4, metavar="G", help="good enough, relative")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of clusters, solver and simulation")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="the plan as a fleet file")
+    parser.add_argument("--no-simulate", action="store_true", help="do not simulate the whole fleet")
+    parser.add_argument("--no-baselines", action="store_true", help="do not plan the baselines")
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="throughputs (default: under ~/.cache)")
+    parser.add_argument("--no-cache", action="store_true", help="simulate all throughputs anew")
+    sweep = parser.add_argument_group("sweeps")
+    sweep.add_argument("--budgets", metavar="B,B,...", help="a plan for each of these budgets per hour")
+    sweep.add_argument("--hours", type=Path, metavar="H.csv", help="a plan for every hour: hour,request_rate")
+    sweep.add_argument("--plot", type=Path, metavar="P.png", help="budgets or hours as a picture")
+    again = parser.add_argument_group("replanning")
+    again.add_argument("--replan", type=Path, metavar="PLAN.json", help="the running plan (its --json)")
+    again.add_argument("--load-time", type=float, default=300.0, metavar="S", help="to load a model")
+    again.add_argument("--horizon", type=float, default=3600.0, metavar="S", help="until the next change")
+    again.add_argument("--keep", type=float, default=0.95, metavar="SHARE", help="of a plan from scratch")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print."""
+    check_numbers(args)
+    market = load_market(args.config)
+    table, measured = read_table(args, market)
+    interrupt = Interrupt()
+    limits = SolveLimits(args.gap, time.monotonic() + args.time_limit, args.seed, interrupt)
+    try:
+        if args.budgets is not None:
+            return sweep_budgets(args, table, measured, limits)
+        if args.hours is not None:
+            return plan_hours(args, table, limits)
+        return plan_once(args, table, measured, limits, interrupt)
+    except PlanError as error:
+        if interrupt.requested:
+            raise KeyboardInterrupt from error
+        # No plan is an answer about the input: what is missing is in the market file.
+        raise ConfigError(f"{args.config}: {error}") from error
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise `InputError` for a number that makes no sense."""
+    for flag, low, high in (
+        ("workloads", 1, 1000),
+        ("time_limit", 0.0, INFINITY),
+        ("gap", 0.0, 1.0),
+        ("load_time", 0.0, INFINITY),
+        ("horizon", 1.0, INFINITY),
+        ("keep", 0.0, 1.0),
+    ):
+        value = getattr(args, flag)
+        if not low <= value <= high:
+            span = f"from {low:g}" + (f" to {high:g}" if high < INFINITY else "")
+            raise InputError(f"--{flag.replace('_', '-')}: expected a number {span}, got {value:g}")
+    if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
+        raise InputError("--budgets, --hours, --replan: expected one of them")
+
+
+def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measured]:
+    """The throughput table, with a bar while it is simulated."""
+    rows = None
+    if args.trace is not None:
+        every = [(max(1, row.input_tokens), max(1, row.output_tokens)) for row in read_trace(args.trace)]
+        step = max(1, math.ceil(len(every) / _MOST_ROWS))
+        rows = every[::step]
+    slo = market.file.slo
+    measured = Measured(
+        None if args.no_cache else args.cache or default_cache(),
+        None
+        if slo is None
+        else SloLimits(
+            INFINITY if slo.ttft_ms is None else slo.ttft_ms / 1e3,
+            INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3,
+            slo.attainment,
+        ),
+    )
+    with _bar("throughputs of configurations") as (progress, task):
+        table = make_table(
+            market,
+            measured,
+            rows=rows,
+            count=args.workloads,
+            seed=args.seed,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    return table, measured
+
+
+@contextmanager
+def _bar(words: str) -> Iterator[tuple[Progress, Any]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        yield progress, progress.add_task(words, total=None)
+
+
+# --- one plan -------------------------------------------------------------------------------------------
+
+
+def plan_once(
+    args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits, interrupt: Interrupt
+) -> int:
+    """One plan, or a plan that follows another."""
+    began = time.monotonic()
+    replanned: Replanned | None = None
+    with interrupt.catching(), _bar("planning") as (progress, task):
+
+        def show(best: float, bound: float) -> None:
+            progress.update(task, description=f"planning: best {best:.5g}, bound {bound:.5g}")
+
+        if args.replan is None:
+            planned = make_plan(table, measured, limits, show)
+        else:
+            old = require_known(table.problem, read_counts(args.replan))
+            cost = MoveCost(args.load_time, args.horizon, args.keep)
+            replanned = replan(table.problem, old, cost, limits, show)
+            check_rent(table.problem, replanned.plan)
+            planned = Planned(table.problem, replanned.plan)
+    solve_s = time.monotonic() - began
+    stopped = interrupt.requested
+    document = document_of(table, planned, solve_s)
+    if not args.no_baselines and not stopped:
+        quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)
+        document["baselines"] = {
+            name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
+            for name, each in baselines(table, planned, quick).items()
+        }
+    if not args.no_simulate and not stopped:
+        document["simulated"] = simulated_document(table, planned.plan, args.seed)
+    if replanned is not None:
+        document["replanning"] = replanning_document(replanned)
+    document["interrupted"] = stopped
+    instances = lay_out(table, planned.plan)
+    document["commands"] = commands(table, instances) if table.market.file.models else []
+    if args.write_fleet is not None:
+        write_fleet(args.write_fleet, table, planned.plan, instances)
+    if args.json:
+        print(json.dumps(document, allow_nan=False))
+    else:
+        print_plan(table, planned, document)
+    return 0
+
+
+def document_of(table: Table, planned: Planned, solve_s: float) -> dict[str, Any]:
+    """The figures of the contract; what they rest on under further keys."""
+    plan, problem = planned.plan, planned.problem
+    known = {c.name: c for c in problem.configurations}
+    requests = table.market.file.requests
+    totals: dict[str, float] = {}
+    for (name, _), rate in plan.rates.items():
+        totals[name] = totals.get(name, 0.0) + rate
+    tokens = {kind.name: kind.input_tokens + kind.output_tokens for kind in table.types}
+    tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
+    target = problem.request_rate is not None
+    gap = plan.gap(problem)
+    return {
+        "cost_per_hour": plan.cost_per_hour,
+        "throughput_req_s": plan.throughput,
+        "makespan_s": None if requests is None else requests / plan.throughput,
+        "instances": [
+            {
+                "configuration": name,
+                "count": count,
+                "gpus": dict(known[name].gpus),
+                "price_per_hour": known[name].price_per_hour,
+            }
+            for name, count in plan.counts.items()
+        ],
+        "assignment": [
+            {"workload": name, "configuration": configuration, "share": rate / totals[name]}
+            for (name, configuration), rate in plan.rates.items()
+        ],
+        "gap": gap if math.isfinite(gap) else None,
+        "bound_req_s": (plan.throughput if target else plan.bound) if math.isfinite(plan.bound) else None,
+        "bound_cost_per_hour": plan.bound if target else None,
+        "solve_s": solve_s,
+        "cost_per_million_tokens": plan.cost_per_hour / (tokens_s * 3600) * 1e6
+        if table.lengths_known and tokens_s > 0
+        else None,
+        "simulated": None,
+        "baselines": {},
+        "commands": [],
+        "throughput_table": {
+            c.name: {
+                "origin": table.candidates[c.name].origin,
+                "requests_per_s": dict(table.candidates[c.name].throughput or {}),
+            }
+            for c in problem.configurations
+            if c.name in plan.counts
+        },
+        "configurations": {"all": len(problem.configurations), "pruned": pruned_size(table.problem)},
+        "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
+        "workloads": [
+            {
+                "name": kind.name,
+                "model": kind.model,
+                "share": kind.share,
+                "input_tokens": kind.input_tokens if table.lengths_known else None,
+                "output_tokens": kind.output_tokens if table.lengths_known else None,
+            }
+            for kind in table.types
+        ],
+        "clustering": None
+        if table.clustering is None
+        else {
+            "explained": table.clustering.explained,
+            "input_error": table.clustering.prompt_error,
+            "output_error": table.clustering.output_error,
+        },
+    }
+
+
+def simulated_document(table: Table, plan: Plan, seed: int) -> dict[str, Any] | None:
+    """The whole fleet under `hetlb`: answer lengths known to the scheduler, and not known."""
+    found = simulate_plan(table, plan, predictor="oracle", seed=seed)
+    if found is None:
+        return None
+    unknown = simulate_plan(table, plan, predictor="empirical", seed=seed)
+    assert unknown is not None
+    return {
+        "total_token_throughput": found.total_token_throughput,
+        "request_throughput": found.request_throughput,
+        "policy": "hetlb",
+        "predictor": "oracle",
+        "requests": found.requests,
+        "makespan_s": found.makespan_s,
+        "lengths_unknown": {
+            "total_token_throughput": unknown.total_token_throughput,
+            "request_throughput": unknown.request_throughput,
+            "predictor": "empirical",
+        },
+    }
+
+
+def replanning_document(replanned: Replanned) -> dict[str, Any]:
+    """The moves, beside those of a plan from scratch."""
+    return {
+        "start": dict(replanned.moves.start),
+        "stop": dict(replanned.moves.stop),
+        "moves": replanned.moves.count,
+        "from_scratch": {
+            "throughput_req_s": replanned.scratch.throughput,
+            "cost_per_hour": replanned.scratch.cost_per_hour,
+            "moves": replanned.scratch_moves.count,
+        },
+    }
+
+
+def read_counts(path: Path) -> dict[str, int]:
+    """Instances by configuration of a plan that `--json` printed. Raises `ConfigError`."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {str(each["configuration"]): int(each["count"]) for each in document["instances"]}
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: instances: expected the JSON of `hetlb rent`: {type(error).__name__}"
+        ) from error
+
+
+# --- print ----------------------------------------------------------------------------------------------
+
+
+def print_plan(table: Table, planned: Planned, document: dict[str, Any]) -> None:
+    """The plan for a person: the bill, the instances, who serves what, the others, how far to trust it."""
+    plan, console = planned.plan, Console()
+    cost, rate = document["cost_per_hour"], document["throughput_req_s"]
+    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", highlight=False, style="bold")
+    if document["cost_per_million_tokens"] is not None:
+        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens", highlight=False)
+    if document["makespan_s"] is not None:
+        console.print(
+            f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s", highlight=False
+        )
+    console.print(_rent_grid(document))
+    console.print(_share_grid(table, plan, document))
+    if document["baselines"]:
+        console.print(_baseline_grid(document))
+    for line in trust_lines(document):
+        console.print(line, highlight=False, soft_wrap=True)
+    if (moves := document.get("replanning")) is not None:
+        console.print(
+            f"moves: {moves['moves']} (start {_listed(moves['start'])}; stop {_listed(moves['stop'])}); "
+            f"a plan from scratch has {moves['from_scratch']['throughput_req_s']:.4g} requests/s "
+            f"and {moves['from_scratch']['moves']} moves",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for command in document["commands"]:
+        print(command)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _rent_grid(document: dict[str, Any]) -> Grid:
+    grid = Grid(title="rent", title_justify="left")
+    for column in ("instances", "configuration", "GPUs", "per hour", "throughputs from"):
+        grid.add_column(column, justify="right" if column in ("instances", "per hour") else "left")
+    for each in document["instances"]:
+        gpus = " + ".join(f"{count} {gpu}" for gpu, count in each["gpus"].items())
+        origin = document["throughput_table"][each["configuration"]]["origin"]
+        price = each["count"] * each["price_per_hour"]
+        grid.add_row(str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin)
+    return grid
+
+
+def _share_grid(table: Table, plan: Plan, document: dict[str, Any]) -> Grid:
+    grid = Grid(title="which requests go where, % of each type", title_justify="left")
+    names = list(plan.counts)
+    for column in ("type", "prompt", "answer", "share", *names):
+        grid.add_column(column, justify="left" if column == "type" else "right")
+    shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
+    for kind in table.types:
+        cells = [shares.get((kind.name, name), 0.0) for name in names]
+        lengths = (
+            [f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}"] if table.lengths_known else ["", ""]
+        )
+        grid.add_row(
+            kind.name, *lengths, f"{kind.share:.1%}", *(f"{100 * cell:.1f}" if cell else "" for cell in cells)
+        )
+    return grid
+
+
+def _baseline_grid(document: dict[str, Any]) -> Grid:
+    grid = Grid(title="the same money spent otherwise", title_justify="left")
+    for column in ("", "requests/s", "per hour", "this plan"):
+        grid.add_column(column, justify="left" if not column else "right")
+    rate, cost = document["throughput_req_s"], document["cost_per_hour"]
+    target = document["bound_cost_per_hour"] is not None
+    for name, each in document["baselines"].items():
+        served = each["throughput_req_s"]
+        gain = each["cost_per_hour"] / cost - 1 if target else rate / served - 1 if served > 0 else INFINITY
+        words = f"{gain:+.1%}" + (" cheaper" if target else "")
+        grid.add_row(name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else "")
+    return grid
+
+
+def trust_lines(document: dict[str, Any]) -> list[str]:
+    """What the plan rests on and how far it can be trusted."""
+    gap = document["gap"]
+    lines = [
+        f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"
+        if gap is not None
+        else "solver: no bound is known"
+    ]
+    if document["interrupted"]:
+        lines.append("interrupted: the best plan so far; neither baselines nor simulation")
+    simulated = document["simulated"]
+    if simulated is not None:
+        planned = document["throughput_req_s"]
+        known = simulated["request_throughput"]
+        unknown = simulated["lengths_unknown"]["request_throughput"]
+        lines.append(
+            f"simulation of the whole fleet under hetlb: {known:.4g} requests/s ({known / planned:.1%} of "
+            f"the plan) where answer lengths are known in advance, {unknown:.4g} ({unknown / planned:.1%}) "
+            "where they are not"
+        )
+    if (clustering := document["clustering"]) is not None:
+        lines.append(
+            f"types: they explain {clustering['explained']:.0%} of the variance of the lengths; a request is "
+            f"{clustering['input_error']:.0%} off its type's mean prompt, {clustering['output_error']:.0%} "
+            "off its mean answer"
+        )
+    origins = sorted({each["origin"] for each in document["throughput_table"].values()})
+    if any("roofline" in origin for origin in origins):
+        lines.append("some throughputs come from rooflines, which no hardware has confirmed: measure before")
+    return lines
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------
+
+
+def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits) -> int:
+    """A plan for every budget; those that another one beats in both cost and throughput are marked."""
+    try:
+        budgets = sorted({float(part) for part in args.budgets.split(",")})
+    except ValueError:
+        raise InputError(f"--budgets: expected numbers separated by commas, got {args.budgets!r}") from None
+    if table.problem.request_rate is not None:
+        raise InputError("--budgets: expected a market with budget_per_hour, got one with target")
+    points: list[dict[str, Any]] = []
+    for budget in budgets:
+        within = replace(table, problem=replace(table.problem, budget_per_hour=budget))
+        mine = replace(limits, deadline=time.monotonic() + args.time_limit)
+        try:
+            planned = make_plan(within, measured, mine)
+        except PlanError as error:
+            points.append({"budget_per_hour": budget, "reason": str(error)})
+            continue
+        point = document_of(within, planned, 0.0) | {"budget_per_hour": budget}
+        quick = replace(mine, gap=1e-3)
+        point["baselines"] = {
+            name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
+            for name, each in baselines(within, planned, quick).items()
+        }
+        points.append(point)
+    best = 0.0
+    for point in points:
+        rate = point.get("throughput_req_s", 0.0)
+        point["pareto"] = rate > best * (1 + 1e-6)
+        best = max(best, rate)
+    if args.plot is not None:
+        write_sweep(args.plot, points)
+    if args.json:
+        print(json.dumps({"budgets": points}, allow_nan=False))
+        return 0
+    grid = Grid(title="budgets", title_justify="left")
+    for column in ("budget", "cost", "requests/s", "per 1000 requests", "rent"):
+        grid.add_column(column, justify="left" if column == "rent" else "right")
+    for point in points:
+        if "reason" in point:
+            grid.add_row(f"{point['budget_per_hour']:g}", "", "", "", point["reason"])
+            continue
+        rent = ", ".join(f"{each['count']} x {each['configuration']}" for each in point["instances"])
+        thousand = point["cost_per_hour"] / point["throughput_req_s"] / 3.6
+        grid.add_row(
+            f"{point['budget_per_hour']:g}",
+            f"{point['cost_per_hour']:.2f}",
+            f"{point['throughput_req_s']:.4g}",
+            f"{thousand:.4f}",
+            rent,
+        )
+    Console().print(grid)
+    return 0
+
+
+def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> int:
+    """A rent schedule: every hour's plan follows the one before it."""
+    hours = read_hours(args.hours, table.problem)
+    cost = MoveCost(args.load_time, 3600.0, args.keep)
+    found = schedule(table.problem, hours, cost, limits)
+    document = {
+        "hours": [
+            {
+                "hour": hour.name,
+                "request_rate": hour.request_rate,
+                "cost_per_hour": each.plan.cost_per_hour,
+                "throughput_req_s": each.plan.throughput,
+                "instances": [{"configuration": n, "count": c} for n, c in each.plan.counts.items()],
+                "start": dict(each.moves.start),
+                "stop": dict(each.moves.stop),
+            }
+            for hour, each in zip(hours, found, strict=True)
+        ],
+        "cost": sum(each.plan.cost_per_hour for each in found),
+        "cost_of_the_peak_all_day": max(each.plan.cost_per_hour for each in found) * len(found),
+    }
+    if args.json:
+        print(json.dumps(document, allow_nan=False))
+        return 0
+    grid = Grid(title="rent schedule", title_justify="left")
+    for column in ("hour", "requests/s", "per hour", "instances", "start", "stop"):
+        grid.add_column(column, justify="right" if column in ("requests/s", "per hour") else "left")
+    for hour, each in zip(hours, found, strict=True):
+        grid.add_row(
+            hour.name,
+            f"{hour.request_rate:g}",
+            f"{each.plan.cost_per_hour:.2f}",
+            _listed(dict(each.plan.counts)),
+            _listed(dict(each.moves.start)),
+            _listed(dict(each.moves.stop)),
+        )
+    console = Console()
+    console.print(grid)
+    console.print(
+        f"{document['cost']:.2f} in all; the dearest hour's fleet all day would cost "
+        f"{document['cost_of_the_peak_all_day']:.2f}",
+        highlight=False,
+    )
+    return 0

@@ -1,0 +1,251 @@
+"""Linear and mixed-integer programs, solved by HiGHS (MIT licence, the package `highspy`).
+
+`highspy` and not `scipy.optimize.milp`, which runs the same solver: plans need the incumbent and the bound
+while the solver runs, a warm start, an end on Ctrl-C with the incumbent kept, and duals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetlb.errors import InputError, PlanError
+
+INFINITY = math.inf
+#: (incumbent objective, proven bound), either of them NaN before there is one.
+OnProgress = Callable[[float, float], None]
+#: The values of all columns of an incumbent.
+OnSolution = Callable[[NDArray[np.float64]], None]
+_PROGRESS_INTERVAL_S = 0.2
+
+
+def _highspy() -> Any:
+    """The solver's module. Raises `InputError` where it is not installed."""
+    try:
+        return importlib.import_module("highspy")
+    except ImportError as error:
+        raise InputError("expected highspy to be installed (pip install 'hetlb[tools]')") from error
+
+
+class Interrupt:
+    """A request to stop solving and keep the best solution so far; set by Ctrl-C inside `catching`."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Take the first Ctrl-C as a request to stop; a second one ends the process as usual."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            self.requested = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True, slots=True)
+class SolveLimits:
+    """Limits of a solve: `gap` is relative, `deadline` a `time.monotonic()`; `seed` makes runs repeatable."""
+
+    gap: float = 1e-4
+    deadline: float = INFINITY
+    seed: int = 0
+    interrupt: Interrupt | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up or an interrupt came."""
+        return time.monotonic() >= self.deadline or (self.interrupt is not None and self.interrupt.requested)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Values of all columns, the objective and the proven bound on it. `duals` (one a row) of LPs only."""
+
+    values: NDArray[np.float64]
+    objective: float
+    bound: float
+    duals: NDArray[np.float64]
+
+
+class LinearProgram:
+    """A maximisation over columns with bounds, subject to rows with bounds; some columns are integers."""
+
+    def __init__(self) -> None:
+        self._cost: list[float] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._integer: list[bool] = []
+        self._row_lower: list[float] = []
+        self._row_upper: list[float] = []
+        self._starts: list[int] = []
+        self._columns: list[int] = []
+        self._coefficients: list[float] = []
+        self._highs: Any = None
+
+    def column(
+        self, cost: float = 0.0, lower: float = 0.0, upper: float = INFINITY, *, integer: bool = False
+    ) -> int:
+        """Add a column; returns its index."""
+        self._cost.append(cost)
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._integer.append(integer)
+        return len(self._cost) - 1
+
+    def row(
+        self, entries: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
+    ) -> int:
+        """Add `lower <= sum of coefficient * column <= upper`; returns its index."""
+        self._starts.append(len(self._columns))
+        for column, coefficient in entries:
+            if coefficient:
+                self._columns.append(column)
+                self._coefficients.append(coefficient)
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+        return len(self._row_lower) - 1
+
+    @property
+    def columns(self) -> int:
+        """Columns so far."""
+        return len(self._cost)
+
+    def set_cost(self, column: int, cost: float) -> None:
+        """Change one coefficient of the objective, also between solves."""
+        self._cost[column] = cost
+        if self._highs is not None:
+            self._highs.changeColCost(column, cost)
+
+    def set_bounds(self, column: int, lower: float, upper: float) -> None:
+        """Change the bounds of a column, also between solves."""
+        self._lower[column], self._upper[column] = lower, upper
+        if self._highs is not None:
+            self._highs.changeColBounds(column, lower, upper)
+
+    def set_row(self, row: int, lower: float, upper: float) -> None:
+        """Change the bounds of a row, also between solves."""
+        self._row_lower[row], self._row_upper[row] = lower, upper
+        if self._highs is not None:
+            self._highs.changeRowBounds(row, lower, upper)
+
+    def solve(
+        self,
+        limits: SolveLimits,
+        *,
+        start: Sequence[float] | None = None,
+        on_progress: OnProgress | None = None,
+        on_solution: OnSolution | None = None,
+    ) -> Solution | None:
+        """The best solution found within the limits, None where there is none or none was found.
+
+        `start` is a feasible point to begin from; `on_solution` gets every incumbent of a program with
+        integers. Raises `PlanError` if the solver fails.
+        """
+        highs = self._load(limits)
+        if start is not None:
+            warm = _highspy().HighsSolution()
+            warm.col_value = list(start)
+            highs.setSolution(warm)
+        integer = any(self._integer)
+        if not integer:
+            highs.run()
+        else:
+            look = self._look(limits, on_progress)
+
+            def improved(event: Any) -> None:
+                if on_solution is not None:
+                    on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+
+            highs.cbMipInterrupt += look
+            highs.cbMipImprovingSolution += improved
+            try:
+                highs.run()
+            finally:
+                highs.cbMipInterrupt -= look
+                highs.cbMipImprovingSolution -= improved
+        status = highs.getModelStatus()
+        info = highs.getInfo()
+        names = _highspy().HighsModelStatus
+        if status in (names.kInfeasible, names.kUnboundedOrInfeasible):
+            return None
+        if info.primal_solution_status != _highspy().SolutionStatus.kSolutionStatusFeasible:
+            if status in (names.kTimeLimit, names.kInterrupt):
+                return None
+            raise PlanError(f"the solver gave no solution: {highs.modelStatusToString(status)}")
+        solution = highs.getSolution()
+        objective = info.objective_function_value
+        return Solution(
+            np.asarray(solution.col_value, dtype=np.float64),
+            objective,
+            info.mip_dual_bound if integer else objective,
+            np.asarray(solution.row_dual, dtype=np.float64),
+        )
+
+    def _load(self, limits: SolveLimits) -> Any:
+        if self._highs is None:
+            highs = _highspy().Highs()
+            highs.setOptionValue("output_flag", False)
+            highs.setOptionValue("threads", 1)
+            highs.passModel(self._as_highs())
+            self._highs = highs
+        highs = self._highs
+        highs.setOptionValue("random_seed", limits.seed)
+        highs.setOptionValue("mip_rel_gap", limits.gap)
+        left = limits.deadline - time.monotonic()
+        # The solver's clock goes on from solve to solve.
+        highs.setOptionValue(
+            "time_limit", highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
+        )
+        return highs
+
+    def _as_highs(self) -> Any:
+        highspy = _highspy()
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self._cost), len(self._row_lower)
+        lp.sense_ = highspy.ObjSense.kMaximize
+        lp.col_cost_ = np.array(self._cost)
+        lp.col_lower_, lp.col_upper_ = np.array(self._lower), np.array(self._upper)
+        lp.row_lower_, lp.row_upper_ = np.array(self._row_lower), np.array(self._row_upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array([*self._starts, len(self._columns)], dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(self._columns, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self._coefficients)
+        if any(self._integer):
+            kinds = highspy.HighsVarType
+            lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in self._integer]
+        return lp
+
+    @staticmethod
+    def _look(limits: SolveLimits, on_progress: OnProgress | None) -> Callable[[Any], None]:
+        shown = time.monotonic()
+
+        def look(event: Any) -> None:
+            nonlocal shown
+            if limits.interrupt is not None and limits.interrupt.requested:
+                event.data_in.user_interrupt = True
+            now = time.monotonic()
+            if on_progress is not None and now - shown >= _PROGRESS_INTERVAL_S:
+                shown = now
+                primal, bound = event.data_out.mip_primal_bound, event.data_out.mip_dual_bound
+                on_progress(
+                    primal if math.isfinite(primal) else math.nan, bound if math.isfinite(bound) else math.nan
+                )
+
+        return look

@@ -1,0 +1,271 @@
+"""MARKET.yaml: what can be rented, what is to be served, and for how much.
+
+Promise: whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
+expected. Shares may be counts: they are divided by their sum. Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from hetlb.config import NonNegative, Positive, PositiveInt, Profile, load_profile, load_yaml, model_kv_bytes
+from hetlb.errors import ConfigError
+from hetlb.plan.highs import INFINITY
+
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model to serve. Pipelines need `layers`; `hidden_size` says what their stages send each other."""
+
+    name: str
+    parameters: Positive | None = None
+    bytes_per_parameter: Positive = 2.0
+    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_value: Positive = 2.0
+    config: str | None = None
+    layers: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+
+
+class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Peak figures of one GPU, and the shares of them that are reached: an estimate, never measured."""
+
+    flops: Positive
+    bandwidth_bytes_per_s: Positive
+    flops_efficiency: Share = 0.5
+    bandwidth_efficiency: Share = 0.7
+    overhead_ms: NonNegative = 2.0
+
+
+class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A kind of GPU for rent, price per GPU and hour. `available` missing: as many as the budget buys.
+
+    `profiles` maps a model and a tensor-parallel degree to a latency profile; `roofline` is for the rest.
+    """
+
+    gpu: str
+    price_per_hour: NonNegative
+    available: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    gpus_per_machine: PositiveInt = 8
+    memory_bytes: PositiveInt | None = None
+    gpu_memory_utilization: Share = 0.9
+    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    profiles: dict[str, dict[str, str]] = {}
+    roofline: RooflineTable | None = None
+
+
+class LinksTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes/s between GPUs inside a machine, by kind of GPU (or `default`), and between machines."""
+
+    inside: dict[str, Positive] = {}
+    between: Positive = 0.625e9
+    latency_s: NonNegative = 2e-4
+
+
+class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A type of request: its share (or its number) among all requests."""
+
+    name: str
+    share: Positive
+    model: str | None = None
+    input_tokens: PositiveInt | None = None
+    output_tokens: PositiveInt | None = None
+
+
+class ConfigurationTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one instance may be: its GPUs with a profile, or the requests/s it serves of each type alone."""
+
+    name: str
+    gpus: dict[str, PositiveInt]
+    model: str | None = None
+    profile: str | None = None
+    throughput: dict[str, NonNegative] | None = None
+    tensor_parallel_size: PositiveInt | None = None
+    pipeline_parallel_size: PositiveInt = 1
+
+
+class SloTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Latencies that this share of the requests must meet: time to first token, time per output token."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    attainment: Share = 0.95
+
+
+class TargetTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What must be served, at least cost."""
+
+    request_rate: Positive
+
+
+class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """MARKET.yaml as written."""
+
+    version: Literal[1]
+    offers: tuple[OfferTable, ...]
+    models: tuple[ModelTable, ...] = ()
+    workloads: tuple[WorkloadTable, ...] = ()
+    configurations: tuple[ConfigurationTable, ...] = ()
+    budget_per_hour: Positive | None = None
+    target: TargetTable | None = None
+    slo: SloTable | None = None
+    requests: PositiveInt | None = None
+    links: LinksTable = LinksTable()
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with what planning needs of it; sizes in bytes, None where nothing was stated."""
+
+    name: str
+    weight_bytes: float | None
+    parameters: float | None
+    bytes_per_parameter: float
+    kv_bytes_per_token: int | None
+    layers: int | None
+    hidden_size: int | None
+
+
+class Market(msgspec.Struct, frozen=True, kw_only=True):
+    """MARKET.yaml resolved: models by name, and the profile of every path it names."""
+
+    path: Path
+    file: MarketFile
+    models: dict[str, Model]
+    profiles: dict[str, Profile]
+
+    @property
+    def offers(self) -> dict[str, OfferTable]:
+        """Offers by GPU, in file order."""
+        return {offer.gpu: offer for offer in self.file.offers}
+
+    @property
+    def available(self) -> dict[str, float]:
+        """GPUs of each kind, infinite where the file does not say."""
+        return {
+            offer.gpu: INFINITY if offer.available is None else float(offer.available)
+            for offer in self.file.offers
+        }
+
+    @property
+    def budget(self) -> float:
+        """The budget per hour, infinite without one."""
+        return INFINITY if self.file.budget_per_hour is None else self.file.budget_per_hour
+
+    def model_of(self, stated: str | None, where: str) -> str:
+        """The model that a workload or a configuration is for. Raises `ConfigError`."""
+        if stated is None and len(self.models) == 1:
+            return next(iter(self.models))
+        if stated not in self.models:
+            raise ConfigError(
+                f"{self.path}: {where}.model: expected one of {', '.join(self.models)}, got {stated!r}"
+            )
+        return stated
+
+
+def load_market(path: Path) -> Market:
+    """Read MARKET.yaml and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    file = load_yaml(path, MarketFile, ConfigError)
+    if not file.offers:
+        raise ConfigError(f"{path}: offers: expected at least one offer, got none")
+    if (file.budget_per_hour is None) == (file.target is None):
+        got = "neither" if file.target is None else "both"
+        raise ConfigError(f"{path}: budget_per_hour: expected either budget_per_hour or target, got {got}")
+    if file.slo is not None and file.slo.ttft_ms is None and file.slo.tpot_ms is None:
+        raise ConfigError(f"{path}: slo: expected ttft_ms or tpot_ms, got neither")
+    _check_names(path, "offers", "gpu", [offer.gpu for offer in file.offers])
+    for kind in ("models", "workloads", "configurations"):
+        _check_names(path, kind, "name", [each.name for each in getattr(file, kind)])
+    _check_finite(path, file)
+    models = {table.name: _model(table, path, f"models[{m}]") for m, table in enumerate(file.models)} or {
+        "model": _model(ModelTable(name="model"), path, "models")
+    }
+    market = Market(path=path, file=file, models=models, profiles=_profiles(file, path, models))
+    gpus = market.offers
+    for index, table in enumerate(file.configurations):
+        where = f"configurations[{index}]"
+        market.model_of(table.model, where)
+        for gpu in table.gpus:
+            if gpu not in gpus:
+                raise ConfigError(
+                    f"{path}: {where}.gpus: expected GPUs out of {', '.join(gpus)}, got {gpu!r}"
+                )
+        if not table.gpus:
+            raise ConfigError(f"{path}: {where}.gpus: expected at least one GPU, got none")
+        if (table.profile is None) == (table.throughput is None):
+            raise ConfigError(f"{path}: {where}: expected either profile or throughput")
+    return market
+
+
+def _check_names(path: Path, table: str, key: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{path}: {table}[{index}].{key}: expected letters, digits and . _ / + - (100 at most), "
+                f"got {name!r}"
+            )
+        if name in names[:index]:
+            raise ConfigError(f"{path}: {table}[{index}].{key}: expected every name once, got {name!r} again")
+
+
+def _check_finite(path: Path, file: MarketFile) -> None:
+    values = [("budget_per_hour", file.budget_per_hour)]
+    values += [(f"offers[{i}].price_per_hour", each.price_per_hour) for i, each in enumerate(file.offers)]
+    values += [(f"workloads[{i}].share", each.share) for i, each in enumerate(file.workloads)]
+    if file.target is not None:
+        values.append(("target.request_rate", file.target.request_rate))
+    for key, value in values:
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{path}: {key}: expected a finite number, got {value}")
+
+
+def _model(table: ModelTable, path: Path, where: str) -> Model:
+    kv_bytes = table.kv_bytes_per_token
+    if table.config is not None:
+        kv_bytes = model_kv_bytes(
+            path, f"{where}.", table.kv_bytes_per_token, table.config, table.kv_bytes_per_value
+        )
+    parameters = table.parameters
+    return Model(
+        name=table.name,
+        weight_bytes=None if parameters is None else parameters * table.bytes_per_parameter,
+        parameters=parameters,
+        bytes_per_parameter=table.bytes_per_parameter,
+        kv_bytes_per_token=kv_bytes,
+        layers=table.layers,
+        hidden_size=table.hidden_size,
+    )
+
+
+def _profiles(file: MarketFile, path: Path, models: dict[str, Model]) -> dict[str, Profile]:
+    named = [
+        (f"configurations[{i}].profile", each.profile)
+        for i, each in enumerate(file.configurations)
+        if each.profile is not None
+    ]
+    for o, offer in enumerate(file.offers):
+        for model, by_degree in offer.profiles.items():
+            if model not in models:
+                raise ConfigError(
+                    f"{path}: offers[{o}].profiles: expected models out of {', '.join(models)}, got {model!r}"
+                )
+            for degree, written in by_degree.items():
+                where = f"offers[{o}].profiles.{model}.{degree}"
+                if not re.fullmatch(r"[1-9][0-9]{0,3}", degree):
+                    raise ConfigError(f"{path}: {where}: expected a tensor-parallel degree, got {degree!r}")
+                named.append((where, written))
+    loaded: dict[str, Profile] = {}
+    for where, written in named:
+        if written not in loaded:
+            if not (path.parent / written).is_file():
+                raise ConfigError(
+                    f"{path}: {where}: expected the path of a latency profile, got {written!r}: no such file"
+                )
+            loaded[written] = load_profile(path.parent / written)
+    return loaded

@@ -1,0 +1,170 @@
+"""A rented fleet under the production scheduler, in virtual time: what a plan really serves.
+
+All requests wait at the start, types mixed in the plan's proportions. The rate is that of completions while
+the fleet is neither filling nor emptying. Models share nothing but the bill: each is simulated by itself,
+and the fleet serves the whole mix as fast as the slowest model serves its part.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hetlb.config import Profile
+from hetlb.core.admission import QueueLimits
+from hetlb.core.policies import PolicyParams
+from hetlb.core.policy import PlannedShares
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Capacity, Health, InstanceSpec
+from hetlb.plan.rent import Plan
+from hetlb.plan.throughput import engine_spec, interleave
+from hetlb.plan.workloads import RequestType
+from hetlb.sim.engine import EngineLimits
+from hetlb.sim.fleet import FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest
+
+#: A run lasts so many times as long as a request stays in the instance that turns its batch over most
+#: slowly; its requests, within these bounds.
+_TURNS = 10
+_FEWEST, _MOST = 2000, 24000
+#: The part of the completions that counts: later than filling, earlier than emptying.
+_FROM, _TO = 0.25, 0.80
+#: Shares of a type below this are left out of what `planned` holds.
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Rates of the whole fleet in its steady part; `makespan_s` of all `requests`, the tail included."""
+
+    request_throughput: float
+    total_token_throughput: float
+    requests: int
+    makespan_s: float
+
+
+def instance_names(plan: Plan) -> dict[str, list[str]]:
+    """Names of the instances of every configuration: its own and a number."""
+    return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
+
+
+def planned_shares(plan: Plan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
+    """Of every type, the share of its requests that each instance gets."""
+    names = instance_names(plan)
+    found = []
+    for kind in kinds:
+        total = math.fsum(rate for (name, _), rate in plan.rates.items() if name == kind.name)
+        shares = {
+            instance: rate / total / len(names[configuration])
+            for (name, configuration), rate in plan.rates.items()
+            if name == kind.name and rate > _LEAST_SHARE * total
+            for instance in names[configuration]
+        }
+        found.append(
+            PlannedShares(
+                kind.name,
+                kind.model,
+                kind.input_tokens,
+                kind.output_tokens,
+                kind.share,
+                tuple(sorted(shares.items())),
+            )
+        )
+    return tuple(found)
+
+
+def simulate(
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    kinds: Sequence[RequestType],
+    *,
+    policy: str = "hetlb",
+    predictor: str = "empirical",
+    seed: int = 0,
+) -> Simulated:
+    """The whole fleet of a plan; `profiles` by configuration. Shares of `kinds` sum to 1."""
+    rate, makespan_s, count = math.inf, 0.0, 0
+    shares = planned_shares(plan, kinds)
+    for model in dict.fromkeys(kind.model for kind in kinds):
+        own = [kind for kind in kinds if kind.model == model]
+        part = math.fsum(kind.share for kind in own)
+        served, last_s, requests = _simulate_model(
+            plan, profiles, own, shares, policy=policy, predictor=predictor, seed=seed
+        )
+        rate = min(rate, served / part)
+        makespan_s, count = max(makespan_s, last_s), count + requests
+    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)
+    return Simulated(rate, rate * tokens, count, makespan_s)
+
+
+def _simulate_model(
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    kinds: Sequence[RequestType],
+    shares: tuple[PlannedShares, ...],
+    *,
+    policy: str,
+    predictor: str,
+    seed: int,
+) -> tuple[float, float, int]:
+    model = kinds[0].model
+    serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
+    names = instance_names(plan)
+    specs, engines, stay_s = [], {}, 0.0
+    mix = [(kind.share, list(kind.rows)) for kind in kinds]
+    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds)
+    tokens /= math.fsum(kind.share for kind in kinds)
+    for configuration in plan.counts:
+        if configuration not in serving:
+            continue
+        engine = engine_spec(profiles[configuration])
+        for name in names[configuration]:
+            specs.append(
+                InstanceSpec(name=name, model=model, latency=engine.latency, capacity=capacity(engine.limits))
+            )
+            engines[name] = engine
+        batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
+        own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
+        stay_s = max(stay_s, batch / (own / len(names[configuration])))
+    served = plan.throughput * math.fsum(kind.share for kind in kinds)
+    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * served)))
+    rows = interleave(mix, count)
+    random.Random(seed).shuffle(rows)
+    setup = SchedulerSetup(
+        specs=tuple(specs),
+        policy=policy,
+        params=PolicyParams(shares=shares),
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor=predictor,
+        lengths=LengthDistribution(output for _, output in rows),
+        initial_health=Health.UP,
+        seed=seed,
+    )
+    planned = [PlannedRequest(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(rows)]
+    result = FleetSimulation(setup, engines, planned, model=model).run()
+    ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
+    first, last = int(_FROM * len(ended)), int(_TO * len(ended))
+    seconds = ended[last] - ended[first]
+    return (last - first) / seconds if seconds > 0 else 0.0, ended[-1], count
+
+
+def capacity(limits: EngineLimits) -> Capacity:
+    """An engine's limits as the scheduler is told them."""
+    return Capacity(
+        kv_cache_tokens=limits.kv_cache_tokens,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+
+
+def scaled(plan: Plan, factor: float) -> Plan:
+    """The plan at another rate."""
+    return replace(
+        plan,
+        throughput=plan.throughput * factor,
+        rates={key: rate * factor for key, rate in plan.rates.items()},
+    )

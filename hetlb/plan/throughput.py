@@ -1,0 +1,255 @@
+"""What one instance serves: requests/s of a type or of a mix of types, by the engine model on a profile.
+
+The instance is saturated: more requests wait than it can run. The rate is that of admissions between the
+time when its first batch has turned over and the time when nothing waits any more, so neither filling nor
+emptying counts. With an SLO it is the highest rate of Poisson arrivals at which enough requests meet it.
+Results are kept on disk by content: profile, limits, requests, and the source of the engine model itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hetlb.config import Profile
+from hetlb.core import kvcache, latency
+from hetlb.core.latency import IterationRule
+from hetlb.core.records import RequestRecord
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Capacity, Health, InstanceSpec
+from hetlb.errors import ProfileError
+from hetlb.plan.workloads import RequestType
+from hetlb.sim import engine as engine_module
+from hetlb.sim import fleet as fleet_module
+from hetlb.sim.engine import EngineLimits, EngineModel
+from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest, gaps_s
+
+#: Requests of one measurement: so many batches, within these bounds.
+_BATCHES = 6
+_FEWEST, _MOST = 300, 4000
+#: Of a mix so many times as many, in random order: which types meet in a batch varies.
+_OF_A_MIX = 5
+#: Steps of the search for the rate that meets an SLO, and its requests.
+_SLO_STEPS = 8
+_SLO_REQUESTS = 600
+_RATIO_DIGITS = 3
+
+#: Requests of a mix with their weight: (share, rows of (prompt, output) tokens).
+Mix = Sequence[tuple[float, Sequence[tuple[int, int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SloLimits:
+    """Latencies in seconds that a share of the requests must meet; infinite where none is asked for."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    attainment: float = 0.95
+
+    def share_met(self, records: Sequence[RequestRecord]) -> float:
+        """Share of the requests that completed within the limits."""
+        met = 0
+        for record in records:
+            ttft, tpot = record.ttft_s, record.tpot_s
+            met += record.ok and (ttft or 0.0) <= self.ttft_s and (tpot or 0.0) <= self.tpot_s
+        return met / len(records) if records else 0.0
+
+
+def engine_spec(profile: Profile) -> EngineSpec:
+    """The simulated engine of a profile. Raises `ProfileError` naming what it lacks."""
+    try:
+        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity))
+    except ValueError as error:
+        raise ProfileError(f"{profile.name}: {error}") from error
+
+
+def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
+    """`count` requests of a mix, every type spread evenly: the next is of the type that is most behind."""
+    total = math.fsum(share for share, _ in mix)
+    given = [0] * len(mix)
+    rows: list[tuple[int, int]] = []
+    for number in range(1, count + 1):
+        chosen = max(range(len(mix)), key=lambda t: mix[t][0] / total * number - given[t])
+        own = mix[chosen][1]
+        # Steps of a golden section: lengths of a type that were sorted come well mixed.
+        rows.append(own[int(given[chosen] * 0.6180339887 * len(own)) % len(own)])
+        given[chosen] += 1
+    return rows
+
+
+def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
+    """Requests/s that one instance serves of this mix; 0 where some request does not fit it."""
+    limits = spec.limits
+    if any(i + o > limits.max_sequence_tokens for _, rows in mix for i, o in rows):
+        return 0.0
+    total = math.fsum(share for share, _ in mix)
+    mean_tokens = (
+        math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
+    )
+    batch = max(1, min(limits.max_num_seqs, int(limits.kv_cache_tokens / mean_tokens)))
+    count = max(_FEWEST, min(_MOST, _BATCHES * batch))
+    rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
+    if len(mix) > 1:
+        random.Random(0).shuffle(rows)
+    model = EngineModel(spec.latency, limits, IterationRule.TOKEN)
+    for number, (prompt, output) in enumerate(rows):
+        # The first batch is met on its way: else all of it would end, and be refilled, in step.
+        left = max(1, round(output * _radical_inverse(number + 1))) if number < batch else output
+        model.submit(EngineSequence(prompt, left))
+    return _steady_rate(model, len(rows), batch)
+
+
+def _steady_rate(model: EngineModel, count: int, batch: int) -> float:
+    now, finished = 0.0, 0
+    begun: tuple[float, int] | None = None
+    last = (0.0, 0)
+    while (stretch := model.begin_stretch()) is not None:
+        now += stretch.duration_s
+        finished += len(model.end_iteration().finished)
+        if model.waiting:
+            last = (now, count - model.waiting)
+            if begun is None and finished >= batch:
+                begun = last
+    if begun is None or last[0] <= begun[0]:
+        return count / now if now > 0 else 0.0
+    return (last[1] - begun[1]) / (last[0] - begun[0])
+
+
+def _radical_inverse(number: int) -> float:
+    """Van der Corput's sequence: evenly spread over 0..1 at any length."""
+    value, scale = 0.0, 0.5
+    while number:
+        value += scale * (number & 1)
+        number >>= 1
+        scale /= 2
+    return value
+
+
+def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits, seed: int = 0) -> float:
+    """The highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
+    high = saturated_rate(spec, mix)
+    if high <= 0:
+        return 0.0
+    low = 0.0
+    rows = interleave(mix, _SLO_REQUESTS)
+    random.Random(seed).shuffle(rows)
+    for _ in range(_SLO_STEPS):
+        rate = (low + high) / 2
+        if attainment(spec, rows, rate, slo, seed) >= slo.attainment:
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+def attainment(
+    spec: EngineSpec, rows: Sequence[tuple[int, int]], rate: float, slo: SloLimits, seed: int = 0
+) -> float:
+    """Share of the requests that meet the SLO on one instance at this rate of Poisson arrivals."""
+    gaps = gaps_s(len(rows), rate, 1.0, random.Random(seed))
+    plan, now = [], 0.0
+    for index, ((prompt, output), gap) in enumerate(zip(rows, gaps, strict=True)):
+        plan.append(PlannedRequest(index, now, prompt, output))
+        now += gap
+    limits = spec.limits
+    instance = InstanceSpec(
+        name="one",
+        model="model",
+        latency=spec.latency,
+        capacity=Capacity(
+            kv_cache_tokens=limits.kv_cache_tokens,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        ),
+    )
+    setup = SchedulerSetup(
+        specs=(instance,), policy="single", predictor="oracle", initial_health=Health.UP, seed=seed
+    )
+    result = FleetSimulation(setup, {"one": spec}, plan, model="model").run()
+    return slo.share_met(result.records)
+
+
+# --- kept on disk ---------------------------------------------------------------------------------------
+
+
+@cache
+def _engine_digest() -> str:
+    """The source of the engine model and of what it computes with: a change of it forgets all results."""
+    digest = hashlib.sha256()
+    for module in (engine_module, fleet_module, latency, kvcache):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    return digest.hexdigest()
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
+
+
+@dataclass
+class Measured:
+    """Throughputs by content. `path` None keeps them in memory; `runs` counts those that were simulated."""
+
+    path: Path | None = None
+    slo: SloLimits | None = None
+    on_run: Callable[[], None] = lambda: None
+    runs: int = 0
+    _known: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.is_file():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                entry: dict[str, Any] = json.loads(line)
+                self._known[str(entry["key"])] = float(entry["requests_per_s"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that another process was writing: measured again
+
+    def alone(self, profile: Profile, kind: RequestType) -> float:
+        """Requests/s of one type alone."""
+        return self._rate(profile, [(1.0, kind.rows)])
+
+    def together(
+        self, profile: Profile, rates: Mapping[str, float], kinds: Mapping[str, RequestType]
+    ) -> float:
+        """Requests/s of all types together, in the proportions of `rates`."""
+        return self._rate(profile, [(rate, kinds[name].rows) for name, rate in sorted(rates.items())])
+
+    def _rate(self, profile: Profile, mix: Mix) -> float:
+        spec = engine_spec(profile)
+        total = math.fsum(share for share, _ in mix)
+        # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
+        rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
+        text = repr((_engine_digest(), spec, rounded, self.slo))
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._known:
+            rate = saturated_rate(spec, rounded) if self.slo is None else rate_within(spec, rounded, self.slo)
+            self._known[key] = rate
+            self.runs += 1
+            self._keep(key, rate)
+        self.on_run()
+        return self._known[key]
+
+    def _keep(self, key: str, rate: float) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "requests_per_s": rate}) + "\n")
+        except OSError:
+            self.path = None  # a cache that cannot be written is none

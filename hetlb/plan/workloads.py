@@ -1,0 +1,121 @@
+"""Types of requests: stated, or clusters of a trace by prompt and answer length.
+
+Clusters are found by k-means (k-means++ starts, Lloyd's steps) on the logarithms of both lengths, as a
+request of twice the length is as different at 100 tokens as at 1,000.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Requests of a type that a throughput is measured on.
+SAMPLE = 200
+_STARTS = 4
+_STEPS = 50
+
+
+@dataclass(frozen=True)
+class RequestType:
+    """A type with the lengths of its requests: (prompt tokens, output tokens), as they come."""
+
+    name: str
+    model: str
+    share: float
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def input_tokens(self) -> float:
+        """Mean prompt tokens."""
+        return sum(row[0] for row in self.rows) / len(self.rows)
+
+    @property
+    def output_tokens(self) -> float:
+        """Mean output tokens."""
+        return sum(row[1] for row in self.rows) / len(self.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and output tokens of the longest request."""
+        return max(prompt + output for prompt, output in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Clustering:
+    """Types found in a trace, and how good they are.
+
+    `explained`: share of the variance of the logarithms of both lengths that lies between the types (1: all
+    requests of a type are alike). `prompt_error` and `output_error`: mean relative distance of a request's
+    length from its type's mean.
+    """
+
+    types: tuple[RequestType, ...]
+    explained: float
+    prompt_error: float
+    output_error: float
+
+
+def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int = 0) -> Clustering:
+    """At most `count` types of the requests of a trace, largest share first."""
+    assert rows, "expected at least one request"
+    lengths = np.array([(max(1, i), max(1, o)) for i, o in rows], dtype=float)
+    points = np.log(lengths)
+    labels = _best_labels(points, min(count, len(np.unique(points, axis=0))), random.Random(seed))
+    types: list[RequestType] = []
+    within = prompt_error = output_error = 0.0
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        own = lengths[members]
+        within += float(((points[members] - points[members].mean(axis=0)) ** 2).sum())
+        mean = own.mean(axis=0)
+        errors = np.abs(own - mean).sum(axis=0) / mean
+        prompt_error, output_error = prompt_error + float(errors[0]), output_error + float(errors[1])
+        chosen = members[np.linspace(0, len(members) - 1, min(SAMPLE, len(members))).astype(int)]
+        sample = tuple((int(lengths[i][0]), int(lengths[i][1])) for i in chosen)
+        types.append(RequestType("", model, len(members) / len(rows), sample))
+    types.sort(key=lambda each: -each.share)
+    total = float(((points - points.mean(axis=0)) ** 2).sum())
+    named = tuple(RequestType(f"w{n + 1}", each.model, each.share, each.rows) for n, each in enumerate(types))
+    return Clustering(
+        named,
+        1.0 - within / total if total > 0 else 1.0,
+        prompt_error / len(rows),
+        output_error / len(rows),
+    )
+
+
+def _best_labels(points: NDArray[np.float64], count: int, rng: random.Random) -> NDArray[np.int64]:
+    best, least = np.zeros(len(points), dtype=np.int64), math.inf
+    for _ in range(_STARTS):
+        centres = _spread_centres(points, count, rng)
+        labels = best
+        for _ in range(_STEPS):
+            distances = ((points[:, None, :] - centres[None, :, :]) ** 2).sum(axis=2)
+            labels = distances.argmin(axis=1)
+            moved = np.array(
+                [
+                    points[labels == c].mean(axis=0) if np.any(labels == c) else centres[c]
+                    for c in range(count)
+                ]
+            )
+            if np.allclose(moved, centres):
+                break
+            centres = moved
+        spread = float(((points - centres[labels]) ** 2).sum())
+        if spread < least:
+            best, least = labels, spread
+    return best
+
+
+def _spread_centres(points: NDArray[np.float64], count: int, rng: random.Random) -> NDArray[np.float64]:
+    """Arthur and Vassilvitskii, 2007: each next centre is drawn by its squared distance from the others."""
+    centres = [points[rng.randrange(len(points))]]
+    while len(centres) < count:
+        distances = np.min([((points - centre) ** 2).sum(axis=1) for centre in centres], axis=0)
+        centres.append(points[rng.choices(range(len(points)), distances.tolist())[0]])
+    return np.array(centres)

@@ -1,0 +1,247 @@
+"""`hetlb rent`: the contract's document, a fleet that loads, replanning, sweeps, one line for wrong input."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from hetlb.cli.main import main
+from hetlb.config import ConfigError, load_fleet
+from hetlb.plan.highs import Interrupt
+from hetlb.plan.market import MarketFile, load_market
+
+MARKETS = Path(__file__).parents[2] / "configs" / "markets"
+TOY = str(MARKETS / "toy.yaml")
+PROFILING = Path(__file__).parents[2] / "profiling"
+
+
+def market(**changes: Any) -> dict[str, Any]:
+    """A model that fits one L40S, and a second kind of GPU known by a roofline."""
+    degrees = {tp: str(PROFILING / f"l40s-llama-3.1-8b-tp{tp}.yaml") for tp in (1, 2)}
+    return {
+        "version": 1,
+        "budget_per_hour": 4.0,
+        "models": [{"name": "8b", "parameters": 8.03e9, "kv_bytes_per_token": 131072, "layers": 32}],
+        "offers": [
+            {
+                "gpu": "L40S",
+                "price_per_hour": 0.86,
+                "available": 2,
+                "gpus_per_machine": 2,
+                "memory_bytes": 48305799168,
+                "profiles": {"8b": degrees},
+            },
+            {
+                "gpu": "A40",
+                "price_per_hour": 0.55,
+                "available": 2,
+                "gpus_per_machine": 2,
+                "memory_bytes": 51539607552,
+                "roofline": {"flops": 150e12, "bandwidth_bytes_per_s": 696e9},
+            },
+        ],
+        "workloads": [
+            {"name": "read", "input_tokens": 800, "output_tokens": 20, "share": 3},
+            {"name": "write", "input_tokens": 200, "output_tokens": 200, "share": 1},
+        ],
+    } | changes
+
+
+def write(path: Path, document: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+def rent(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["rent", *flags, "--no-cache", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
+    document = rent(capsys, "--config", TOY)
+    assert document["makespan_s"] == pytest.approx(1450 / 51, abs=1e-9)
+    assert {each["configuration"]: each["count"] for each in document["instances"]} == {"t1": 1, "t2x2-tp": 1}
+    assert document["cost_per_hour"] == 8.0
+    assert document["simulated"] is None
+    names = [name.split(" (")[0] for name in document["baselines"]]
+    assert {"homogeneous", "uniform composition", "one TP for all", "round robin over the plan"} <= set(names)
+
+
+def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    config = write(tmp_path / "market.yaml", market())
+    document = rent(capsys, "--config", config, "--write-fleet", str(fleet))
+    assert 0 < document["cost_per_hour"] <= 4.0
+    for name in ("read", "write"):
+        shares = [each["share"] for each in document["assignment"] if each["workload"] == name]
+        assert sum(shares) == pytest.approx(1.0)
+    planned, simulated = document["throughput_req_s"], document["simulated"]["request_throughput"]
+    assert simulated == pytest.approx(planned, rel=0.15)
+    assert document["bound_req_s"] >= planned * (1 - 1e-6)
+    resolved = load_fleet(fleet)
+    names = {spec.name for spec in resolved.instances}
+    assert len(names) == sum(each["count"] for each in document["instances"]) == len(document["commands"])
+    for planned_type in resolved.policy_params.shares:
+        assert sum(share for _, share in planned_type.instances) == pytest.approx(1.0)
+        assert {name for name, _ in planned_type.instances} <= names
+    for policy in ("hetlb", "planned"):
+        trace = tmp_path / "trace.csv"
+        trace.write_text(
+            "arrival_s,input_tokens,output_tokens\n" + ",800,20\n,800,20\n,800,20\n,200,200\n" * 5
+        )
+        flags = ["--config", str(fleet), "--trace", str(trace), "--request-rate", "inf", "--policy", policy]
+        assert main(["simulate", *flags, "--json"]) == 0
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        assert run["completed"] == 20
+
+
+def test_a_target_at_least_cost_within_an_slo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = {"target": {"request_rate": 3.0}}
+    document = market(**target)
+    del document["budget_per_hour"]
+    free = rent(
+        capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate", "--no-baselines"
+    )
+    assert free["throughput_req_s"] == pytest.approx(3.0)
+    document["slo"] = {"ttft_ms": 2000, "tpot_ms": 30, "attainment": 0.9}
+    tight = rent(
+        capsys, "--config", write(tmp_path / "tight.yaml", document), "--no-simulate", "--no-baselines"
+    )
+    assert tight["cost_per_hour"] >= free["cost_per_hour"]
+
+
+def test_types_are_found_in_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = market()
+    del document["workloads"]
+    trace = tmp_path / "trace.csv"
+    rows = [f",{800 + i},{20 + i % 3}\n,{200 + i},{190 + i}\n" for i in range(20)]
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
+    config = write(tmp_path / "market.yaml", document)
+    flags = ["--config", config, "--trace", str(trace), "--workloads", "2", "--no-simulate", "--no-baselines"]
+    found = rent(capsys, *flags)
+    assert [each["share"] for each in found["workloads"]] == [0.5, 0.5]
+    assert found["clustering"]["explained"] > 0.95
+
+
+def test_replanning_follows_a_running_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    running = tmp_path / "plan.json"
+    assert main(["rent", "--config", TOY, "--json"]) == 0
+    running.write_text(capsys.readouterr().out)
+    document = yaml.safe_load(Path(TOY).read_text())
+    document["offers"][0]["available"] = 0
+    config = write(tmp_path / "market.yaml", document)
+    found = rent(capsys, "--config", config, "--replan", str(running))
+    assert found["replanning"]["stop"] == {"t1": 1}
+    assert found["replanning"]["moves"] <= found["replanning"]["from_scratch"]["moves"]
+    assert found["throughput_req_s"] >= 0.95 * found["replanning"]["from_scratch"]["throughput_req_s"]
+
+
+def test_budgets_and_hours(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    points = rent(capsys, "--config", TOY, "--budgets", "1,4,8")["budgets"]
+    assert "the budget is 1" in points[0]["reason"]
+    assert [point["pareto"] for point in points] == [False, True, True]
+    hours = tmp_path / "hours.csv"
+    hours.write_text("hour,request_rate,price:t2,available:t1\n0,0,,\n1,1,,\n2,3,4,2\n3,1,,0\n")
+    found = rent(capsys, "--config", TOY, "--hours", str(hours))
+    rates = [each["throughput_req_s"] for each in found["hours"]]
+    assert rates == pytest.approx([0.0, 1.0, 3.0, 1.0])
+    assert found["cost"] <= found["cost_of_the_peak_all_day"]
+    assert found["hours"][0]["instances"] == []
+
+
+def test_the_plan_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rent", "--config", TOY]) == 0
+    out = capsys.readouterr().out
+    assert "3.517 requests/s for 8.00 per hour" in out
+    assert "at most 0.00% from the best plan there is" in out
+
+
+@pytest.mark.parametrize("path", sorted(MARKETS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_market_loads(path: Path) -> None:
+    assert load_market(path).offers
+
+
+def keys_of(kind: type) -> set[str]:
+    """Names of all keys of a table and of the tables in it."""
+    found = set()
+    for field in msgspec.structs.fields(kind):
+        found.add(field.name)
+        for part in (field.type, *getattr(field.type, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                found |= keys_of(part)
+    return found
+
+
+@pytest.mark.parametrize("key", sorted(keys_of(MarketFile) - {"version"}))
+def test_every_key_of_a_market_is_described(key: str) -> None:
+    assert key in (MARKETS.parents[1] / "docs" / "renting.md").read_text()
+
+
+def test_ctrl_c_asks_the_solver_to_stop_and_a_second_one_ends() -> None:
+    interrupt = Interrupt()
+    with interrupt.catching():
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"budget_per_hour": None},
+            "budget_per_hour: expected either budget_per_hour or target, got neither",
+        ),
+        ({"budget_per_hour": 0.1}, "the cheapest instance for workload"),
+        ({"offers": []}, "offers: expected at least one offer"),
+        ({"workloads": []}, "workloads: expected at least one workload"),
+        ({"models": [{"name": "8b"}]}, "models.8b.parameters: expected a value"),
+        ({"surprise": 1}, "surprise: unknown key"),
+        (
+            {"models": [{"name": "8b", "parameters": 900e9, "kv_bytes_per_token": 131072, "layers": 32}]},
+            "offers: expected GPUs with a profile or roofline that hold a model",
+        ),
+        (
+            {"workloads": [{"name": "w", "share": 1, "input_tokens": 5}]},
+            "workloads[0].output_tokens: expected a value",
+        ),
+        ({"configurations": [{"name": "c", "gpus": {"H100": 1}, "throughput": {}}]}, "expected GPUs out of"),
+        ({"slo": {}}, "slo: expected ttft_ms or tpot_ms"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    config = write(tmp_path / "market.yaml", market(**changes))
+    assert main(["rent", "--config", config, "--no-cache"]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--keep", "2"], ["--budgets", "a"], ["--budgets", "1", "--replan", "x"]])
+def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    assert main(["rent", "--config", TOY, "--no-cache", *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_is_no_plan_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert main(["rent", "--config", TOY, "--no-cache", "--replan", str(path)]) == 2
+    assert f"{path}: instances" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
+    document = market()
+    document["offers"][0]["profiles"] = {"8b": {1: "nowhere.yaml"}}
+    with pytest.raises(ConfigError, match=r"offers\[0\].profiles.8b.1: .*nowhere.yaml"):
+        load_market(Path(write(tmp_path / "market.yaml", document)))

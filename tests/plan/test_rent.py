@@ -1,0 +1,288 @@
+"""Plans of what to rent: the paper's worked example, enumeration, pruning, errors in one line."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.errors import PlanError
+from hetlb.plan import decompose
+from hetlb.plan.check import check_rent
+from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.plan.planning import proportional_rate, round_robin_rate
+from hetlb.plan.rent import Configuration, Plan, Problem, Workload, assign, prune, solve
+from hetlb.plan.replan import MoveCost, moves_between, replan
+
+LIMITS = SolveLimits(gap=1e-9)
+
+
+def toy() -> Problem:
+    """Jiang et al., ICML 2025, section 4.2: 80 and 20 requests, three kinds of GPUs, 8 dollars an hour."""
+
+    def one(name: str, gpu: str, count: int, w1: float, w2: float) -> Configuration:
+        price = {"t1": 4.0, "t2": 2.0, "t3": 2.0}[gpu]
+        return Configuration(name, "m", {gpu: count}, price * count, {"w1": w1, "w2": w2})
+
+    return Problem(
+        (Workload("w1", "m", 0.8), Workload("w2", "m", 0.2)),
+        (
+            one("t1", "t1", 1, 1.0, 1.2),
+            one("t2", "t2", 1, 0.9, 0.9),
+            one("t3", "t3", 1, 0.3, 0.5),
+            one("t2x2", "t2", 2, 2.4, 1.5),
+        ),
+        {"t1": 2.0, "t2": 2.0, "t3": 2.0},
+        8.0,
+    )
+
+
+def test_the_optimum_of_the_worked_example() -> None:
+    problem = toy()
+    plan = decompose.solve(problem, LIMITS)
+    check_rent(problem, plan)
+    assert 100 / plan.throughput == pytest.approx(float(Fraction(1450, 51)), abs=1e-9)
+    assert plan.counts == {"t1": 1, "t2x2": 1}
+    shares = {
+        key: rate / (0.8 if key[0] == "w1" else 0.2) / plan.throughput for key, rate in plan.rates.items()
+    }
+    assert shares == pytest.approx({("w1", "t1"): 5 / 34, ("w1", "t2x2"): 29 / 34, ("w2", "t1"): 1.0})
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds"),
+    [
+        ({"t1": 1, "t2": 1, "t3": 1}, Fraction(6300, 143)),
+        ({"t1": 1, "t2": 2}, Fraction(740, 21)),
+        ({"t1": 1, "t2x2": 1}, Fraction(14200, 459)),
+    ],
+)
+def test_the_steps_of_the_worked_example(counts: dict[str, int], seconds: Fraction) -> None:
+    assert 100 / proportional_rate(toy(), counts) == pytest.approx(float(seconds), rel=1e-12)
+
+
+def test_a_target_is_met_at_least_cost() -> None:
+    problem = replace(toy(), budget_per_hour=INFINITY, request_rate=2.0)
+    plan = decompose.solve(problem, LIMITS)
+    check_rent(problem, plan)
+    assert plan.throughput == pytest.approx(2.0)
+    assert plan.cost_per_hour == 4.0
+
+
+def test_round_robin_is_bound_by_the_slowest_instance() -> None:
+    # Each of two instances gets half: t1 needs 0.4/1.0 + 0.1/1.2 seconds for a request's share, t2x2 less.
+    assert round_robin_rate(toy(), {"t1": 1, "t2x2": 1}) == pytest.approx(1 / (0.4 + 0.1 / 1.2))
+
+
+# --- against enumeration --------------------------------------------------------------------------------
+
+RATES = st.one_of(st.just(0.0), st.floats(0.1, 4.0))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to three kinds of GPUs, four configurations, one or two models of up to two types each."""
+    gpus = ["a", "b", "c"][: draw(st.integers(1, 3))]
+    prices = {gpu: draw(st.sampled_from([0.5, 1.0, 1.7, 3.1])) for gpu in gpus}
+    models = ["m", "n"][: draw(st.integers(1, 2))]
+    workloads = [
+        Workload(f"{model}{w}", model, draw(st.floats(0.1, 1.0)))
+        for model in models
+        for w in range(draw(st.integers(1, 2)))
+    ]
+    total = sum(w.share for w in workloads)
+    configurations = []
+    for index in range(draw(st.integers(1, 4))):
+        model = models[index % len(models)]
+        used = draw(st.dictionaries(st.sampled_from(gpus), st.integers(1, 2), min_size=1, max_size=2))
+        rates = {w.name: draw(RATES) for w in workloads if w.model == model}
+        price = sum(prices[gpu] * count for gpu, count in used.items())
+        configurations.append(Configuration(f"c{index}", model, used, price, rates))
+    return Problem(
+        tuple(replace(w, share=w.share / total) for w in workloads),
+        tuple(configurations),
+        {gpu: float(draw(st.integers(0, 3))) for gpu in gpus},
+        draw(st.sampled_from([1.0, 5.0, 9.0])),
+    )
+
+
+def best_by_enumeration(problem: Problem) -> float:
+    best = 0.0
+    for counts in itertools.product(*(range(int(problem.most(c)) + 1) for c in problem.configurations)):
+        chosen = {c.name: n for c, n in zip(problem.configurations, counts, strict=True) if n}
+        plan = assign(problem, chosen) if chosen and within(problem, chosen) else None
+        best = max(best, plan.throughput if plan is not None else 0.0)
+    return best
+
+
+def within(problem: Problem, counts: dict[str, int]) -> bool:
+    known = {c.name: c for c in problem.configurations}
+    cost = sum(known[name].price_per_hour * count for name, count in counts.items())
+    used = [
+        sum(known[name].gpus.get(gpu, 0) * count for name, count in counts.items()) <= limit
+        for gpu, limit in problem.available.items()
+    ]
+    return cost <= problem.budget_per_hour + 1e-9 and all(used)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_a_plan_is_the_best_of_all_that_can_be_enumerated(problem: Problem) -> None:
+    best, problem_line = best_by_enumeration(problem), ""
+    try:
+        plan: Plan | None = decompose.solve(problem, LIMITS)
+    except PlanError as error:
+        problem_line = str(error)
+        plan = None
+    if plan is None:
+        assert best == 0.0
+        assert "\n" not in problem_line
+        return
+    check_rent(problem, plan)
+    assert plan.throughput == pytest.approx(best, rel=1e-6)
+    assert plan.bound >= plan.throughput * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_pruning_loses_nothing(problem: Problem) -> None:
+    assert best_by_enumeration(prune(problem)) == pytest.approx(best_by_enumeration(problem), rel=1e-9)
+
+
+# --- many models ----------------------------------------------------------------------------------------
+
+
+def many_models(count: int) -> Problem:
+    """Models that differ in size; three kinds of GPUs, one, two or four of them an instance."""
+    configurations, workloads = [], []
+    for index in range(count):
+        model, size = f"m{index}", 1.0 + index % 4
+        workloads += [Workload(f"{model}w{w}", model, (1 + (index + w) % 3) / size) for w in range(3)]
+        for gpu, price, speed in (("a", 1.0, 1.0), ("b", 2.1, 2.4), ("c", 3.9, 4.1)):
+            for gpus in (1, 2, 4):
+                rates = {
+                    f"{model}w{w}": speed
+                    * gpus ** (0.9 + 0.05 * w)
+                    * (1 + 0.1 * ((index * 7 + w * 3) % 5))
+                    / size
+                    for w in range(3)
+                }
+                configurations.append(
+                    Configuration(f"{model}{gpu}{gpus}", model, {gpu: gpus}, price * gpus, rates)
+                )
+    total = sum(w.share for w in workloads)
+    return Problem(
+        tuple(replace(w, share=w.share / total) for w in workloads),
+        tuple(configurations),
+        {"a": 20.0, "b": 15.0, "c": 12.0},
+        60.0,
+    )
+
+
+def test_decomposition_and_one_program_bound_each_other() -> None:
+    problem = many_models(6)
+    limits = SolveLimits(gap=0.02, deadline=time.monotonic() + 30)
+    search = decompose.Decomposition(prune(problem), limits)
+    search.run()
+    search.close()
+    plan = assign(problem, search.counts, search.bound)
+    assert plan is not None
+    check_rent(problem, plan)
+    direct = solve(problem, limits)
+    assert plan.throughput <= direct.bound * (1 + 1e-6)
+    assert direct.throughput <= plan.bound * (1 + 1e-6)
+
+
+def test_an_interrupt_leaves_the_best_plan_so_far() -> None:
+    interrupt = Interrupt()
+
+    def stop(best: float, bound: float) -> None:
+        interrupt.requested = interrupt.requested or best == best
+
+    problem = many_models(8)
+    plan = decompose.solve(problem, SolveLimits(gap=0.0, interrupt=interrupt), stop)
+    check_rent(problem, plan)
+    assert plan.throughput > 0
+
+
+# --- what is checked, and what is said ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counts": {"t1": 2, "t2x2": 1}},
+        {"counts": {"t1": 1}},
+        {"throughput": 3.6},
+        {"cost_per_hour": 7.0},
+        {"bound": 3.0},
+        {"rates": {("w1", "t2x2"): 2.9}},
+    ],
+)
+def test_check_finds_a_plan_that_is_wrong(change: dict[str, object]) -> None:
+    problem = toy()
+    plan = decompose.solve(problem, LIMITS)
+    with pytest.raises(PlanError):
+        check_rent(problem, replace(plan, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("problem", "missing"),
+    [
+        (replace(toy(), budget_per_hour=1.5), "budget_per_hour: the cheapest instance for workload w1"),
+        (replace(toy(), available={"t1": 0.0, "t2": 0.0, "t3": 0.0}), "needs 1 t1 (0 available)"),
+        (replace(toy(), configurations=()), "model m: expected a configuration that fits it, got none"),
+        (replace(toy(), request_rate=9.0, budget_per_hour=INFINITY), "expected at most 5.4"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(problem: Problem, missing: str) -> None:
+    with pytest.raises(PlanError, match=missing.replace("(", r"\(").replace(")", r"\)")) as caught:
+        decompose.solve(problem, LIMITS)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_models_that_the_budget_serves_only_one_by_one() -> None:
+    workloads = (Workload("a", "m", 0.5), Workload("b", "n", 0.5))
+    configurations = (
+        Configuration("c", "m", {"g": 1}, 3.0, {"a": 1.0}),
+        Configuration("d", "n", {"g": 1}, 3.0, {"b": 1.0}),
+    )
+    problem = Problem(workloads, configurations, {"g": 4.0}, 5.0)
+    with pytest.raises(PlanError, match="at least 6 per hour is needed to serve every workload"):
+        decompose.solve(problem, LIMITS)
+
+
+# --- mixes and moves ------------------------------------------------------------------------------------
+
+
+def test_a_measured_mix_serves_more_than_its_types_by_turns() -> None:
+    mixed = Configuration("c", "m", {"g": 1}, 1.0, {"a": 1.0, "b": 1.0}, ({"a": 0.6, "b": 0.6},))
+    problem = Problem((Workload("a", "m", 0.5), Workload("b", "m", 0.5)), (mixed,), {"g": 1.0}, 1.0)
+    plan = decompose.solve(problem, LIMITS)
+    check_rent(problem, plan)
+    assert plan.throughput == pytest.approx(1.2)
+
+
+def test_few_moves_where_many_gain_little() -> None:
+    old = {"t1": 1, "t2": 2}
+    found = replan(toy(), old, MoveCost(load_s=600, horizon_s=1200, keep=0.5), LIMITS)
+    assert found.plan.counts == old
+    assert found.moves.count == 0
+    assert found.scratch_moves.count == 3
+    eager = replan(toy(), old, MoveCost(keep=0.95), LIMITS)
+    assert eager.plan.throughput == pytest.approx(found.scratch.throughput)
+    assert eager.moves.count == 3
+
+
+def test_moves_are_what_differs() -> None:
+    moves = moves_between({"a": 2, "b": 1}, {"a": 1, "c": 3})
+    assert (moves.start, moves.stop, moves.count) == ({"c": 3}, {"a": 1, "b": 1}, 5)
+
+
+def test_an_empty_plan_has_no_known_gap() -> None:
+    assert Plan({}).gap(toy()) == INFINITY
