@@ -91,13 +91,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.retired.append(tree)
         self.trees[number] = Tree(self.index, tree.cache_id + 2)
 
-    @rule(number=st.integers(0, 1), expected=st.integers(0, 500), share=st.floats(0, 1))
-    def correct(self, number: int, expected: int, share: float) -> None:
+    @rule(number=st.integers(0, 1), held=st.integers(0, 500), idle=st.floats(0, 1), share=st.floats(0, 1))
+    def correct(self, number: int, held: int, idle: float, share: float) -> None:
         tree = self.trees[number]
         before = tree.share
-        tree.correct(expected, int(share * expected))
+        shared = Shared(None, held, 0, held, int(idle * held))
+        tree.correct(shared, int(share * held))
         assert LEAST_SHARE <= tree.share <= 1.0
-        assert tree.share >= before or expected >= 64
+        assert tree.share >= before or shared.idle_tokens >= 64
 
     @rule(path=PATHS, more=st.integers(0, 50))
     def ask(self, path: str, more: int) -> None:
