@@ -53,13 +53,18 @@ IDLE_DEADLINE_S = 20.0
 _POLL_S = 0.05
 
 
-@contextlib.contextmanager
-def pair(log_dir: Path) -> Iterator[list[Server]]:
-    """Both servers, the fast one first, warm."""
+def make_models() -> None:
+    """Make the two models where they are not there yet."""
     if not all((MODELS / spec.model / "config.json").is_file() for spec in (TINY_FAST, TINY_SLOW)):
         if not VENV_PYTHON.is_file():
             raise ServerFailed("there is no .venv-vllm: run tests/vllm/install.sh first")
         subprocess.run([VENV_PYTHON, HERE / "make_models.py", MODELS], check=True, timeout=120)
+
+
+@contextlib.contextmanager
+def pair(log_dir: Path) -> Iterator[list[Server]]:
+    """Both servers, the fast one first, warm."""
+    make_models()
     with vllm_servers([TINY_FAST, TINY_SLOW], MODELS, log_dir, deadline_s=READY_DEADLINE_S) as servers:
         asyncio.run(_warm_up(servers))
         yield servers

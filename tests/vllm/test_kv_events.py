@@ -45,6 +45,7 @@ def spec_of(name: str, folder: str) -> ServerSpec:
 @pytest.fixture(scope="module")
 def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Server], str]]:
     """Two servers that publish KV events, and the folder of their sockets."""
+    real.make_models()
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         specs = [spec_of("kv-a", folder), spec_of("kv-b", folder)]
         logs = tmp_path_factory.mktemp("kv-events")
