@@ -282,9 +282,12 @@ class _Histogram:
         """The histogram that `state` was made of. Raises `ValueError` or `TypeError` where it is none."""
         made = cls()
         made.seen = int(state[0])
-        for index, count, total in state[1:]:
+        for bucket in state[1:]:
+            if len(bucket) != 3:
+                raise ValueError(f"expected a bucket, its weight and its tokens, got {bucket}")
+            index, count, total = bucket
             if not (0 <= index < len(made._counts) and 0.0 <= count < _MOST_SUM and 0.0 <= total < _MOST_SUM):
-                raise ValueError(f"expected a bucket, its weight and its tokens, got {[index, count, total]}")
+                raise ValueError(f"expected a bucket, its weight and its tokens, got {bucket}")
             made._counts[index], made._totals[index] = float(count), float(total)
             made._used.append(int(index))
         made._used.sort()

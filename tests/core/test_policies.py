@@ -280,7 +280,7 @@ def test_prefix_remembers_a_bounded_number_of_prefixes() -> None:
     instance = scheduler.instances[0]
     for i in range(1100):
         asked = begins(i, *((f"{i}/{j}", 900) for j in range(64)))
-        policy.committed(Question(asked, 1.0, 1.0, 0, Demand(), 0.0, {}), instance, [instance])
+        policy.committed(Question(asked, 1.0, 1.0, 0, Demand(), 0.0, None), instance, [instance])
     assert len(policy._sent) == 65_536
 
 

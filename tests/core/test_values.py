@@ -13,28 +13,8 @@ from hetlb.core.health import HealthParams
 from hetlb.core.policies import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.records import RequestRecord
-from hetlb.core.speed import Mark
-from hetlb.core.types import Candidate, Capacity, Lease, Probed, ProbeResult
+from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
 from hetlb.workload.arrivals import PlannedRequest
-
-
-def lease() -> Lease:
-    made = Lease(
-        3,
-        request(1),
-        "a",
-        2,
-        work_ns=5,
-        kv_tokens=6,
-        kv_prompt_tokens=4,
-        promised_tokens=9,
-        prompt_tokens=7,
-        unread_tokens=3,
-        predicted_output=8.5,
-        dispatched_at=9.5,
-    )
-    made.first_token_at, made.mark, made.output_tokens, made.ended = 10.5, Mark(1.0, 2.0, 3, 4), 11, True
-    return made
 
 
 def facts(value: Any) -> Any:
@@ -56,7 +36,6 @@ def facts(value: Any) -> Any:
         Probed("a", ProbeResult.OK),
         QueueLimits(),
         RequestRecord(1.0, 2, 3, 4.0, 5.0),
-        lease(),
         request(1),
         spec("a"),
     ],
