@@ -333,11 +333,6 @@ class Queue:
         """The sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
 
-    def goes_before(self, request: Request) -> bool:
-        """Whether a request with a better priority waits in the line of this one."""
-        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
-        return by_priority is not None and next(iter(by_priority)) < request.priority
-
     def overtaken(self, entry: Queued) -> int:
         """How many later requests have gone before a waiting one."""
         key, priority, _, _ = self.held[entry.request.id]

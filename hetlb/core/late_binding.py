@@ -54,9 +54,7 @@ _LULL_S: Final = 16.0
 _LULL_SHARE: Final = 0.05
 #: An instance is not passed over where its first token comes so many times sooner than elsewhere.
 _FAR_SOONER: Final = 1.5
-#: ...unless the whole answer comes so many times later than there.
-
-
+#: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16

@@ -195,11 +195,11 @@ def test_only_a_better_priority_of_the_same_line_goes_before() -> None:
         asked(3, model="o", priority=-9),
     )
     queue.push(asked(4, priority=-9), 0.0, retry=True)
-    assert queue.goes_before(asked(9, priority=4))
-    assert not queue.goes_before(asked(9, priority=3))
-    assert not queue.goes_before(asked(9, priority=-5))
-    assert queue.goes_before(asked(9, priority=-5, pinned="a"))
-    assert not queue.goes_before(asked(9, priority=9, model="none"))
+    assert not queue.may_pass(asked(9, priority=4))
+    assert queue.may_pass(asked(9, priority=3))
+    assert queue.may_pass(asked(9, priority=-5))
+    assert not queue.may_pass(asked(9, priority=-5, pinned="a"))
+    assert queue.may_pass(asked(9, priority=9, model="none"))
 
 
 def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
