@@ -34,8 +34,19 @@ from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
 from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, Instance
 from hetlb.core.latency import ideal_batch, processing_s
-from hetlb.core.policies.base import MAX_WORKLOAD_S, Choice, Policy, SchedulingContext
-from hetlb.core.types import Candidate
+from hetlb.core.policies.base import (
+    DECODE_START_STEPS,
+    MAX_WORKLOAD_S,
+    OWN_READ_TOKENS,
+    Choice,
+    Policy,
+    SchedulingContext,
+    SplitChoice,
+    cached_at,
+    pair_choice,
+)
+from hetlb.core.transfer import TransferTimes
+from hetlb.core.types import Candidate, Role
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
@@ -60,6 +71,11 @@ _MUCH_LATER: Final = 2.5
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
 
+#: So many of the best prefill and decode instances are combined.
+_FINALISTS: Final = 4
+#: Share of the lease on held KV blocks in which an answer that is no stream is to end.
+_LEASE_SHARE: Final = 0.4
+
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
 
@@ -83,12 +99,28 @@ class _InstanceScore:
     Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
     those that run there, `charged_s` what of the first counts for it, `late_s` what is added because it is
     late, `score` what it costs in all. `state` is whether there is room, `kv` the promised share of the KV
-    cache."""
+    cache. `step_s` is one of its decode steps there. Of `others_s`, before instances of one kind
+    share it, `reading_s` comes from reading its prompt and `joining_s` from decoding beside them."""
 
-    __slots__ = ("charged_s", "first_s", "kv", "late_s", "others_s", "own_s", "score", "state")
+    __slots__ = (
+        "charged_s", "first_s", "joining_s", "kv", "late_s", "others_s", "own_s", "reading_s", "score",
+        "state", "step_s",
+    )  # fmt: skip
 
-    def __init__(self, first_s: float, own_s: float, others_s: float, state: int, kv: float) -> None:
+    def __init__(
+        self,
+        first_s: float,
+        own_s: float,
+        others_s: float,
+        state: int,
+        kv: float,
+        step_s: float,
+        reading_s: float,
+    ) -> None:
         self.kv = kv
+        self.step_s = step_s
+        self.reading_s = reading_s
+        self.joining_s = others_s - reading_s
         self.late_s = 0.0
         self.first_s = first_s
         self.own_s = own_s
@@ -107,16 +139,20 @@ class _InstanceScore:
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people."""
 
-    __slots__ = ("_passed_over", "_question", "_scores", "instances")
+    __slots__ = ("_passed_over", "_question", "_scores", "_usual_s", "instances", "untimely")
 
-    def __init__(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> None:
+    def __init__(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], may_pass_over: bool = True
+    ) -> None:
         self._question = ctx
         self.instances = instances
+        #: Whether a pair was left out because its answer would come too late (see `_in_time`).
+        self.untimely = False
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
         self._score_all()
-        if len(instances) > 1:
+        if may_pass_over and len(instances) > 1:
             self._pass_over()
 
     def lowest(self) -> int | None:
@@ -172,16 +208,13 @@ class _Evaluation:
                 paid = cached + held.credit - held.credits.get(cache_id, 0.0)
             step_s = latency.step_s(batch + own, context + own * own_context)
             first_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, own)
-            others_s = 0.0
+            others_s = reading_s = 0.0
             if batch:
                 first_s += 0.5 * latency.step_s(batch, context)  # what is left of the running iteration
-                others_s = (
-                    (sequences / own)
-                    * batch
-                    * (
-                        latency.read_delay_s(prompt, paid, batch, context, budget, own)
-                        + together * latency.step_delay_s(batch, context, own_context, own)
-                    )
+                delayed = (sequences / own) * batch
+                reading_s = delayed * latency.read_delay_s(prompt, paid, batch, context, budget, own)
+                others_s = reading_s + delayed * together * latency.step_delay_s(
+                    batch, context, own_context, own
                 )
             costs = mix.costs(instance)
             own_s = first_s + output * step_s
@@ -189,7 +222,7 @@ class _Evaluation:
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
                 own_s += over / (slots * share) * output * step_s
-            each = _InstanceScore(first_s, own_s, others_s, state, instance.kv_utilization)
+            each = _InstanceScore(first_s, own_s, others_s, state, instance.kv_utilization, step_s, reading_s)
             scores.append(each)
             if paid > cached:
                 each.charge(
@@ -197,6 +230,7 @@ class _Evaluation:
                 )
             if costs.first_token_s < usual_s:
                 usual_s = costs.first_token_s
+        self._usual_s = usual_s
         if mix.has_twins(self.instances):
             self._share_externality()
         if usual_s > 0.0:
@@ -286,6 +320,77 @@ class _Evaluation:
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += mix.speed(instances[i])
 
+    def best_whole(self) -> int | None:
+        """The index of the instance with room and the lowest score of those that may get all of a request."""
+        ctx, index, least = self._question, -1, math.inf
+        for i, (instance, each) in enumerate(zip(self.instances, self._scores, strict=True)):
+            if each.state == _ROOM and each.score < least:
+                role = instance.spec.role
+                if role is Role.BOTH or (
+                    role is Role.DECODE
+                    and ctx.request.prompt_tokens - cached_at(ctx, instance) <= OWN_READ_TOKENS
+                ):
+                    index, least = i, each.score
+        return None if index < 0 else index
+
+    def best_pair(self, transfers: TransferTimes, below: float) -> tuple[int, int, float] | None:
+        """The prefill and decode instance with the lowest score together, and that; None if none is `below`.
+
+        The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
+        only the few best are combined: a decision's cost must not grow with the square of the fleet.
+        """
+        ctx, scores, instances = self._question, self._scores, self.instances
+        weight = _FIRST_TOKEN_WEIGHT
+        sources: list[tuple[float, int]] = []
+        targets: list[tuple[float, int]] = []
+        for i, each in enumerate(scores):
+            if each.state != _ROOM:
+                continue
+            role = instances[i].spec.role
+            if role is not Role.DECODE:
+                sources.append(((weight + 1.0) * each.charged_s + each.reading_s, i))
+            if role is not Role.PREFILL:
+                start_s = DECODE_START_STEPS * each.step_s
+                own_s = each.own_s - each.first_s
+                targets.append(((weight + 1.0) * start_s + own_s + each.joining_s, i))
+        sources.sort()
+        targets.sort()
+        prompt = ctx.request.prompt_tokens
+        late_s = _LATE * self._usual_s
+        found: tuple[int, int, float] | None = None
+        for source_score, i in sources[:_FINALISTS]:
+            for target_score, j in targets[:_FINALISTS]:
+                if i == j or source_score + target_score >= below:
+                    continue
+                cached = cached_at(ctx, instances[j])
+                transfer_s = transfers.estimate_s(instances[i], instances[j], prompt - cached)
+                score = source_score + target_score + (weight + 1.0) * transfer_s
+                first_s = scores[i].charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
+                if first_s > late_s > 0.0:
+                    score += weight * first_s * (first_s - late_s) / self._usual_s
+                if score >= below:
+                    continue
+                if self._in_time(instances[j], scores[j], first_s):
+                    found, below = (i, j, score), score
+                else:
+                    self.untimely = True
+        return found
+
+    def _in_time(self, target: Instance, each: _InstanceScore, first_s: float) -> bool:
+        """Whether an answer that is sent as a whole comes well before the lease on the KV blocks ends.
+
+        Its first token is not seen, so nothing else shows that they were fetched in time.
+        """
+        link = target.spec.kv_transfer
+        assert link is not None, f"{target.name} takes part in no KV transfer"
+        if self._question.request.streamed or not link.connector.holds:
+            return True
+        return first_s + each.own_s - each.first_s <= _LEASE_SHARE * link.lease_s
+
+    def score_of(self, i: int) -> float:
+        """The score of one instance for all of the request."""
+        return self._scores[i].score
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         return [self._candidate(i) for i in range(len(self.instances))]
@@ -350,6 +455,28 @@ class Hetlb(Policy):
         index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
+
+    def choose_split(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes
+    ) -> SplitChoice | None:
+        mixed = all(instance.spec.role is Role.BOTH for instance in instances)
+        evaluation = _Evaluation(ctx, instances, mixed)
+        whole = evaluation.best_whole()
+        below = math.inf if whole is None else evaluation.score_of(whole)
+        pair = evaluation.best_pair(transfers, below)
+        if pair is None:
+            if whole is None:
+                return SplitChoice(-1, -1, 0.0, evaluation.candidates) if evaluation.untimely else None
+            return SplitChoice(whole, whole, _paper_work(ctx, instances[whole])[2], evaluation.candidates)
+        prefill, decode, score = pair
+        names = instances[prefill].name, instances[decode].name
+        return pair_choice(
+            ctx,
+            instances,
+            prefill,
+            decode,
+            lambda: [*evaluation.candidates(), Candidate(f"{names[0]} > {names[1]}", score)],
+        )
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
