@@ -26,7 +26,8 @@ decides how many of them are left.
 Disaggregated prefill: a sequence with `held` keeps its blocks when it has finished, until `release_held` (the
 KV that another engine has not fetched yet). One with `remote_tokens` takes blocks for its prompt, leaves the
 queue and waits for the transfer; the driver takes it from `take_fetches` and calls `complete_fetch`. Then it
-is admitted before all that wait and computes what was not transferred, at least its last token.
+is admitted before all that wait and computes what was not transferred, at least its last token. That one token
+costs what a decode costs.
 """
 
 from __future__ import annotations
@@ -293,6 +294,8 @@ class EngineModel:
         "_finish_steps",
         "_head",
         "_held",
+        "_joining",
+        "_joining_tokens",
         "_leaving",
         "_partial",
         "_preempted",
@@ -356,6 +359,8 @@ class EngineModel:
         self._fetching: dict[Sequence, None] = {}
         self._ready: dict[Sequence, None] = {}
         self._held: dict[Sequence, int] = {}
+        self._joining = 0  # of the batch being scheduled: transferred prompts that compute one token
+        self._joining_tokens = 0  # and their tokens in the cache
         self._settled = True  # whether the view of the iteration in flight was not a delayed one
         self._queued = self.pool.total_blocks
         self._head = 0
@@ -674,21 +679,20 @@ class EngineModel:
         self._step += 1
         decodes = len(decoding)
         self._decode_tokens += decodes
-        tokens = prompts = longest = attended = 0
+        tokens = prompts = longest = attended = self._joining = self._joining_tokens = 0
         if self._partial is not None or self._waiting or self._ready:
             tokens, prompts, longest, attended = self._schedule_prefills(
                 self.limits.max_num_batched_tokens - decodes
             )
-            self.prefilled_tokens += tokens
+            self.prefilled_tokens += tokens + self._joining
         if self.pool.used_blocks > self.kv_peak_blocks:
             self.kv_peak_blocks = self.pool.used_blocks
         latency = self.latency
+        batch, cached = decodes + self._joining, self._decode_tokens + self._joining_tokens
         if tokens:
-            first_s = latency.iteration_s(
-                tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
-            )
+            first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
         else:
-            first_s = latency.step_s(decodes, self._decode_tokens)
+            first_s = latency.step_s(batch, cached)
         increment_s = latency.step_growth_s(decodes)
         return Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
@@ -799,6 +803,10 @@ class EngineModel:
             self._admit(head, found + part, last=found + part == whole)
             budget -= part
             places -= 1
+            if found + 1 == whole:
+                self._joining += 1
+                self._joining_tokens += whole
+                continue
             tokens += part
             prompts += 1
             longest = max(longest, part)

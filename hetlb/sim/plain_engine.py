@@ -21,8 +21,8 @@ Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` an
 * Disaggregated prefill (`_connector_finished`, `WAITING_FOR_REMOTE_KVS`): blocks of a finished prefill stay
   allocated until they were fetched. A sequence whose KV cache comes from another engine gets the blocks of
   its prompt when its turn in the queue comes, and then waits outside the batch for the transfer. When that
-  has ended, it is admitted before all that wait; at least its last token is computed. Preempted, it is
-  computed like any other.
+  has ended, it is admitted before all that wait; at least its last token is computed, which costs what a
+  decode costs. Preempted, it is computed like any other.
 
 Of two blocks with the same content only the first is found. Left out: speculative decoding, pipeline
 parallelism, sliding windows, LoRA limits, priorities.
@@ -84,6 +84,7 @@ class Scheduled:
     tokens: int
     decodes: bool
     completes: bool
+    joins: bool = False  # computes the last token of a transferred prompt
 
 
 @dataclass
@@ -241,6 +242,7 @@ class PlainEngine:
                 del sequence.blocks[kept:]
                 self.running.append(sequence)
                 scheduled.append(self._scheduled(sequence, new))
+                scheduled[-1].joins = sequence.computed == sequence.prompt - 1
                 budget -= new
             while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
                 sequence = self.waiting[0]
@@ -274,8 +276,8 @@ class PlainEngine:
 
     def _batch(self, scheduled: list[Scheduled], preempted: list[PlainSequence]) -> PlainBatch:
         """Its duration, and its sequences as they will be when it has run."""
-        decodes = [each.sequence for each in scheduled if each.decodes]
-        prefills = [(each.sequence, each.tokens) for each in scheduled if not each.decodes]
+        decodes = [each.sequence for each in scheduled if each.decodes or each.joins]
+        prefills = [(each.sequence, each.tokens) for each in scheduled if not (each.decodes or each.joins)]
         duration_s = self.latency.iteration_s(
             sum(new for _, new in prefills),
             len(prefills),
