@@ -26,8 +26,8 @@ decides how many of them are left.
 Disaggregated prefill: a sequence with `held` keeps its blocks when it has finished, until `release_held` (the
 KV that another engine has not fetched yet). One with `remote_tokens` takes blocks for its prompt, leaves the
 queue and waits for the transfer; the driver takes it from `take_fetches` and calls `complete_fetch`. Then it
-is admitted before all that wait and computes what was not transferred, at least its last token. That one token
-costs what a decode costs.
+is admitted before all that wait and computes what was not transferred, at least its last token. That one
+token costs what a decode costs.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Machine:
-    """`gpus` alike GPUs. `profiles` by tensor-parallel degree are of the whole model; `roofline` is for the rest.
+    """`gpus` alike GPUs. `profiles` by degree are of the whole model; `roofline` is for the other degrees.
 
     `profile_paths` are those of the profiles, as written in the file.
     """

@@ -1,7 +1,7 @@
 """CLUSTER.yaml of `hetlb split`: machines with links, a model, a workload.
 
-Promise: whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was expected.
-Paths are relative to the file.
+Promise: whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
+expected. Paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
     for gpu in table.inside:
         if gpu != "default" and gpu not in gpus:
             raise ConfigError(
-                f"{path}: links.inside: expected GPUs out of {', '.join(sorted(gpus))} or default, got {gpu!r}"
+                f"{path}: links.inside: expected GPUs out of {', '.join(sorted(gpus))} or default, "
+                f"got {gpu!r}"
             )
     if table.matrix is not None:
         if table.inside:
