@@ -1,6 +1,6 @@
 """Machines, links, model and workload of a disaggregation problem, and the plans that solve it.
 
-Promise: plain values in tokens, seconds and bytes; nothing is read or searched here. GPUs of one machine are
+Plain values in tokens, seconds and bytes; nothing is read or searched here. GPUs of one machine are
 alike, so a group of GPUs is a number of GPUs per machine (a `Composition`). Tensor parallelism stays inside a
 machine, as vLLM is run: a stage is `gpus` GPUs of one machine, and all stages of a group have the same.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from hetlb.config import Profile
+from hetlb.config.profile import Profile
 from hetlb.plan.market import Model, RooflineTable
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.

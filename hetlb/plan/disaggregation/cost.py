@@ -21,7 +21,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol
 
-from hetlb.config import Profile
+from hetlb.config.profile import Profile
 from hetlb.errors import ProfileError
 from hetlb.plan.configurations import (
     ACTIVATION_BYTES,

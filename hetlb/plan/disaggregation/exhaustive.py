@@ -1,6 +1,6 @@
 """Every partition of a small cluster into groups with roles: the best plan there is under a cost model.
 
-Promise: no plan has more requests/s. Partial plans are given up where a bound shows that nothing better
+No plan has more requests/s. Partial plans are given up where a bound shows that nothing better
 follows: with weights w and 1 - w on both phases, a plan serves at most w * prefill + (1 - w) * decode + both,
 and what is left of every machine adds at most its best value per GPU.
 """

@@ -1,6 +1,6 @@
 """CLUSTER.yaml of `hetlb split`: machines with links, a model, a workload.
 
-Promise: whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
+Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
 expected. Paths are relative to the file.
 """
 
@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from hetlb.config import NonNegative, Positive, PositiveInt, Profile, load_profile, load_yaml, model_kv_bytes
+from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.disaggregation.cluster import Cluster, Links, Machine, Slo, Workload
 from hetlb.plan.market import Model, RooflineTable

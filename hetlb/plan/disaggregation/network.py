@@ -1,6 +1,6 @@
 """KV flows between prefill and decode groups: the requests/s that a set of groups serves.
 
-Promise: flows keep every group's capacity and every link's rate; the value is the highest there is, to
+Flows keep every group's capacity and every link's rate; the value is the highest there is, to
 rounding.
 
 Every stage of a prefill group sends the KV cache of its layers to the stages of the decode group that hold

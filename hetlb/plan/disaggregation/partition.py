@@ -1,6 +1,6 @@
 """The first phase of HexGen-2 (section 3.2): groups with little bandwidth between them, then their roles.
 
-Promise: every GPU is in exactly one group, and the same seed gives the same groups.
+Every GPU is in exactly one group, and the same seed gives the same groups.
 
 Spectral partitioning (Alpert and Yao, 1995): GPUs are points whose coordinates are eigenvectors of the
 bandwidth graph's Laplacian, clustered by k-means; swaps of two GPUs (Kernighan and Lin, 1970) then lower the

@@ -1,6 +1,6 @@
 """A mixed-integer program over kinds of groups: a start for the search, and a bound on what it may find.
 
-Promise: with `complete` templates, no plan serves more than `bound` requests/s.
+With `complete` templates, no plan serves more than `bound` requests/s.
 
 Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of so
 many GPUs of machines of some classes in a role. The program chooses how many of each template, and how much

@@ -1,6 +1,6 @@
 """Search for plans: a program over kinds of groups and a spectral partition to begin with, then guided moves.
 
-Promise: every candidate keeps all limits; the same seed and number of steps give the same candidates; Ctrl-C
+Every candidate keeps all limits; the same seed and number of steps give the same candidates; Ctrl-C
 or the end of the time leave the best so far.
 
 A move changes one or two groups: some GPUs go from one to another, two exchange GPUs, one divides, two merge,
