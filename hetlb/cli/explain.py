@@ -261,7 +261,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
-    """Why a candidate was chosen, or was not."""
+    """The reason a candidate was chosen, or was not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"

@@ -50,7 +50,7 @@ class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class LiveResult:
-    """What was measured on which server, and the journal that still holds it."""
+    """Measurements of one server, and the journal that still holds them."""
 
     facts: ServerFacts
     points: tuple[Point, ...]

@@ -228,7 +228,7 @@ def make_study(
     prefix_cache: bool = False,
     restarts_s: tuple[float, ...] = (),
 ) -> Study:
-    """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
+    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     name = models[0] if model is None else model
     if name not in models:

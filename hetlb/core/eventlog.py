@@ -1,4 +1,4 @@
-"""What the scheduler saw and decided, as JSON lines; and the same facts fed to a scheduler again.
+"""Event log: facts and decisions of the scheduler as JSON lines, and a replay of them.
 
 A log holds everything a decision depends on (the set-up with its seed, then every fact with its
 time), so that replaying it gives the same decisions, to the last bit. The first line is the set-up; every
@@ -266,7 +266,7 @@ class Replayed(PickleByFields):
 
     @property
     def same(self) -> bool:
-        """Whether the decisions agree."""
+        """True if the decisions agree."""
         return self.recorded == [encode_command(command) for command in self.commands]
 
 

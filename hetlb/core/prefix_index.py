@@ -213,12 +213,13 @@ class Tree:
 
 @mypyc_attr(acyclic=True)
 class Held:
-    """What engines hold of one prompt, by `Tree.cache_id`.
+    """Tokens of one prompt that engines hold, by `Tree.cache_id`.
 
     `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
     it is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt
     that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
-    already."""
+    already.
+    """
 
     __slots__ = ("credit", "credits", "tokens")
 
@@ -242,7 +243,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """What each engine holds of a prompt; None if none holds any.
+        """Tokens that each engine holds of a prompt; None if none holds any.
 
         At least one token of a prompt is always computed.
         """

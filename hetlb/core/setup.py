@@ -1,4 +1,4 @@
-"""What a scheduler is built from: the same object makes the proxy's, a worker's and the simulator's."""
+"""Set-up of a scheduler: the same object makes the proxy's, a worker's and the simulator's."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What a run gives: a record per planned request in plan order, and how the client fared."""
+    """Result of a run: a record per planned request in plan order, and the client's own lag."""
 
     plan: Sequence[PlannedRequest]
     records: list[RequestResult]
@@ -286,7 +286,7 @@ class _Run:
         self._progress.failed += 1
 
     async def _watch_lag(self) -> None:
-        """How late the event loop calls what is due: the error of every other stamp."""
+        """Measure how late the event loop calls what is due: the error of every other stamp."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)

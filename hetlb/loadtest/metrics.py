@@ -74,7 +74,7 @@ def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
 
 
 def details(result: LoadResult, rows: Sequence[Row]) -> dict[str, Any]:
-    """What happened to every request, in plan order; names and units (seconds) are those of vLLM.
+    """Details of every request, in plan order; names and units (seconds) are those of vLLM.
 
     `start_times`, `scheduled_times` and `end_times` count from the start of the run. `rows` are what was
     asked: `session_ids` and `turns` are there where some have them, null for those that have none.

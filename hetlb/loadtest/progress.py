@@ -1,4 +1,4 @@
-"""What a person sees while a load runs: a bar with live figures, on stderr, on a terminal only.
+"""Progress display while a load runs: a bar with live figures, on stderr, on a terminal only.
 
 Nothing is drawn where nobody looks (no terminal, or `quiet`); warnings are printed always. Drawing
 is cheap and seldom: it shares a process with the clock of every request.

@@ -62,7 +62,7 @@ class BusyError(HetlbError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a sweep is: samples taken and planned, and what is measured now."""
+    """Progress of a sweep: samples taken and planned, and the one measured now."""
 
     done: int
     planned: int
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a sweep found: points (medians of their samples), and what was learnt of the engine."""
+    """Result of a sweep: points (medians of their samples), and the facts learnt of the engine."""
 
     points: tuple[Point, ...]
     max_num_batched_tokens: int | None
@@ -94,7 +94,7 @@ async def settled(client: EngineClient, facts: ServerFacts) -> bool:
 
 
 async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: random.Random) -> int | None:
-    """How many sequences run while others wait although the KV cache has room; None where none ever do."""
+    """Sequences that run while others wait although the KV cache has room; None where none ever do."""
     capacity = facts.capacity
     if not facts.counts or capacity.kv_cache_tokens is None:
         return None
@@ -198,7 +198,7 @@ class Sweep:
     # --- planning ---
 
     def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
-        """How many more samples of a point are wanted: those asked for, then one more while they differ."""
+        """Further samples wanted of a point: those asked for, then one more while they differ."""
         count = taken.get(size, 0)
         if count < self._repeats:
             return self._repeats - count

@@ -1,4 +1,4 @@
-"""Who may come in and what is shown to whom: tokens, keys, certificates and networks.
+"""Access: tokens, keys, certificates and networks of clients, operators and engines.
 
 Files and variables are read whole at start and at reload, never for a request; an error names the
 key of the fleet file and where it points, never what stands there, and no secret is in a `repr`.
@@ -38,7 +38,7 @@ _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """How one engine is reached.
+    """Access to one engine: its key and its TLS context.
 
     `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
     `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
@@ -63,7 +63,7 @@ class Tenant:
     models: frozenset[str] | None = None
 
     def may_use(self, model: str) -> bool:
-        """Whether this key is for that model."""
+        """True if this key is for that model."""
         return self.models is None or model in self.models
 
 
@@ -135,7 +135,7 @@ def _check_unconfined(fleet: Fleet) -> None:
 def registered_access(
     url: str, model_key: bytes | None, *, passthrough: bool, address: str | None
 ) -> EngineAccess:
-    """How an instance is reached that is in no file: the system's authorities, the key of its model."""
+    """Access to an instance that is in no file: the system's authorities, the key of its model."""
     tls = _Authorities().context(EngineSource(key="instance")) if url.startswith("https:") else None
     return EngineAccess(_bearer(model_key), passthrough, tls, address)
 
@@ -190,7 +190,7 @@ def _listener_context(table: TlsTable | None, key: str, base: Path) -> ssl.SSLCo
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
-    """What a listener needs to speak TLS, 1.2 or newer. Raises `ConfigError` naming `key`."""
+    """TLS context of a listener, 1.2 or newer. Raises `ConfigError` naming `key`."""
     cert_path, key_path = base / table.cert, base / table.key
     for name, path, label in (("cert", cert_path, b"CERTIFICATE"), ("key", key_path, b"PRIVATE KEY")):
         if label + b"-----" not in _pem(path, f"{key}.{name}"):
@@ -248,7 +248,7 @@ def _pem(path: Path, key: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on `host` is reached from this machine alone."""
+    """True if a listener on `host` is reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -77,7 +77,7 @@ class Clients:
         self._turning = False
 
     def admit(self, connection: ClientConnection) -> bool:
-        """Whether there is room for a new connection; where not, the oldest without a request makes it."""
+        """True if there is room for a new connection; where not, the oldest without a request makes it."""
         limit = self.table.max_connections or _half_of_the_descriptors()
         full = len(self.open) >= limit
         idle = self._oldest_idle() if full else None
@@ -246,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def http11(self) -> bool:
-        """Whether the client understands chunked answers."""
+        """True if the client understands chunked answers."""
         return self._head is not None and self._head.http11
 
     @property
@@ -275,12 +275,12 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _unread(self) -> bool:
-        """Whether something is there that can be read on."""
+        """True if something is there that can be read on."""
         return self._at < len(self._buffer) or (len(self._backlog) > 0 and not self._partial)
 
     @property
     def _begun(self) -> bool:
-        """Whether something of a head is there, were it an empty line."""
+        """True if something of a head is there, were it an empty line."""
         return self._partial or self._blank_lines > 0
 
     def _continue_later(self) -> None:
@@ -312,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is read or answered here; the beginning of a head is none yet."""
+        """True if no request is read or answered here; the beginning of a head is none yet."""
         if self._exchange is not None or self._head is not None or self._closing:
             return False
         return self._transport is not None and not self._transport.get_write_buffer_size()
@@ -398,7 +398,7 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _find_head(self) -> int:
-        """Where the next head ends in the buffer, 0 if it is not whole. Raises `GateError`."""
+        """Position of the next head's end in the buffer, 0 if it is not whole. Raises `GateError`."""
         seen = 0
         if self._partial:
             backlog, seen = self._backlog, len(self._backlog)
@@ -493,7 +493,7 @@ class ClientConnection(asyncio.Protocol):
             self._small.clear()
 
     def _release(self) -> None:
-        """What was kept of a body is whole, or of no use any more."""
+        """Drop the parts of a body that is whole, or of no use any more."""
         self._clients.held_bytes -= self._held
         self._held = 0
         self._body = []

@@ -152,7 +152,7 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def retry_after_s(self, reject: Reject) -> float | None:
-        """When the client of a rejected request should come again, None where that would be of no use."""
+        """Seconds until the client of a rejected request should try again, None where that is of no use."""
 
     @abstractmethod
     def targets(self) -> Iterable[Target]:
@@ -172,11 +172,11 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def pinned_serves(self, pinned: str, model: str) -> bool:
-        """Whether the instance that a request is pinned to answers to a model."""
+        """True if the instance that a request is pinned to answers to a model."""
 
     @abstractmethod
     def serves(self, lease: Lease) -> bool:
-        """Whether the instance of a lease serves its model, as far as is known."""
+        """True if the instance of a lease serves its model, as far as is known."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
@@ -484,7 +484,7 @@ class Driver(ExchangeDriver):
             self.change(AdminStateSet(instance, AdminState.MAINT))
 
     def _emits(self, name: str) -> bool:
-        """Whether part of an answer came from an instance lately."""
+        """True if part of an answer came from an instance lately."""
         return name in self.streaming(self.now() - EMITS_S)
 
     @property

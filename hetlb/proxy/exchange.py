@@ -47,7 +47,7 @@ from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
 
 
 class DriverSide(Protocol):
-    """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
+    """Interface of an exchange's driver: the clock, the scheduler, the connections."""
 
     @property
     def forward_rules(self) -> ForwardRules: ...
@@ -67,7 +67,7 @@ class DriverSide(Protocol):
 
 
 class ClientSide(Protocol):
-    """What an exchange needs of its client's connection."""
+    """Interface of an exchange's client connection."""
 
     @property
     def http11(self) -> bool: ...
@@ -373,7 +373,7 @@ class Exchange(RequestRecord):
 
     @property
     def _whole(self) -> End:
-        """What the end of a whole answer says."""
+        """The end of the lease of a whole answer."""
         watcher = self._watcher
         if watcher is not None and watcher.failed:
             return ends.REFUSED_IN_STREAM if watcher.refused else ends.ERROR_EVENT
@@ -398,7 +398,7 @@ class Exchange(RequestRecord):
 
     @property
     def _unbegun(self) -> bool:
-        """Whether the engine has sent the head of a stream and not one byte of it."""
+        """True if the engine has sent the head of a stream and not one byte of it."""
         return self._watcher is not None and self.status == 200 and self.first_byte_at is None
 
     @property
@@ -408,12 +408,12 @@ class Exchange(RequestRecord):
 
     @property
     def plain(self) -> bool:
-        """Whether what comes of the answer is passed on as it stands."""
+        """True if what comes of the answer is passed on as it stands."""
         return self._watcher is None
 
     @property
     def events(self) -> int:
-        """How many events with text a stream has had so far."""
+        """Number of events with text of a stream so far."""
         return 0 if self._watcher is None else self._watcher.events
 
     # --- from the client's connection ---
@@ -474,17 +474,17 @@ class Exchange(RequestRecord):
 
     @property
     def _delimited(self) -> bool:
-        """Whether the client can tell where the answer ended without the connection closing."""
+        """True if the client can tell where the answer ended without the connection closing."""
         return self._chunked_out or self._answer_length is not None
 
     @property
     def _held_up(self) -> bool:
-        """Whether the client did not read for so long that the answer may have broken off for it."""
+        """True if the client did not read for so long that the answer may have broken off for it."""
         return self._held_since is not None or self._held_s >= ends.HELD_UP_S
 
     @property
     def _may_have_run(self) -> bool:
-        """Whether an engine was sent the request and may have worked on it."""
+        """True if an engine was sent the request and may have worked on it."""
         return self._dropped or self.phase in (Phase.SENT, Phase.STREAMING)
 
     def _enter(self, transition: Transition, now: float) -> None:
@@ -527,7 +527,7 @@ class Exchange(RequestRecord):
         self._driver.gaps(self.request.model).long(now - self._text_at)
 
     def _too_late(self, now: float) -> bool:
-        """Whether the client is about to give up waiting."""
+        """True if the client is about to give up waiting."""
         if self.response is _HEARTBEATS:
             return False  # heartbeats keep it from that
         if self._deadline_at is None:
@@ -720,7 +720,7 @@ class Exchange(RequestRecord):
 
 
 def _patience_s(head: RequestHead) -> float:
-    """How long the client says that it waits for an answer; infinity if it does not say."""
+    """Seconds that the client says it waits for an answer; infinity if it does not say."""
     patience_s = math.inf
     for name, value in head.headers:
         unit_s = _PATIENCE.get(name)

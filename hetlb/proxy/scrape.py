@@ -109,7 +109,7 @@ class Scraper:
             task.cancel()
 
     def watches(self, name: str) -> bool:
-        """Whether a server is being watched."""
+        """True if a server is being watched."""
         return name in self._tasks
 
     def remove(self, name: str) -> None:
@@ -223,7 +223,7 @@ class Scraper:
         return ProbeResult.OK if status == 200 else ProbeResult.FAILED
 
     async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
-        """What the engine's metrics say, and when its process began. Raises `_TooLargeError`."""
+        """Samples of the engine's metrics page, and the start of its process. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(target, "/metrics")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -129,7 +129,7 @@ class EnginePool:
         self.heads = KnownHeads(_parse_answer_head)
 
     def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
-        """What holds for requests and connections from now on: key, certificates, times in seconds."""
+        """Set what holds for requests and connections from now on: key, certificates, times in seconds."""
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._address = access.address or self._host

@@ -39,7 +39,7 @@ class Node:
 
 
 class PrefixContent:
-    """What one sequence consists of, and what of it is in nodes.
+    """Content of one sequence, and its part that is in nodes.
 
     `pieces` name the beginning of the prompt, `answer` the answer (None: nobody will ask for it). What is
     not named is its own.

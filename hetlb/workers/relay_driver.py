@@ -98,7 +98,7 @@ class RelayDriver(ExchangeDriver):
     # --- the channel ---
 
     def live_leases(self) -> list[LiveLease]:
-        """What another scheduler process books again: leases on instances that are still in the fleet."""
+        """Leases that another scheduler process books again: those on instances still in the fleet."""
         now, live = self.now(), []
         for exchange in self.exchanges.values():
             lease = exchange.lease
@@ -168,7 +168,7 @@ class RelayDriver(ExchangeDriver):
         self._send(self._arrival(exchange))
 
     def _has_room(self) -> bool:
-        """Whether what waits without a scheduler process is within the queue's limits."""
+        """True if what waits without a scheduler process is within the queue's limits."""
         limits = self._limits
         waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUED]
         if limits.max_requests is not None and len(waiting) > limits.max_requests:

@@ -505,6 +505,6 @@ class RelayHost:
 
     @property
     def totals(self) -> Totals:
-        """What is counted here: decisions, ejections, reloads, the scheduler's calls."""
+        """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
         self.settle()
         return self._totals

@@ -300,7 +300,7 @@ class Planned(Hetlb):
 
     @staticmethod
     def _may_wait_there(candidate: Candidate, instance: Instance) -> bool:
-        """Whether an instance that `hetlb` would not take may have the request all the same.
+        """True if an instance that `hetlb` would not take may have the request all the same.
 
         To wait for a faster instance is `hetlb`'s way to divide the work: a plan has done that. And where a
         request may go to few instances, those that wait for one that is full hold up all behind them: up to

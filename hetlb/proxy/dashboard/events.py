@@ -51,7 +51,7 @@ class EventStream:
 
     @property
     def listeners(self) -> int:
-        """How many streams are open."""
+        """Number of open streams."""
         return len(self._listeners)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:

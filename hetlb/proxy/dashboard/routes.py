@@ -48,7 +48,7 @@ DECISIONS_SHOWN = 25
 
 
 class Source(whatif.Source, MetricsSource, Protocol):
-    """What the page shows."""
+    """Interface of the service for the page."""
 
     @property
     def decisions(self) -> Reversible[Dispatch]: ...
@@ -91,7 +91,7 @@ class Dashboard:
         await self._what_if.cancel()
 
     def snapshot(self) -> dict[str, Any]:
-        """What one event of the stream holds: all that the page shows, at one moment."""
+        """One event of the stream: all that the page shows, at one moment."""
         source = self._source
         scheduler, now = source.scheduler, source.now()
         fleet = self._fleet()

@@ -1,4 +1,4 @@
-"""What an engine serves, and what that means to the scheduler."""
+"""Endpoints of an engine, and their meaning to the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an endpoint does, as far as scheduling goes."""
+    """Kind of an endpoint, as far as scheduling goes."""
 
     COMPLETION = "completion"
     CHAT = "chat"

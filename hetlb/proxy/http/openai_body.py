@@ -1,4 +1,4 @@
-"""What a JSON body tells the scheduler: a few fields, decoded once; everything else passes unread.
+"""JSON bodies of the OpenAI API: a few fields, decoded once; everything else passes unread.
 
 Bytes are never re-serialised; wrong types and absurd numbers are one OpenAI-style 400; no input
 costs more than a pass over its bytes.

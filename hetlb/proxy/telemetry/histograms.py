@@ -17,7 +17,7 @@ FINE_MS: Final = 2048
 
 
 class Histogram:
-    """How often a value was at most each bound, in Prometheus' sense."""
+    """Counts of values at or below each bound, in Prometheus' sense."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 

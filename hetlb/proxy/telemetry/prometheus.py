@@ -43,7 +43,7 @@ class WorkerState:
 
 
 class MetricsSource(Protocol):
-    """What a scrape reads."""
+    """Interface of the service for a scrape."""
 
     @property
     def scheduler(self) -> Scheduler: ...
