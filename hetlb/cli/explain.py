@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console()
         console.print(_table([c.document() for c in candidates], chosen))
         if chosen is None:
-            console.print("Nobody now: the request waits at the proxy until one of them can take it.")
+            console.print("None now: the request waits at the proxy until one of them can take it.")
     return 0
 
 
@@ -219,7 +219,7 @@ def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
-    """One decision: what was asked, everybody's terms, and in words why each was chosen or not."""
+    """One decision: the request, the terms of every instance, and in words why each was chosen or not."""
     sequences, tokens = decision["sequences"], decision["output_tokens"]
     came = f"{tokens / sequences:.0f} came" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (

@@ -111,7 +111,7 @@ async def _one(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 async def _watch(url: str, headers: dict[str, str]) -> None:
-    """Draw what comes until somebody presses q. Raises `InputError` where no retry would help."""
+    """Draw what comes until q is pressed. Raises `InputError` where no retry would help."""
     view, changed, console = View(url), asyncio.Event(), Console()
 
     async def listen() -> None:

@@ -1,7 +1,7 @@
 """The blocks in an engine's prefix cache as its own KV events tell them: exact, evictions included.
 
 A block is named by a chain: a hash of its content and of the chain of the block before it, so equal chains
-mean equal beginnings of prompts. Contents are digests (`block_digests`): no token id is kept. The index is
+mean equal prefixes of prompts. Contents are digests (`block_digests`): no token id is kept. The index is
 `live` while every event since the cache was empty is known; else belief is the LRU tree's (`Tree`).
 """
 

@@ -293,7 +293,7 @@ class HealthTracker:
 
     @property
     def ejected_for_failures(self) -> bool:
-        """True if it is out because of its answers, not because nobody is there."""
+        """True if it is out because of its answers, not because its process is gone."""
         return self.state is Health.EJECTED and self._half_open
 
     # --- doubt ---

@@ -79,7 +79,7 @@ class PeakEwma:
 
 #: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
 BUSY_CAP_S: Final = 60.0
-#: How an instance stands at a moment: like any other, only if nobody else can, not now.
+#: Availability at a moment: like any other, only if no other can, not now.
 NORMAL: Final = 0
 DEPRIORITISED: Final = 1
 BLOCKED: Final = 2
@@ -162,7 +162,7 @@ class Instance:
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: What its cache holds by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
-        #: Whether it has been up, and whether it starts slowly when it is the next time.
+        #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
         #: Since when, and for how many seconds, what it may run at once grows.

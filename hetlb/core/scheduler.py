@@ -3,7 +3,7 @@
 No I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
 what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
 leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
-for a while (it has just come back, is busy, has failed) restrains nobody where all are alike. Queues are
+for a while (it has just come back, is busy, has failed) throttles none where all are alike. Queues are
 bounded. The proxy drives this object from real traffic, the simulator from a heap, a replay from a file.
 """
 
@@ -134,7 +134,7 @@ class _Ready:
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Whether somebody may not stand like the others: then every request is looked at by itself.
+        #: True if an instance is throttled: then every request is looked at by itself.
         self.throttled = any(instance.throttled(now) for instance in self.able)
         #: Whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
@@ -142,7 +142,7 @@ class _Ready:
         )
         #: Lengths that instances can take, ascending: the index of one is the class of an instance.
         self.limits = sorted({_longest(instance) for instance in instances})
-        #: A prompt longer than this, with one token of output if there is any, fits nobody.
+        #: A prompt longer than this, with one token of output if there is any, fits no instance.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
 
     def fit_of(self, request: Request) -> int:
@@ -1041,7 +1041,7 @@ class Scheduler:
                 if outcome is Outcome.NO_RESPONSE:
                     self._retrying.add(placed.lease.id)
                 return [placed]
-            # Somebody can take it, but not now: nobody has room, or too many are being tried again.
+            # An instance can take it, but not now: none has room, or too many are being tried again.
             if unsent:
                 self._attempts.pop(request.id)
             if self._queue.has_room(request):

@@ -108,7 +108,7 @@ class InstanceSpec(PickleByFields):
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
-    """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
+    """One request as the scheduler sees it. It never holds the true output length, and is never changed.
 
     (Not frozen, and with a constructor that can be compiled: one is made for every request.)
 
@@ -437,7 +437,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of an engine that says it is busy: nobody else can take the request.
+    """Give the client the answer of an engine that says it is busy: no other instance can take the request.
 
     The lease goes on and ends as that of any other answer.
     """

@@ -45,7 +45,7 @@ class FleetAdmin:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
-        #: Whether a policy was put in force here.
+        #: True if a policy was put in force here.
         self.changed = False
 
     async def policy(self) -> str:

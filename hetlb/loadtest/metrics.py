@@ -1,7 +1,7 @@
 """The result of one run: vLLM's figures, what hetlb adds to them, and the details of every request.
 
 Headline latency counts from the time a request was due (`hetlb.workload.records` says why); the same
-figures from the time it was sent stand beside it under `from_sent`, so that nobody has to guess which is
+figures from the time it was sent stand beside it under `from_sent`, so that no reader has to guess which is
 which. Nothing is rounded.
 """
 

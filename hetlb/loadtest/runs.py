@@ -152,7 +152,7 @@ async def _warm_up(spec: LoadSpec, label: str) -> None:
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """The first of `/v1/models`. Raises `HetlbError` where nobody answers with one."""
+    """The first of `/v1/models`. Raises `HetlbError` where no server answers with one."""
     try:
         async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
             async with session.get(f"{url}/v1/models") as reply:

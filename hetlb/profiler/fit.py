@@ -358,7 +358,7 @@ def fit_linear(
         return total
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance nobody asked for
+        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance that is not used
         shares, _ = curve_fit(
             model,
             batch,

@@ -3,7 +3,7 @@
 A prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
 engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
 decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
-anyone else worked on it or anybody was preempted meanwhile: such a sample is not kept. Every sample is in
+other requests ran on it or a sequence was preempted meanwhile: such a sample is not kept. Every sample is in
 the journal before the next begins. No point is measured again while another waits for its first sample.
 """
 
@@ -264,7 +264,7 @@ class Sweep:
             raise BusyError("the server is busy with the work of others (--force measures all the same)")
 
     async def _undisturbed(self, size: Size) -> Sample:
-        """One sample that nobody disturbed, or why there is none. Raises `BusyError`."""
+        """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
         whole = True
         for _ in range(_TRIES):
             whole = True
@@ -292,9 +292,7 @@ class Sweep:
                 )
             whole = False
         if whole:
-            raise BusyError(
-                f"{size}: expected a server that nobody else uses (--force measures all the same)"
-            )
+            raise BusyError(f"{size}: expected a server without other load (--force measures all the same)")
         return _given_up(size, "its requests never ran all at once")
 
     async def _counters(self) -> EngineCounters | None:

@@ -155,7 +155,7 @@ def read_secret(source: SecretSource) -> bytes:
             ) from caught
     else:
         assert source.env is not None, "expected a file or a variable"
-        # Whoever put the secret itself here must not find it in a log.
+        # A secret written here by mistake must not reach a log.
         key = f"{source.key}_env"
         shown = repr(source.env) if re.fullmatch("[A-Z_][A-Z0-9_]*", source.env) else "something else"
         text = os.environ.get(source.env)
@@ -267,7 +267,7 @@ def _network(text: str, where: str) -> Network:
 def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
     """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
 
-    With `networks` it is one in them. Where nobody serves a model and much can be learnt (link-local and
+    With `networks` it is one in them. Where no model is served and much can be learnt (link-local and
     metadata addresses, and those that are not one machine's) it is refused unless a network of such
     addresses, or the address itself, is listed.
     """

@@ -124,7 +124,7 @@ def _has_token(request: web.Request, token: bytes) -> bool:
 
 
 def _from_a_page(request: web.Request) -> bool:
-    """True if a web page sent this: from another origin, or under a name that somebody made lead here."""
+    """True if a web page sent this: from another origin, or under a name that only resolves to here."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True

@@ -70,7 +70,7 @@ class Clients:
         self.open: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
-        #: Whether each connection ends with the answer it is at.
+        #: True if each connection ends with the answer it is at.
         self.stopping = False
         #: Those with more to read than one turn takes, in the order in which they asked for another.
         self._turns: deque[ClientConnection] = deque()
@@ -85,7 +85,7 @@ class Clients:
         if idle is not None:
             idle.abort()
         elif len(self.open) > limit + max(8, limit // 8):
-            connection.abort()  # so many are being told that there is no room that nobody more can be
+            connection.abort()  # too many are being refused already
         return not full or idle is not None
 
     def left(self, connection: ClientConnection) -> None:
@@ -152,9 +152,9 @@ class ClientConnection(asyncio.Protocol):
         self._backlog = bytearray()
         self._partial = False
         self._blank_lines = 0
-        #: Whether a large body is whole and its turn has come.
+        #: True if a large body is whole and its turn has come.
         self._ripe = False
-        #: Whether reading goes on in a later turn of the loop.
+        #: True if reading goes on in a later turn of the loop.
         self._scheduled = False
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
@@ -213,7 +213,7 @@ class ClientConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         if self._closing:
             return False  # what was written still goes out
-        # A client that closes its sending side is gone (as HAProxy's abortonclose has it): whoever waits
+        # A client that closes its sending side is gone (HAProxy's abortonclose): a client that waits
         # for an answer keeps the connection open.
         self.abort()
         return False
@@ -428,7 +428,7 @@ class ClientConnection(asyncio.Protocol):
         return end
 
     def _expected(self, head: RequestHead) -> None:
-        """Somebody waits to be told to send the body."""
+        """True if the client waits for `100 Continue`."""
         if head.expects != b"100-continue":
             raise GateError(417, "The only expectation understood is 100-continue.")
         if not self._clients.router.knows(head.path):

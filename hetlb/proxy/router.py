@@ -1,6 +1,6 @@
 """Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
 
-Nothing is sent here and nothing is booked; whoever is refused gets one `GateError` that says why.
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
 Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
@@ -57,7 +57,7 @@ class Router:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
-        #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
+        #: Tenants by the SHA-256 of their keys; None lets every client in.
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None

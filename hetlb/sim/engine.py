@@ -466,7 +466,7 @@ class EngineModel:
     def begin_run(self, until_s: float = math.inf) -> IterationRun | None:
         """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
 
-        Alike: nobody finishes before the last one ends, nobody can be admitted, and every block needed is
+        Alike: no sequence finishes before the last one ends, none can be admitted, and every block needed is
         free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
         result is the same as that many calls of `begin_iteration` and `end_iteration`.
         """

@@ -255,7 +255,7 @@ class _Workers:
         self._others = frozenset(multiprocessing.active_children())
         self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
-            # Not forked: whoever calls may have threads.
+            # Not forked: the caller may have threads.
             context = multiprocessing.get_context("spawn")
             self._done = context.RawArray(c_longlong, tasks)
             self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study, self._done))

@@ -89,7 +89,7 @@ class RelayDriver(ExchangeDriver):
         #: What engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         self.on_reconnect = self.reconnected
-        #: Whether requests wait somewhere: what frees an instance is said at once then.
+        #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()

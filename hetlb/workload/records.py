@@ -234,7 +234,7 @@ def _instance_figures(
     preemptions: Mapping[str, int],
     kv_peak: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """One entry per instance; what nobody counted is null."""
+    """One entry per instance; what was not counted is null."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)

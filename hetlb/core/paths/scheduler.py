@@ -137,7 +137,7 @@ class PathScheduler:
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
-        """A lease ended; what it booked is given back, and whoever waits may be placed.
+        """A lease ended; what it booked is given back, and a waiting request may be placed.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
         queue: its next path reads the prompt and the tokens so far.

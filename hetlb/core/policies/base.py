@@ -156,7 +156,7 @@ class SchedulingContext:
         self.availabilities = availabilities
 
 
-#: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what
+#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
@@ -165,9 +165,9 @@ class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
     name: ClassVar[str]
-    #: Whether it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
+    #: True if it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
     reads_demand: ClassVar[bool] = False
-    #: Whether a request may be left waiting although an instance could take it. The others are asked only
+    #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
     #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.

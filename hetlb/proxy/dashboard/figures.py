@@ -1,7 +1,7 @@
 """Data of the page's charts, made from the ring of ended requests: series, predictions against results.
 
 Columns of plain numbers, seconds and tokens, rounded for the eye; a stretch of time that is over is
-summed up once, and an answer looked at once, however often somebody looks.
+summed up once, and an answer looked at once, however often it is read.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _FILES = {
     "/charts.js": ("charts.js", "text/javascript"),
     "/dom.js": ("dom.js", "text/javascript"),
 }
-#: Nothing from elsewhere, nothing inline, nobody around it.
+#: Nothing from elsewhere, nothing inline, no frame around it.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "

@@ -1,4 +1,4 @@
-"""What-if: the requests of the last hour under another policy, by `hetlb simulate` in a process of its own.
+"""Replay of the last hour under another policy ("what if"): `hetlb simulate` in a process of its own.
 
 The figures are those that the command prints for the same requests and the same fleet; the proxy's
 event loop neither simulates nor waits for it; one runs at a time, none longer than `LIMIT_S`, and none

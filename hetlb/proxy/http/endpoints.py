@@ -19,9 +19,9 @@ class Kind(Enum):
     PLAIN = "plain"
 
     def __init__(self, name: str) -> None:
-        #: Whether the engine decodes for it.
+        #: True if the engine decodes for it.
         self.generates = name not in ("no_output", "pinned", "plain")
-        #: Whether it is a prompt that may be long, and not a form or a question about an answer.
+        #: True if it is a prompt that may be long, and not a form or a question about an answer.
         self.prompted = name not in ("pinned", "plain")
 
 

@@ -3,7 +3,7 @@
 Of a client's headers only those on a list reach an engine, and none that belongs to one connection
 (RFC 9110, 7.6.1, and what `Connection` names). `Via` says that a request passed here, so that one that comes
 back is noticed. Lengths, names of
-instances and of requests are put in for each message by whoever sends it.
+instances and of requests are put in for each message by the sender.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ class ChunkedDecoder:
         self._state = _SIZE
         self._line = b""  # what is known of an unfinished size line or line end
         self._left = 0
-        #: Whether what was fed ended with a chunk: the next byte begins one.
+        #: True if what was fed ended with a chunk: the next byte begins one.
         self.between = True
         self.done = False
         self.surplus = b""

@@ -21,7 +21,7 @@ from hetlb.proxy.http.openai_fields import RequestFields
 #: `stream_options` is asked for on the client's behalf in bodies up to this size.
 MAX_INJECT_BYTES: Final = 256 << 10
 _INJECTION: Final = b',"stream_options":{"include_usage":true}'
-#: vLLM sorts by it as it is; nobody needs more.
+#: vLLM sorts by it as it is; more is not needed.
 MAX_PRIORITY: Final = 1 << 31
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES: Final = 16_384

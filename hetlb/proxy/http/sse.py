@@ -2,7 +2,7 @@
 
 Any split of the same bytes gives the same facts and the same output. Nothing is changed but one
 thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. The beginning of an
-event waits for its end, since nobody can use half an event, and what breaks off must not end in one; but
+event waits for its end, since half an event is of no use, and what breaks off must not end in one; but
 never more than `MAX_HELD_BYTES` of it.
 """
 
@@ -51,7 +51,7 @@ class SseWatcher:
         self.events = 0
         self.done = False
         self.failed = False
-        #: Whether the error was the request's: its code is 4xx.
+        #: True if the error was the request's: its code is 4xx.
         self.refused = False
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None

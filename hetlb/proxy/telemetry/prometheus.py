@@ -371,5 +371,5 @@ def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """The value of a label. Line ends and quotes would end it; control characters help nobody."""
+    """The value of a label. Line ends and quotes would end it; control characters are of no use."""
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

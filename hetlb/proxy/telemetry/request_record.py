@@ -59,7 +59,7 @@ class RequestRecord:
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
         self.status = self.retries = 0
-        #: Whether the answer was a stream of server-sent events; set at the end.
+        #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
         self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.

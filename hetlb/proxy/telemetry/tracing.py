@@ -80,7 +80,7 @@ class Trace:
 
 
 _CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
-#: What somebody else's trace left behind means nothing in another one.
+#: State that another vendor's trace left behind means nothing in this one.
 _BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
 
 
