@@ -24,7 +24,7 @@ from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health

@@ -14,8 +14,8 @@ from hetlb.config.profile import Profile, load_profile
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError

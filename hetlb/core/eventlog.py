@@ -17,8 +17,7 @@ from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, K
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup

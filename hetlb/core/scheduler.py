@@ -24,7 +24,7 @@ from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import ChangeCounter, Instance
 from hetlb.core.policies.base import Policy, SchedulingContext, best, paper_terms
-from hetlb.core.policies.baselines import make_policy
+from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
