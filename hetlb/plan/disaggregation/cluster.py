@@ -222,5 +222,5 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether any request is prefilled and decoded by different groups."""
+        """True if any request is prefilled and decoded by different groups."""
         return bool(self.flows)

@@ -94,7 +94,7 @@ class Network:
         return Plan(tuple(groups), flows, served)
 
     def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
-        """Whether flows need more of some link between machines than there is."""
+        """True if flows need more of some link between machines than there is."""
         used: dict[tuple[int, int], float] = {}
         for pair, flow in flows.items():
             for link, size in routes[pair].link_bytes:

@@ -53,7 +53,7 @@ class Templates:
         cluster = table.cluster
         self.cluster = cluster
         self.members = _classes(cluster)
-        #: Whether every composition that fits has a template.
+        #: True if every composition that fits has a template.
         self.complete = cluster.gpus <= _FEW_GPUS and all(len(own) == 1 for own in self.members)
         self.templates: list[Template] = []
         for shape in self._shapes():
