@@ -33,7 +33,7 @@ from hetlb.config.profile import (
 )
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
-from hetlb.plan.market import Market, Model, OfferTable
+from hetlb.plan.market import Market, Model, OfferTable, RooflineTable
 from hetlb.profiler.fit import Point, fit
 from hetlb.profiler.sources import Roofline, make_profile
 from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
@@ -42,7 +42,7 @@ from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQ
 MOST_STAGES = 8
 MOST_GPUS = 16
 #: The bytes of one value that stages and GPUs send each other.
-_ACTIVATION_BYTES = 2
+ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], prof
 
 
 def origin_of(profile: Profile) -> str:
-    """What the figures of a profile rest on, in a word."""
+    """Origin of the figures of a profile, in a word."""
     if profile.source is None:
         return "profile"
     return "measured" if profile.source.measured else profile.source.kind
@@ -280,7 +280,7 @@ def _candidate(
 
 
 def speed_of(profile: Profile) -> Fraction:
-    """How fast the GPUs of a profile are: one full iteration of prompts and one of decodes, per second."""
+    """Speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
     latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
     seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
     return Fraction(1.0 / seconds)
@@ -329,7 +329,9 @@ def _profile(
         return market.profiles[written], written
     if offer.roofline is None:
         return None, None
-    return roofline_profile(market, model, offer, degree), None
+    return roofline_profile(
+        model, offer.gpu, offer.roofline, offer.memory_bytes, degree, _inside(market, offer.gpu)
+    ), None
 
 
 def _inside(market: Market, gpu: str) -> float:
@@ -345,12 +347,17 @@ def hidden_size(model: Model) -> float:
     return math.sqrt((model.parameters or 0.0) / (12.0 * layers))
 
 
-def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
+def roofline_profile(
+    model: Model,
+    gpu: str,
+    table: RooflineTable,
+    memory_bytes: int | None,
+    degree: int,
+    link_bytes_per_s: float,
+) -> Profile:
     """An estimated profile: peak figures of the GPU, and two all-reduces a layer over the machine's links."""
-    assert offer.roofline is not None
     assert model.parameters is not None
     assert model.kv_bytes_per_token is not None
-    table = offer.roofline
     roofline = Roofline(
         peak_flops=table.flops,
         bandwidth_bytes_s=table.bandwidth_bytes_per_s,
@@ -363,7 +370,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         step_overhead_s=table.overhead_ms / 1e3,
     )
     per_token = 2.0 * (model.layers or 32) * 2.0 * (degree - 1) / degree
-    per_token *= hidden_size(model) * _ACTIVATION_BYTES / _inside(market, offer.gpu)
+    per_token *= hidden_size(model) * ACTIVATION_BYTES / link_bytes_per_s
     points = tuple(
         Point(
             point.phase,
@@ -374,17 +381,17 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         for point in roofline.points()
     )
     return make_profile(
-        f"{offer.gpu}-{model.name}-tp{degree}-roofline",
+        f"{gpu}-{model.name}-tp{degree}-roofline",
         points,
         fit(points),
         source=Source(
             kind="roofline",
             measured=False,
-            system=offer.gpu,
+            system=gpu,
             note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
             f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
         ),
-        hardware=Hardware(gpu=offer.gpu, gpus=degree, memory_bytes=offer.memory_bytes),
+        hardware=Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
         model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
         engine=EngineInfo(tensor_parallel_size=degree),
     )
@@ -420,7 +427,7 @@ class LinkSeconds:
 
 def _link_seconds(market: Market, model: Model, stages: Sequence[Stage], across: bool) -> LinkSeconds:
     links = market.file.links
-    size = hidden_size(model) * _ACTIVATION_BYTES
+    size = hidden_size(model) * ACTIVATION_BYTES
     token_s = batch_s = 0.0
     for stage, following in pairwise(stages):
         # Across machines, stages of one kind share a machine as far as it reaches: the slow link is counted
@@ -444,7 +451,7 @@ def pipeline_profile(
     shares = [float(stage.layers) for stage in stages]
 
     def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
-        """What one batch takes to come round, of one coefficient."""
+        """Seconds that one batch takes to come round, of one coefficient."""
         parts = [share * value for share, value in zip(shares, values, strict=True)]
         return max(count * max(parts), math.fsum(parts) + link_s)
 

@@ -45,19 +45,32 @@ def config_of(connector: str, producer: bool, folder: Path, policy: str) -> dict
     config: dict[str, Any] = {"kv_role": "kv_producer" if producer else "kv_consumer"}
     if connector == "nixl":
         extra = {"kv_lease_duration": LEASE_S}
-        config |= {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+        config |= {
+            "kv_connector": "NixlConnector",
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": extra,
+        }
     elif connector == "mooncake":
-        config |= {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+        config |= {
+            "kv_connector": "MooncakeConnector",
+            "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+        }
     else:
         extra = {"shared_storage_path": str(folder / "blocks")}
-        config |= {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        config |= {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
     if not producer and connector != "shared-storage":
         config["kv_load_failure_policy"] = policy
     return config
 
 
 @contextlib.contextmanager
-def split_servers(connector: str, folder: Path, *, policy: str = "fail") -> Iterator[tuple[list[Server], int]]:
+def split_servers(
+    connector: str, folder: Path, *, policy: str = "fail"
+) -> Iterator[tuple[list[Server], int]]:
     """A server that reads prompts and one that decodes, and the port of the former's bootstrap server."""
     real.make_models()
     kv_wheels()
@@ -76,7 +89,10 @@ def split_servers(connector: str, folder: Path, *, policy: str = "fail") -> Iter
                 ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(ports[index])),
                 ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(ports[2])),
                 ("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", str(LEASE_S)),
-                ("LD_LIBRARY_PATH", os.pathsep.join([str(KV_FOLDER / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])),
+                (
+                    "LD_LIBRARY_PATH",
+                    os.pathsep.join([str(KV_FOLDER / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]),
+                ),
             ),
         )
         for index, name in enumerate(NAMES)
@@ -113,7 +129,9 @@ def fleet_of(servers: Sequence[Server], connector: str, bootstrap: int) -> dict[
 
 
 @contextlib.contextmanager
-def split_proxy(servers: Sequence[Server], connector: str, bootstrap: int, folder: Path) -> Iterator[real.Proxy]:
+def split_proxy(
+    servers: Sequence[Server], connector: str, bootstrap: int, folder: Path
+) -> Iterator[real.Proxy]:
     """`hetlb serve` in front of both."""
     folder.mkdir(parents=True, exist_ok=True)
     events = folder / "events.jsonl"
@@ -131,8 +149,12 @@ def split_proxy(servers: Sequence[Server], connector: str, bootstrap: int, folde
 def sums(server: Server, name: str) -> dict[str, float]:
     """A metric of a server by its labels other than engine and model."""
     found: dict[str, float] = {}
-    for labels, value in re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", server.get("/metrics")[1].decode(), re.M):
-        rest = [each for each in re.findall(r'(\w+)="([^"]*)"', labels) if each[0] not in ("engine", "model_name")]
+    for labels, value in re.findall(
+        rf"^{name}(?:{{(.*)}})? (\S+)$", server.get("/metrics")[1].decode(), re.M
+    ):
+        rest = [
+            each for each in re.findall(r'(\w+)="([^"]*)"', labels) if each[0] not in ("engine", "model_name")
+        ]
         key = ",".join(value for _, value in rest)
         found[key] = found.get(key, 0.0) + float(value)
     return found

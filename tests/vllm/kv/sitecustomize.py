@@ -1,9 +1,10 @@
 """Lets two vLLM servers that exchange KV share few cores: put this folder on their PYTHONPATH.
 
-- vLLM's NIXL connector binds the worker's thread to the machine's last core, in every server alike; here it is
-  left where the server was bound.
-- NIXL's progress thread spins on a core of its own; here it is off: the engine makes progress between its steps.
-- The Mooncake connector asks for the accelerator's index, which a CPU build of torch cannot answer; here it is 0.
+- vLLM's NIXL connector binds the worker's thread to the machine's last core, in every server alike; here it
+  is left where the server was bound.
+- NIXL's progress thread spins on a core of its own; here it is off: the engine makes progress between steps.
+- The Mooncake connector asks for the accelerator's index, which a CPU build of torch cannot answer; here it
+  is 0.
 """
 
 import importlib.abc
@@ -37,7 +38,6 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
             if not torch.accelerator.is_available():
                 torch.accelerator.current_device_index = lambda: 0
-        return None
 
 
 sys.meta_path.insert(0, _OnImport())
