@@ -1,6 +1,6 @@
 """What is fuzzed: readers of bytes from outside, each with what must hold whatever the bytes are.
 
-Promise: this is the one file that knows where the readers live and what they are called. A target takes any
+This is the one file that knows where the readers live and what they are called. A target takes any
 bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`) are caught
 here; everything else about them is checked: that all ways to cut the input give one reading, that a second
 parser reads the same, that a figure is within its range, that an error is one line.
