@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Final
@@ -165,11 +165,13 @@ class PnormPrefill(PickleByFields):
 
     def scaled(self, factor: float) -> PnormPrefill:
         """The same form, every duration multiplied by `factor`."""
-        return replace(
-            self,
-            floor_s=self.floor_s * factor,
-            token_s=self.token_s * factor,
-            attention_s=self.attention_s * factor,
+        return PnormPrefill(
+            self.floor_s * factor,
+            self.token_s * factor,
+            self.attention_s * factor,
+            self.p,
+            self.grid,
+            self.tile,
         )
 
 
@@ -499,8 +501,15 @@ class LatencyModel(PickleByFields):
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
         prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
-        return replace(
-            LatencyModel(*(getattr(self, f"k{index}") * factor for index in range(1, 9))),
+        return LatencyModel(
+            self.k1 * factor,
+            self.k2 * factor,
+            self.k3 * factor,
+            self.k4 * factor,
+            self.k5 * factor,
+            self.k6 * factor,
+            self.k7 * factor,
+            self.k8 * factor,
             better_prefill=None if prefill is None else prefill.scaled(factor),
             better_decode=None if decode is None else decode.scaled(factor),
             mixed=None if mixed is None else mixed.scaled(factor),
