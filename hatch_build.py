@@ -25,8 +25,8 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "driver", "ends", "exchange", "predicted_duration", "prefix_keys", "router",
-            "scheduling", "token_estimator", "upstream",
+            "connection", "driver", "ends", "exchange", "exchange_states", "predicted_duration",
+            "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
         )
     ),
     *(

@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr

@@ -24,7 +24,7 @@ from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
@@ -228,7 +228,7 @@ def make_study(
     prefix_cache: bool = False,
     restarts_s: tuple[float, ...] = (),
 ) -> Study:
-    """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
+    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     name = models[0] if model is None else model
     if name not in models:

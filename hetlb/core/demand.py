@@ -1,4 +1,4 @@
-"""How much work is asked for, in sizes that no instance decides.
+"""Demand: the work that is asked for, in sizes that no instance decides.
 
 The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is read
 together with many others, an output token takes a step of its own). A rate says what keeps arriving, not
@@ -208,7 +208,7 @@ class Mix:
 
     @property
     def empty(self) -> bool:
-        """Whether no request has come yet."""
+        """True if no request has come yet."""
         return self._count == 0
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
@@ -257,7 +257,7 @@ class Mix:
         return known
 
     def costs(self, instance: Instance) -> Costs:
-        """What an instance is to the mean request. To be read, not kept."""
+        """Costs of the mean request on an instance. Read-only, valid until the next change."""
         known = self._costs.get(instance.name)
         if known is None or known.parameters_version != instance.parameters_version:
             known = self._costs[instance.name] = self._measure(instance)
@@ -302,7 +302,7 @@ def _share_s(instance: Instance, batch: int, prompt: float, read: float, output:
 
 
 class Demand:
-    """What is asked for, of one model: the mean request, and how much keeps arriving."""
+    """Demand for one model: the mean request, and the rate at which requests keep arriving."""
 
     __slots__ = ("_horizons", "_sizes", "_times", "mix")
 
@@ -335,7 +335,7 @@ class Demand:
         return slots.rate()
 
     def below(self, limit: float, horizon_s: float, now: float) -> bool:
-        """Whether `rate` is below a limit; mostly known without computing it."""
+        """True if `rate` is below a limit; mostly known without computing it."""
         least, most = self.bounds(horizon_s, now)
         if least >= limit:
             return False

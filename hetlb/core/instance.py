@@ -1,4 +1,4 @@
-"""What we believe about one instance: its ledger, its limits, its speed, corrected by evidence.
+"""Belief about one instance: its ledger, its limits, its speed, corrected by evidence.
 
 The ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
 sum over the live leases at every moment; nothing in it can fall below zero. What it may take for a while
@@ -79,14 +79,14 @@ class PeakEwma:
 
 #: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
 BUSY_CAP_S: Final = 60.0
-#: How an instance stands at a moment: like any other, only if nobody else can, not now.
+#: Availability at a moment: like any other, only if no other can, not now.
 NORMAL: Final = 0
 DEPRIORITISED: Final = 1
 BLOCKED: Final = 2
 
 
 class ChangeCounter:
-    """How often the figures of a fleet's instances have changed: what is derived from them goes by it."""
+    """Changes to the parameters of a fleet's instances: the version of what is derived from them."""
 
     __slots__ = ("count",)
 
@@ -194,7 +194,7 @@ class Instance:
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: What its cache holds by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
-        #: Whether it has been up, and whether it starts slowly when it is the next time.
+        #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
         #: Since when, and for how many seconds, what it may run at once grows.
@@ -279,7 +279,7 @@ class Instance:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether its engine keeps prompts for others: vLLM's default while it has not told."""
+        """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
     def expected_kv_tokens(self, now: float) -> float:
@@ -325,7 +325,7 @@ class Instance:
             self.changes.count += 1
 
     def fits(self, request: Request) -> bool:
-        """Whether prompt and the output the client may ask for fit this instance at all."""
+        """True if prompt and the output the client may ask for fit this instance at all."""
         limit = self.longest_request_tokens
         if limit is None:
             return True
@@ -336,11 +336,11 @@ class Instance:
 
     @property
     def routable(self) -> bool:
-        """Whether new work may go here at all."""
+        """True if new work may go here at all."""
         return not self.removed and self.admin is AdminState.READY and self.health.state is not Health.EJECTED
 
     def serves(self, model: str) -> bool:
-        """Whether this instance answers to `model`: by its own list once known, else as configured."""
+        """True if this instance answers to `model`: by its own list once known, else as configured."""
         if self.served is None:
             return self.spec.model == model
         return model in self.served
@@ -356,13 +356,13 @@ class Instance:
         self.busy_slots = max(1, self.sequences - sequences)
 
     def throttled(self, now: float) -> bool:
-        """Whether it may now not stand like any other."""
+        """True if it may now not stand like any other."""
         if self.ramp_since is not None and now - self.ramp_since >= self.ramp_s:
             self.ramp_since = None
         return self.ramp_since is not None or now < self.busy_until or self.health.on_probation(now)
 
     def availability(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
-        """How it stands, and why; `doubt`: whether doubts are heeded.
+        """Availability now, and its reason; `doubt`: whether probation is heeded.
 
         One that runs nothing may always take one request, but for doubts.
         """

@@ -26,7 +26,7 @@ from hetlb.core.pickle_by_fields import PickleByFields
 
 
 class IterationRule(StrEnum):
-    """How the time of an iteration that holds both prefill and decode work is put together.
+    """Rule by which the times of prefill and decode work in one iteration combine.
 
     `TOKEN` reads the weights once (5-8 % off measured mixed steps); `SUM` adds the two pure steps
     (21-27 % too long, since it reads them twice) and is kept as the paper's reading.
@@ -431,7 +431,7 @@ class LatencyModel(PickleByFields):
         return seconds if seconds > step_s else step_s
 
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
-        """What prompt tokens add to a pass, by k1..k3."""
+        """Seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
     def iteration_s(
@@ -583,7 +583,7 @@ DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e
 def ideal_batch(
     kv_cache_tokens: int, input_tokens: float, output_tokens: float, max_num_seqs: int | None
 ) -> int:
-    """How many copies of one request fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
+    """Copies of one request that fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
 
     Xiong et al., arXiv 2504.15303; the cap `max_num_seqs` is vLLM's own limit on a batch.
     """

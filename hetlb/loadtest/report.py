@@ -167,7 +167,7 @@ def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
-    """What a comparison compares."""
+    """Title of a comparison."""
     rounds = comparison["rounds"]
     return f"{comparison['policy']} against {comparison['baseline']}, rate {rate_text(comparison)}, " + (
         f"{rounds} paired rounds" if rounds > 1 else "one round"
@@ -209,7 +209,7 @@ def _table(title: str | None) -> Table:
 
 
 def _add_name_columns(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the runs apart."""
+    """Add the columns that tell the runs apart."""
     columns = ["policy"] if any(run["policy"] for run in runs) else []
     columns += ["rate", "round"] if any(run["round"] > 1 for run in runs) else ["rate"]
     for heading in columns:

@@ -1,4 +1,4 @@
-"""What happened to each request, and the figures made from it: one definition for proxy, simulator and bench.
+"""Record of each request, and the figures made from it: one definition for proxy, simulator and bench.
 
 Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
 milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
@@ -79,7 +79,7 @@ class RequestResult(PickleByFields):
 
     @property
     def lateness_s(self) -> float | None:
-        """How late it was sent, None where it never was."""
+        """Delay of its sending after it was due, None where it never was sent."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
 
@@ -234,7 +234,7 @@ def _instance_figures(
     preemptions: Mapping[str, int],
     kv_peak: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """One entry per instance; what nobody counted is null."""
+    """One entry per instance; what was not counted is null."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)
@@ -259,7 +259,7 @@ def _ended_s(record: RequestResult) -> float | None:
 
 
 def _meets(record: RequestResult, slo_s: Mapping[str, float]) -> bool:
-    """Whether a completed request met every limit; an answer that came whole began when it ended."""
+    """True if a completed request met every limit; an answer that came whole began when it ended."""
     ttft, tpot = record.ttft_s, record.tpot_s
     measured = {
         "ttft": record.e2el_s if ttft is None else ttft,
