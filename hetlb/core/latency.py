@@ -38,7 +38,7 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Tangents of a bound: it lies at most 0.0002 of the corner below it.
+#: Tangents of a bound: it lies at most 0.0017 of the corner below it.
 _TANGENTS: Final = 32
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
