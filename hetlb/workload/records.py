@@ -25,8 +25,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hetlb.core.pickle_by_fields import PickleByFields
-
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
@@ -35,7 +33,7 @@ PERCENTILES = (90, 99)
 
 
 @dataclass(slots=True)
-class RequestResult(PickleByFields):
+class RequestResult:
     """One request: times in seconds on one clock, None for what did not happen or was not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
