@@ -1,6 +1,6 @@
 """`hetlb`: finds the command, runs it, and turns errors into one line and an exit status.
 
-Promise: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else; Ctrl-C ends at once.
+0 done, 2 wrong usage or input (one line on stderr), 1 anything else; Ctrl-C ends at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Yardsticks for a simulated fleet: what perfect balance would give, and a fixed division of the work.
 
-Promise: all use the same engine model as the runs they stand beside, with everything sent at once. A run of
+All use the same engine model as the runs they stand beside, with everything sent at once. A run of
 one instance alone contains its drain, which is the longer part of it the fewer requests there are; its steady
 part (`steady_requests`) does not depend on how many there are.
 """

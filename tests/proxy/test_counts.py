@@ -18,13 +18,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from proxy.test_proxying import ask, post
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Upstream, chunk, plain
 
-from hetlb.config import TracingTable
-from hetlb.core.records import summarize
+from hetlb.config.fleet import TracingTable
 from hetlb.proxy.dashboard.whatif import _record
 from hetlb.proxy.telemetry.access_log import json_line, keyvalue_line
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
+from hetlb.workload.records import summarize
 
 Start = Callable[..., Any]
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"
