@@ -22,7 +22,7 @@ BIN := .venv/bin
 	$(PYTHON) -m venv .venv
 
 .venv/.run: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[tools]'
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/bin/python

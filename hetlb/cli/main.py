@@ -1,6 +1,6 @@
 """`hetlb`: finds the command, runs it, and turns errors into one line and an exit status.
 
-Promise: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else; Ctrl-C ends at once.
+Exit status: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else. Ctrl-C ends at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import hetlb
 from hetlb.build import compiled
 from hetlb.errors import HetlbError, InputError
+from hetlb.extras import missing_extra, require
 
 #: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
 COMMANDS = {
@@ -58,16 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
     try:
+        args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+        if getattr(args, "plot", None) is not None:
+            require("matplotlib")  # before the work, not after it
         status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        print(f"hetlb {command}: {missing}", file=sys.stderr)
+        return 2
     except InputError as error:
-        print(f"hetlb {args.command}: {error}", file=sys.stderr)
+        print(f"hetlb {command}: {error}", file=sys.stderr)
         return 2
     except HetlbError as error:
-        print(f"hetlb {args.command}: {error}", file=sys.stderr)
+        print(f"hetlb {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 1
