@@ -18,7 +18,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: What every request and every token touches. Not among them: what reads annotations while it runs
-#: (`proxy/fields.py`), and what is called once in a while.
+#: (`proxy/http/openai_fields.py`), and what is called once in a while.
 COMPILED = (
     "core/*.py",
     *(

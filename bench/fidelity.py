@@ -39,16 +39,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
-from hetlb.config import Profile, load_profile
+from hetlb.config.profile import Profile, load_profile
 from hetlb.core.eventlog import Replay, decode_setup
-from hetlb.core.policies import POLICIES
-from hetlb.core.records import RequestRecord
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row
 
 RESULTS = REPO_ROOT / "bench" / "results"
@@ -354,9 +354,9 @@ def engine_specs(profiles: Mapping[str, Profile], overheads: Mapping[str, float]
 
 def simulate_placed(
     setup: SchedulerSetup, engines: Mapping[str, EngineSpec], seen: Sequence[Observed]
-) -> list[RequestRecord]:
+) -> list[RequestResult]:
     """Each engine with the requests it got, when it got them."""
-    records: dict[int, RequestRecord] = {}
+    records: dict[int, RequestResult] = {}
     for spec in setup.specs:
         plan = [
             PlannedRequest(i, each.arrived_s + each.held_s, each.request.prompt_tokens, each.output_tokens)
@@ -374,7 +374,7 @@ def simulate_placed(
 
 def simulate_free(
     before: Sequence[str], engines: Mapping[str, EngineSpec], seen: Sequence[Observed]
-) -> list[RequestRecord]:
+) -> list[RequestResult]:
     """The whole fleet; the scheduler decides, knowing what it knew when the run began."""
     replay = Replay(before)
     for step in replay:
@@ -427,14 +427,14 @@ def compare(
     }
 
 
-def errors(seen: Sequence[Observed], records: Sequence[RequestRecord]) -> dict[str, float]:
+def errors(seen: Sequence[Observed], records: Sequence[RequestResult]) -> dict[str, float]:
     """Relative errors: the mean over requests of each one's, and `bias`, that of their mean.
 
     `finish` is that of a request's whole time, `throughput` that of tokens/s from the first request on to the
     last token.
     """
     found: dict[str, float] = {}
-    kinds: dict[str, tuple[Callable[[Observed], float], Callable[[Observed, RequestRecord], float]]] = {
+    kinds: dict[str, tuple[Callable[[Observed], float], Callable[[Observed, RequestResult], float]]] = {
         "ttft": (lambda o: o.ttft_s, lambda o, r: _at(r.first_token_s) - o.arrived_s),
         "tpot": (lambda o: o.tpot_s, lambda o, r: r.tpot_s or 0.0),
         "finish": (lambda o: o.e2el_s, lambda o, r: _at(r.last_token_s) - o.arrived_s),

@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from hetlb.cli.search import simulated_estimate
-from hetlb.config import EngineInfo, Source
+from hetlb.config.profile import EngineInfo, Source
 from hetlb.core.latency import LatencyModel
 from hetlb.plan.tp_search import static_estimate
 from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase, Point, fit, fit_linear

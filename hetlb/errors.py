@@ -13,7 +13,7 @@
 
 A request that hetlb itself turns down raises nothing: the scheduler returns a `Reject` command
 (`hetlb.core.types`) and the proxy has one table from its reason to the HTTP reply
-(`hetlb.proxy.replies`). A client that leaves is not an error at all.
+(`hetlb.proxy.http.error_responses`). A client that leaves is not an error at all.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.config import Fleet, fleet_from_urls, load_fleet, load_profile
+from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.config.profile import load_profile
 from hetlb.errors import ConfigError, InputError
 from hetlb.workload.traces import read_trace
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.config import load_fleet, load_profile
+from hetlb.config.fleet import load_fleet
+from hetlb.config.profile import load_profile
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -22,7 +22,7 @@ from test_walkthrough import free_ports, vllm_accepts
 
 import hetlb.demo
 from hetlb.cli.main import build_parser, main
-from hetlb.config import Fleet, load_fleet
+from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.loadtest.processes import helper_processes
 from hetlb.proxy.service import READINESS_LAG_S
 

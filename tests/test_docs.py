@@ -11,11 +11,14 @@ import msgspec
 import pytest
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config import ApiKeyTable, ClusterFile, FleetFile, ModelTable, Profile
-from hetlb.core.policies import COMBINE_FORMS, POLICIES
+from hetlb.config.api_keys import ApiKeyTable
+from hetlb.config.cluster import ClusterFile
+from hetlb.config.fleet import FleetFile, ModelTable
+from hetlb.config.profile import Profile
+from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.core.types import Outcome, RejectReason
-from hetlb.proxy.replies import REJECTIONS
+from hetlb.proxy.http.error_responses import REJECTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]

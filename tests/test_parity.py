@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config import Fleet, fleet_from_urls, load_profile
+from hetlb.config.fleet import Fleet, fleet_from_urls
+from hetlb.config.profile import load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.service import Service
 

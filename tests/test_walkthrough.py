@@ -20,7 +20,8 @@ import yaml
 from test_docs import PAGES, keys
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config import FleetFile, load_fleet, load_profile
+from hetlb.config.fleet import FleetFile, load_fleet
+from hetlb.config.profile import load_profile
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

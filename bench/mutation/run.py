@@ -55,8 +55,8 @@ CORE_TESTS = (
     "tests/core/test_health.py",
     "tests/core/test_queue.py",
     "tests/core/test_scheduler.py",
-    "tests/core/test_restraints.py",
-    "tests/core/test_late_binding.py",
+    "tests/core/test_throttling.py",
+    "tests/core/test_least_delay.py",
     "tests/core/test_speed.py",
     "tests/core/test_ledger.py",
     "tests/core/test_health_transitions.py",
@@ -83,7 +83,7 @@ MODULES = {
     "health": Module(("hetlb/core/health.py",), (), CORE_TESTS),
     "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
     "gate": Module(
-        ("hetlb/proxy/http1.py",), (), ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py")
+        ("hetlb/proxy/http/http1.py",), (), ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py")
     ),
 }  # fmt: skip
 #: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again.

@@ -15,8 +15,8 @@ from typing import Any
 from fleets import MAX_NUM_SEQS, SHAREGPT, Layout, lengths, make_study, measured, v100
 from report import IMAGES, table
 
-from hetlb.pictures import new_figure, save_figure
 from hetlb.plan.tp_search import static_estimate
+from hetlb.plots import new_figure, save_figure
 from hetlb.sim.sweep import Cell, run_sweep
 
 GPUS, DEGREES = 8, (1, 2, 4, 8)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from hetlb.config import load_cluster, load_profile
+from hetlb.config.cluster import load_cluster
+from hetlb.config.profile import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies import PolicyParams
+from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec

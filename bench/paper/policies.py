@@ -29,7 +29,7 @@ from fleets import (
 )
 from report import IMAGES, table
 
-from hetlb.pictures import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure
 from hetlb.sim.sweep import Cell, run_sweep
 
 PER_INSTANCE = 1500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hetlb.core.stages import SINK, SOURCE, LinkSpec
+from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
 from hetlb.plan.placement.cluster import Cluster, Node
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals, chains, separate_pipelines, swarm

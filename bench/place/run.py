@@ -20,9 +20,9 @@ from typing import Any
 
 from clusters import generated
 
-from hetlb.core.pipelines import PathScheduler
+from hetlb.core.paths.scheduler import PathScheduler
+from hetlb.core.paths.stages import Edge
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
-from hetlb.core.stages import Edge
 from hetlb.plan.check import check_path, check_placement
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import compute_bound, flow_bound

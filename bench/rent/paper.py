@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hetlb.config import EngineInfo, Hardware, ModelInfo, Source
+from hetlb.config.profile import EngineInfo, Hardware, ModelInfo, Source
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import make_profile, profile_text, read_csv
 

@@ -20,7 +20,7 @@ from cases import FLEETS, MODEL, TRACES, Kind, Lab, scaled
 from rich.console import Console
 from rich.progress import track
 
-import hetlb.core.late_binding as late_binding
+import hetlb.core.policies.least_delay as late_binding
 import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
@@ -381,9 +381,9 @@ def _time_decisions(
     choices: list[float] = []
     choose = late_binding.Hetlb.choose
 
-    def timed_choice(self: Any, question: Any, instances: Any) -> Any:
+    def timed_choice(self: Any, ctx: Any, instances: Any) -> Any:
         began = time.perf_counter()
-        choice = choose(self, question, instances)
+        choice = choose(self, ctx, instances)
         choices.append(time.perf_counter() - began)
         return choice
 

@@ -18,12 +18,11 @@ from typing import Any
 from cases import FLEETS, L8, LONGEST_TOKENS, MODEL, Kind, Lab
 from measure import without
 
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies import PolicyParams
+from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution
-from hetlb.core.records import percentile
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.engine import EngineLimits
@@ -33,6 +32,7 @@ from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import contents_of
 from hetlb.workload.generate import AgentTree, Lengths
+from hetlb.workload.records import percentile
 from hetlb.workload.traces import Row, read_trace
 
 OTHERS = ("paper", "least-requests", "p2c", "peak-ewma", "least-kv", "wrr", "prefix", "session")

@@ -1,6 +1,6 @@
 """What commands that look at a running proxy share: its admin address and the operator's token.
 
-Promise: the token comes from an environment variable, is shown nowhere and goes to that address alone;
+The token comes from an environment variable, is shown nowhere and goes to that address alone;
 whatever is wrong with an address or an answer is one line.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.pictures import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure
 from hetlb.sim.against import Comparison
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"

@@ -1,6 +1,6 @@
 """`hetlb bench`: load against any OpenAI-compatible server, measured by a client that judges itself.
 
-Promise: the load is open-loop and made before the run from the seed; latency counts from the time a request
+The load is open-loop and made before the run from the seed; latency counts from the time a request
 was due; every run says whether its client was fit to measure. Ctrl-C ends it at once.
 """
 
@@ -22,13 +22,14 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from hetlb.core.policies import POLICIES
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, Outcome
-from hetlb.loadtest.figures import details
 from hetlb.loadtest.htmlreport import report
+from hetlb.loadtest.metrics import details
+from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.report import (
     comparison_table,
     instances_table,
@@ -45,7 +46,6 @@ from hetlb.loadtest.results import (
     write_text,
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
-from hetlb.loadtest.screen import Screen
 from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.workload.schedules import Ramp, Rate
 from hetlb.workload.traces import Row, read_trace

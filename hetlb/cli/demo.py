@@ -1,6 +1,6 @@
 """`hetlb demo`: the whole loop on this machine with no GPU, from unequal engines to a comparison of policies.
 
-Promise: every figure is measured in this run over real sockets between real processes (emulated engines,
+Every figure is measured in this run over real sockets between real processes (emulated engines,
 the proxy, a load generator); it ends in well under 90 s and leaves no process behind, however it ends.
 """
 
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from hetlb.config import load_profile
+from hetlb.config.profile import load_profile
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import require
 from hetlb.loadtest.admin import FleetAdmin

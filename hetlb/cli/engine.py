@@ -1,6 +1,6 @@
 """`hetlb engine`: runs an emulated vLLM server until it is told to stop.
 
-Promise: one line on stdout once it accepts requests; Ctrl-C or SIGTERM ends it at once with status 0.
+One line on stdout once it accepts requests; Ctrl-C or SIGTERM ends it at once with status 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from hetlb.config import load_profile
+from hetlb.config.profile import load_profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator import EmulatedEngine
 

@@ -1,6 +1,6 @@
 """`hetlb explain`: one decision in numbers, of a fleet file or of a running proxy.
 
-Promise: the figures are the scheduler's own, unrounded in JSON; nothing is sent to an engine.
+The figures are the scheduler's own, unrounded in JSON; nothing is sent to an engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
-from hetlb.config import Fleet, load_fleet
-from hetlb.core.policies import COMBINE_FORMS, POLICIES
+from hetlb.config.fleet import Fleet, load_fleet
+from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Candidate, Health, Request

@@ -1,6 +1,6 @@
 """`hetlb place`: layers of a model over machines none of which holds it.
 
-Promise: the plan passed `plan/check.py`, and so did every path of a simulation. An interrupt prints the best
+The plan passed `plan/check.py`, and so did every path of a simulation. An interrupt prints the best
 plan so far. Exit status 2 and one line where no placement lets a token through.
 """
 
@@ -23,11 +23,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.core.path_ledger import PathDispatch
-from hetlb.core.pipelines import PATH_POLICIES, PathScheduler
+from hetlb.config.place import load_place
+from hetlb.core.paths.ledger import PathDispatch
+from hetlb.core.paths.scheduler import PATH_POLICIES, PathScheduler
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
 from hetlb.errors import ConfigError, InputError
-from hetlb.placefile import load_place
 from hetlb.plan.check import check_path, check_placement
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import flow_bound

@@ -1,6 +1,6 @@
 """`hetlb profile`: makes a latency profile from measured points, shows one, compares two.
 
-Promise: the file is written only when the fit succeeded, whole or not at all; a fit past 10 % mean or
+The file is written only when the fit succeeded, whole or not at all; a fit past 10 % mean or
 30 % largest held-out error is warned of on stderr.
 """
 
@@ -21,7 +21,7 @@ from rich.table import Table
 from hetlb.cli import profile_live
 from hetlb.cli.profile_log import from_log
 from hetlb.cli.profile_running import from_proxy
-from hetlb.config import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
+from hetlb.config.profile import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import query
 from hetlb.profiler.fit import FitResult, Form, ModelShape, Phase, Point, fit, shown_tile

@@ -1,6 +1,6 @@
 """`hetlb profile --url`: the sweep over a live server, its bar, and what is kept when it is interrupted.
 
-Promise: every sample is on disk before the next is taken; the same command goes on where an interrupted
+Every sample is on disk before the next is taken; the same command goes on where an interrupted
 one was; the samples are removed only once the profile is written.
 """
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
-from hetlb.config import load_yaml
+from hetlb.config.yaml_file import load_yaml
 from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from hetlb.cli.simulate_against import engine_of
-from hetlb.config import Source, load_profile
+from hetlb.config.profile import Source, load_profile
 from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import errors, fit_corrections, replay, varies_enough

@@ -10,7 +10,7 @@ import urllib.request
 
 import msgspec
 
-from hetlb.config import Source, load_profile
+from hetlb.config.profile import Source, load_profile
 from hetlb.errors import InputError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import Corrections

@@ -1,6 +1,6 @@
 """`hetlb rent`: which GPUs to rent for a budget, how to divide them into instances, which requests go where.
 
-Promise: every plan passed `plan/check.py` before it is printed, and says how far it may be from the best, how
+Every plan passed `plan/check.py` before it is printed, and says how far it may be from the best, how
 its throughputs came about, and what the whole fleet serves in simulation. Ctrl-C prints the best plan so far.
 """
 

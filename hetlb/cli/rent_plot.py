@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.pictures import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure
 
 _MIXED, _ONE_KIND, _ANY_NUMBER = "#1f6feb", "#57606a", "#a8b4c4"
 

@@ -1,6 +1,6 @@
 """`hetlb search`: the tensor-parallel degree of every machine of a cluster that gives the most throughput.
 
-Promise: every degree is listed, what does not fit with its reason and the missing bytes; the plan is
+Every degree is listed, what does not fit with its reason and the missing bytes; the plan is
 re-verified before it is printed. Exit status 2, with the table, where nothing fits anywhere.
 """
 
@@ -21,7 +21,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hetlb.cli.search_plot import write_plot
-from hetlb.config import Cluster, Profile, load_cluster
+from hetlb.config.cluster import Cluster, load_cluster
+from hetlb.config.profile import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.plan.check import check
@@ -137,7 +138,7 @@ def simulated_estimate(profile: Profile, rows: Rows, kv_cache_tokens: int) -> fl
         if engine.fits(input_tokens, output_tokens):
             engine.submit(Sequence(input_tokens, output_tokens))
             tokens += input_tokens + output_tokens
-    while (stretch := engine.begin_stretch()) is not None:
+    while (stretch := engine.begin_run()) is not None:
         seconds += stretch.duration_s
         engine.end_iteration()
     return tokens / seconds if seconds > 0 else 0.0

@@ -1,6 +1,6 @@
 """The picture of `hetlb search`: a bar for every degree of every kind of machine, or why it has none.
 
-Promise: the chosen degree stands out by colour, the reason of one that does not fit is written out.
+The chosen degree stands out by colour, the reason of one that does not fit is written out.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetlb.pictures import new_figure, save_figure
 from hetlb.plan.tp_search import MachinePlan
+from hetlb.plots import new_figure, save_figure
 
 _BEST, _OTHER = "#1f6feb", "#a8b4c4"
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import uvloop
 
-from hetlb.config import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies import POLICIES
+from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.errors import InputError
-from hetlb.proxy.service import Service, require_urls, spare_collector
+from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
 
@@ -77,7 +77,7 @@ async def _serve(fleet: Fleet, event_log: Path | None) -> None:
     service = Service(fleet, event_log)
     try:
         await service.start()
-        spare_collector()
+        tune_gc()
         print(service.ready_line, flush=True)
         await service.run()
     except asyncio.CancelledError:

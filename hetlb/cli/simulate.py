@@ -1,6 +1,6 @@
 """`hetlb simulate`: a fleet in virtual time under policies, rates and seeds; or the replay of an event log.
 
-Promise: the scheduler is the one the proxy runs; the same arguments give the same bytes, on however many
+The scheduler is the one the proxy runs; the same arguments give the same bytes, on however many
 processes. A replay exits with 0 only if every decision is the recorded one.
 """
 
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetlb.cli.simulate_plot import write_plot
-from hetlb.config import Fleet, load_fleet
+from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies import POLICIES
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health

@@ -1,6 +1,6 @@
 """The picture of `hetlb simulate`: throughput, latency distributions, and the fleet over time.
 
-Promise: nothing is smoothed. Throughput is that of every run (medians where there are several seeds) beside
+Nothing is smoothed. Throughput is that of every run (medians where there are several seeds) beside
 the sum of what the instances reach alone; below it the runs that were watched, all at one rate: the share of
 requests that waited at most so long, and of every instance the KV blocks in use and who waited for it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.pictures import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure
 from hetlb.sim.sweep import TRACE, Ran, Watched
 
 _WIDTH_IN = 11.0

@@ -1,6 +1,6 @@
 """`hetlb top`: the running fleet in a terminal, over the event stream that the dashboard reads.
 
-Promise: every line fits the terminal, from 80 columns up; a proxy that goes away is said and waited for,
+Every line fits the terminal, from 80 columns up; a proxy that goes away is said and waited for,
 and its last state stays on the screen until it is back; the terminal is left as it was found.
 """
 

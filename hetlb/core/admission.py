@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Request, RequestId
-from hetlb.core.values import Value
 
 #: Finish tags of tenants that wait for nothing are looked through when there are so many.
 _TAGS_KEPT: Final = 1024
@@ -38,7 +38,7 @@ MOST_OVERTAKEN: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLimits(Value):
+class QueueLimits(PickleByFields):
     """Bounds of the queue. Times in seconds.
 
     A request waits at most `timeout_s`, and at most `no_instance_timeout_s` while no instance of its

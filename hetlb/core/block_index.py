@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from hetlb.core.values import Value
+from hetlb.core.pickle_by_fields import PickleByFields
 
 #: More blocks than this are not followed.
 MOST_BLOCKS: Final = 1 << 20
@@ -24,7 +24,7 @@ PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored(Value):
+class BlocksStored(PickleByFields):
     """Blocks came into the cache, one after the other, behind the block `parent` (None: at the beginning).
 
     `hashes` are the engine's names of the blocks, `contents` their digests; `adapter` is the LoRA adapter
@@ -39,14 +39,14 @@ class BlocksStored(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRemoved(Value):
+class BlocksRemoved(PickleByFields):
     """Blocks were evicted."""
 
     hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksCleared(Value):
+class BlocksCleared(PickleByFields):
     """The whole cache was emptied."""
 
 
@@ -54,7 +54,7 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventBatch(Value):
+class KvEventBatch(PickleByFields):
     """Events in their order. `begins`: the cache was empty before them. `lost`: why some are missing."""
 
     events: tuple[KvEvent, ...] = ()

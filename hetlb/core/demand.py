@@ -1,6 +1,6 @@
 """How much work is asked for, in sizes that no instance decides.
 
-Promise: the size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is read
+The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is read
 together with many others, an output token takes a step of its own). A rate says what keeps arriving, not
 what came at once: it is the mean over the slots of the last seconds without those far above their median, so
 that a burst, which waits in the queue and is counted there, is not also taken for what is to come.
@@ -125,18 +125,18 @@ _MIX_CHANGE: Final = 0.02
 
 
 class Costs:
-    """The mean request on one instance, at this `revision` of its latency and capacity.
+    """The mean request on one instance, at this `parameters_version` of its latency and capacity.
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
     step more, while it is idle. All in seconds.
     """
 
-    __slots__ = ("batch_s", "first_token_s", "output_s", "prompt_s", "revision", "speed")
+    __slots__ = ("batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "speed")
 
     def __init__(
         self,
-        revision: int,
+        parameters_version: int,
         speed: float,
         prompt_s: float,
         output_s: float,
@@ -144,7 +144,7 @@ class Costs:
         first_token_s: float,
     ) -> None:
         self.first_token_s = first_token_s
-        self.revision = revision
+        self.parameters_version = parameters_version
         self.speed = speed
         self.prompt_s = prompt_s
         self.output_s = output_s
@@ -254,7 +254,7 @@ class Mix:
     def costs(self, instance: Instance) -> Costs:
         """What an instance is to the mean request. To be read, not kept."""
         known = self._costs.get(instance.name)
-        if known is None or known.revision != instance.revision:
+        if known is None or known.parameters_version != instance.parameters_version:
             known = self._costs[instance.name] = self._measure(instance)
         return known
 
@@ -274,7 +274,7 @@ class Mix:
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         latency = instance.latency
         return Costs(
-            instance.revision,
+            instance.parameters_version,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Capacity, EngineSample
-from hetlb.core.values import Value
 
 RUNNING = ("vllm:num_requests_running",)
 WAITING = ("vllm:num_requests_waiting",)
@@ -43,7 +43,7 @@ MOST_SERIES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCounters(Value):
+class EngineCounters(PickleByFields):
     """What a server has done since it started; None for what it does not count.
 
     `iterations` are those in which a token came out: a pass over a mere piece of one prompt is not counted.

@@ -1,6 +1,6 @@
 """What the scheduler saw and decided, as JSON lines; and the same facts fed to a scheduler again.
 
-Promise: a log holds everything a decision depends on (the set-up with its seed, then every fact with its
+A log holds everything a decision depends on (the set-up with its seed, then every fact with its
 time), so that replaying it gives the same decisions, to the last bit. The first line is the set-up; every
 further line is one fact with the decisions it led to. No prompt text is in it.
 """
@@ -16,8 +16,9 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
-from hetlb.core.policies import PolicyParams
-from hetlb.core.policy import PlannedShares
+from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.policies.base import PlannedShares
+from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -47,7 +48,6 @@ from hetlb.core.types import (
     Request,
     RequestId,
 )
-from hetlb.core.values import Value
 
 FORMAT_VERSION: Final = 3
 
@@ -256,7 +256,7 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed(Value):
+class Replayed(PickleByFields):
     """One fact of a log: its line number, what was decided then and what is decided now."""
 
     line: int

@@ -1,6 +1,6 @@
 """Whether an instance can be trusted with work: evidence in, `Health` out.
 
-Promise: proof of absence (a refused connection) counts at once; a missed probe alone never takes out an
+Proof of absence (a refused connection) counts at once; a missed probe alone never takes out an
 instance that is emitting tokens, nor the only one there is; 4xx answers and clients that leave count for
 nothing; every ejection grows the next one, up to a cap; a green probe alone gives nobody back the trust that
 failed answers cost.
@@ -15,8 +15,8 @@ failed answers cost.
 | up | ejected for failed answers before, it fails again before one ended well | ejected |
 | ejected | ejection time over and `RISE` probes ok in a row | up |
 
-Beside that there is doubt: whoever failed `DOUBT_AFTER` times in a row gets one request at a time, with
-longer and longer pauses, until an answer ends well; half of the failures are forgotten every `DOUBT_HALF_S`.
+Beside that there is doubt: whoever failed `PROBATION_AFTER` times in a row gets one request at a time, with
+longer and longer pauses, until an answer ends well; half of the failures are forgotten every `PROBATION_HALF_S`.
 Where answers were dropped or broken off a pause also ends as soon as a request or two went elsewhere, so that
 the failures that eject come soon; beyond those, where it may not be ejected, after 4, 8, 16, ... requests.
 """
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Health, Outcome, ProbeResult
-from hetlb.core.values import Value
 
 FALL: Final = 3
 RISE: Final = 2
@@ -45,14 +45,14 @@ WINDOW_S: Final = 30.0
 LEAST_ANSWERS: Final = 20
 FAILED_SHARE: Final = 0.5
 #: From so many failures in a row on the next request waits, 1 s, 2 s, 4 s, ... after the last one.
-DOUBT_AFTER: Final = 2
-DOUBT_BASE_S: Final = 1.0
-DOUBT_CAP_S: Final = 30.0
-DOUBT_HALF_S: Final = 30.0
+PROBATION_AFTER: Final = 2
+PROBATION_BASE_S: Final = 1.0
+PROBATION_CAP_S: Final = 30.0
+PROBATION_HALF_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class HealthParams(Value):
+class HealthParams(PickleByFields):
     """Parameters under `health:` of the fleet file. Seconds; 0 turns slow start off."""
 
     slow_start_s: float = 30.0
@@ -93,7 +93,7 @@ _STATE = (
     "_failures",
     "_forgiven_at",
     "_held_until",
-    "_on_trial",
+    "_half_open",
     "_passive_failures",
     "_probe_failures",
     "_probe_successes",
@@ -124,7 +124,7 @@ class HealthTracker:
         self._probe_failures = 0
         self._probe_successes = 0
         self._passive_failures = 0
-        self._on_trial = False
+        self._half_open = False
         # The window of the share of failed answers, None while none failed.
         self._window_since: float | None = None
         self._failed = self._well = 0
@@ -176,7 +176,7 @@ class HealthTracker:
         """A connection was refused: nobody is there. No back-off: it may return as soon as it answers."""
         self._probe_successes = 0
         # Whoever returns is another process: nothing is held against it.
-        self._on_trial = False
+        self._half_open = False
         self._window_since = None
         self._failures = 0
         if self.state is Health.EJECTED:
@@ -196,7 +196,7 @@ class HealthTracker:
         if self._clean:
             return False
         self._passive_failures = self._probe_failures = self._failures = 0
-        self._on_trial = False
+        self._half_open = False
         if self._window_since is not None:
             if now - self._window_since >= WINDOW_S:
                 self._window_since = None
@@ -215,7 +215,7 @@ class HealthTracker:
         self._passive_failures += 1
         in_a_row = self._passive_failures
         reason = f"{in_a_row} answers failed in a row" if in_a_row >= PASSIVE_FALL else ""
-        if in_a_row > DOUBT_AFTER:
+        if in_a_row > PROBATION_AFTER:
             self._skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
         else:
             self._skip = 1
@@ -236,12 +236,12 @@ class HealthTracker:
             self._window_since, self._failed, self._well = now, 0, 0
         self._failed += 1
         answers = self._failed + self._well
-        if not reason and self._on_trial:
+        if not reason and self._half_open:
             reason = "failed again after it came back"
         if not reason and answers >= LEAST_ANSWERS and self._failed >= FAILED_SHARE * answers:
             reason = f"{self._failed} of {answers} answers failed within {now - self._window_since:.0f} s"
         if reason and may_eject and self.state is not Health.EJECTED:
-            self._on_trial = True
+            self._half_open = True
             self._window_since = None
             return self._eject(reason, now)
         return False
@@ -249,28 +249,28 @@ class HealthTracker:
     @property
     def ejected_for_failures(self) -> bool:
         """Whether it is out because of its answers, not because nobody is there."""
-        return self.state is Health.EJECTED and self._on_trial
+        return self.state is Health.EJECTED and self._half_open
 
     # --- doubt ---
 
-    def in_doubt(self, now: float) -> bool:
+    def on_probation(self, now: float) -> bool:
         """Whether it failed so often of late that it gets one request at a time, with pauses."""
-        return self._failures >= DOUBT_AFTER and self._remembered(now) >= DOUBT_AFTER
+        return self._failures >= PROBATION_AFTER and self._remembered(now) >= PROBATION_AFTER
 
     def held(self, now: float) -> bool:
-        """Whether it is in doubt and its pause is not over."""
+        """Whether it is on probation and its pause is not over."""
         if now >= self._held_until or (self._skip is not None and self._skipped >= self._skip):
             return False
-        return self.in_doubt(now)
+        return self.on_probation(now)
 
     @property
-    def doubt_reason(self) -> str:
+    def probation_reason(self) -> str:
         """What the doubt rests on."""
         return f"{self._failures} answers failed in a row"
 
     def on_dispatched(self, now: float) -> None:
-        """It got a request: in doubt, the pause begins anew."""
-        if self._failures >= DOUBT_AFTER:
+        """It got a request: on probation, the pause begins anew."""
+        if self._failures >= PROBATION_AFTER:
             self._held_until = now + self._pause_s(self._remembered(now))
             self._skipped = 0
 
@@ -279,12 +279,12 @@ class HealthTracker:
         self._skipped += 1
 
     def _remembered(self, now: float) -> int:
-        return self._failures >> min(64, max(0, int((now - self._failed_at) / DOUBT_HALF_S)))
+        return self._failures >> min(64, max(0, int((now - self._failed_at) / PROBATION_HALF_S)))
 
     def _pause_s(self, failures: int) -> float:
-        if failures < DOUBT_AFTER:
+        if failures < PROBATION_AFTER:
             return 0.0
-        return min(DOUBT_CAP_S, DOUBT_BASE_S * 2.0 ** min(16, failures - DOUBT_AFTER))
+        return min(PROBATION_CAP_S, PROBATION_BASE_S * 2.0 ** min(16, failures - PROBATION_AFTER))
 
     # --- states ---
 

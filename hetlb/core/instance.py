@@ -1,6 +1,6 @@
 """What we believe about one instance: its ledger, its limits, its speed, corrected by evidence.
 
-Promise: the ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
+The ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
 sum over the live leases at every moment; nothing in it can fall below zero. What it may take for a while
 (having just come back, having said that it is busy, having failed) never rises because it failed.
 """
@@ -80,12 +80,12 @@ class PeakEwma:
 #: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
 BUSY_CAP_S: Final = 60.0
 #: How an instance stands at a moment: like any other, only if nobody else can, not now.
-OPEN: Final = 0
-LAST: Final = 1
-HELD: Final = 2
+NORMAL: Final = 0
+DEPRIORITISED: Final = 1
+BLOCKED: Final = 2
 
 
-class Changes:
+class ChangeCounter:
     """How often the figures of a fleet's instances have changed: what is derived from them goes by it."""
 
     __slots__ = ("count",)
@@ -105,7 +105,7 @@ class Instance:
         "_waiting_seen",
         "admin",
         "blocks",
-        "busy_places",
+        "busy_slots",
         "busy_until",
         "capacity",
         "changes",
@@ -123,6 +123,7 @@ class Instance:
         "name",
         "nominal",
         "parameters",
+        "parameters_version",
         "peak_ewma",
         "pending_prompt_tokens",
         "profiled",
@@ -132,7 +133,6 @@ class Instance:
         "ramp_since",
         "rejoining",
         "removed",
-        "revision",
         "sample",
         "sample_at",
         "sequences",
@@ -150,14 +150,14 @@ class Instance:
         incarnation: int,
         health: HealthTracker,
         now: float,
-        changes: Changes | None = None,
+        changes: ChangeCounter | None = None,
         prefixes: PrefixIndex | None = None,
     ) -> None:
         self.spec = spec
         self.name = spec.name
         self.incarnation = incarnation
         self.health = health
-        self.changes = changes or Changes()
+        self.changes = changes or ChangeCounter()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: What its cache holds by its own KV events, None where it publishes none.
@@ -170,7 +170,7 @@ class Instance:
         self.ramp_s = 0.0
         #: Until when it is busy by its own word, and what it ran when it said so.
         self.busy_until = -math.inf
-        self.busy_places = 0
+        self.busy_slots = 0
         self.admin = AdminState.READY
         self.removed = False
         self.profiled = spec.latency is not None
@@ -180,7 +180,7 @@ class Instance:
         #: What derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         #: How often they have changed: what is derived from them goes by it.
-        self.revision = 0
+        self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
         #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
@@ -267,14 +267,14 @@ class Instance:
         else:
             self.max_num_seqs = self.max_num_seqs * engines // self.engines
         self.engines = self.speed.engines = engines
-        self._refigure()
+        self._update_parameters()
 
-    def _refigure(self) -> None:
+    def _update_parameters(self) -> None:
         slots, cache = self.max_num_seqs, self.kv_cache_tokens
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
         if parameters != self.parameters:
             self.parameters = parameters
-            self.revision += 1
+            self.parameters_version += 1
             self.changes.count += 1
 
     def fits(self, request: Request) -> bool:
@@ -298,38 +298,40 @@ class Instance:
             return self.spec.model == model
         return model in self.served
 
-    def start_slowly(self, seconds: float, now: float) -> None:
+    def begin_slow_start(self, seconds: float, now: float) -> None:
         """It has come back: for so long it may run only a growing part of what it can; 0 is not at all."""
         self.rejoining = False
         self.ramp_since, self.ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
 
-    def say_busy(self, seconds: float, sequences: int, now: float) -> None:
+    def mark_busy(self, seconds: float, sequences: int, now: float) -> None:
         """It turned a request of so many sequences away and asked to come again after `seconds`."""
         self.busy_until = max(self.busy_until, now + min(seconds, BUSY_CAP_S))
-        self.busy_places = max(1, self.sequences - sequences)
+        self.busy_slots = max(1, self.sequences - sequences)
 
-    def restrained(self, now: float) -> bool:
+    def throttled(self, now: float) -> bool:
         """Whether it may now not stand like any other."""
         if self.ramp_since is not None and now - self.ramp_since >= self.ramp_s:
             self.ramp_since = None
-        return self.ramp_since is not None or now < self.busy_until or self.health.in_doubt(now)
+        return self.ramp_since is not None or now < self.busy_until or self.health.on_probation(now)
 
-    def standing(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
+    def availability(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
         """How it stands, and why; `doubt`: whether doubts are heeded.
 
         One that runs nothing may always take one request, but for doubts.
         """
         if doubt and self.health.held(now):
-            return HELD, f"in doubt: {self.health.doubt_reason}"
+            return BLOCKED, f"on probation: {self.health.probation_reason}"
         wanted = self.sequences + 1 if self.sequences else 0
         if self.ramp_since is not None:
             places = self.max_num_seqs * max(0.0, now - self.ramp_since) / self.ramp_s
             if wanted > max(1.0, places):
-                return HELD, f"slow start: {max(1, int(places))} of {self.max_num_seqs} places"
+                return BLOCKED, f"slow start: {max(1, int(places))} of {self.max_num_seqs} places"
         if now < self.busy_until:
             left = f"it said it is busy, for {self.busy_until - now:.3g} s more"
-            return (HELD, f"full: {left}") if wanted > self.busy_places else (LAST, f"last: {left}")
-        return OPEN, ""
+            return (
+                (BLOCKED, f"full: {left}") if wanted > self.busy_slots else (DEPRIORITISED, f"last: {left}")
+            )
+        return NORMAL, ""
 
     # --- ledger ---
 
@@ -499,11 +501,11 @@ class Instance:
         full = running if sample.waiting and room else 0
         if full and full == self._waiting_seen:
             self.max_num_seqs = full
-            self._refigure()
+            self._update_parameters()
         self._waiting_seen = full
         if running > self.max_num_seqs:
             self.max_num_seqs = running
-            self._refigure()
+            self._update_parameters()
 
     def learn_blocks(self, batch: KvEventBatch) -> None:
         """Take over what the engine says of its prefix cache.
@@ -548,5 +550,5 @@ class Instance:
             return False
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
-        self._refigure()
+        self._update_parameters()
         return True

@@ -22,7 +22,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
-from hetlb.core.values import Value
+from hetlb.core.pickle_by_fields import PickleByFields
 
 
 class IterationRule(StrEnum):
@@ -43,7 +43,7 @@ _EXACT_PARTS: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillGrid(Value):
+class PrefillGrid(PickleByFields):
     """log(measured / predicted) of a form at the points of a grid; bilinear in log(batch), log(length)."""
 
     batches: tuple[int, ...]
@@ -94,7 +94,7 @@ def in_tiles(tokens: float, tile: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PnormPrefill(Value):
+class PnormPrefill(PickleByFields):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
@@ -174,7 +174,7 @@ class PnormPrefill(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTable(Value):
+class DecodeTable(PickleByFields):
     """A decode step as `token_s * kv_tokens + context_s * kv_tokens / batch + seconds(batch)`.
 
     `seconds` stand for `batches`, in between lines; beyond the last the line goes on. What the batch costs
@@ -225,7 +225,7 @@ class DecodeTable(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class MixedTerm(Value):
+class MixedTerm(PickleByFields):
     """Seconds that decodes add to a pass over prompt tokens, beyond the dense work of their tokens.
 
     `sequence_s * D + pair_s * D * P + max(token_s * C, context_s * C / D)`: D decodes over C cached tokens
@@ -262,7 +262,7 @@ class MixedTerm(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyModel(Value):
+class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
     `host_s` is what the host adds to every iteration beyond the points that were fitted (0 where these hold

@@ -1,6 +1,6 @@
 """How long an answer will be: predictors of output lengths, in tokens.
 
-Promise: no predictor but `OraclePredictor` ever sees a true length before the request has ended. All of
+No predictor but `OraclePredictor` ever sees a true length before the request has ended. All of
 them give an expectation (or, for `normal`, the paper's draw) of at least one token and never above the
 client's own `max_tokens`.
 """

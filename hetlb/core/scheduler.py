@@ -1,6 +1,6 @@
 """The mapper: facts and the current time go in, commands come out.
 
-Promise: no I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
+No I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
 what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
 leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
 for a while (it has just come back, is busy, has failed) restrains nobody where all are alike. Queues are
@@ -22,9 +22,9 @@ from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued,
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
-from hetlb.core.instance import Changes, Instance
-from hetlb.core.policies import make_policy
-from hetlb.core.policy import Policy, Question, best, paper_terms
+from hetlb.core.instance import ChangeCounter, Instance
+from hetlb.core.policies.base import Policy, SchedulingContext, best, paper_terms
+from hetlb.core.policies.baselines import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
@@ -88,21 +88,21 @@ def _with_excluded(
 
 
 @mypyc_attr(acyclic=True)
-class _Found:
+class _Decision:
     """What a policy chose for a request, before anything is booked."""
 
-    __slots__ = ("able", "candidates", "excluded", "instance", "question", "work_s")
+    __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "work_s")
 
     def __init__(
         self,
-        question: Question,
+        ctx: SchedulingContext,
         work_s: float,
         candidates: Callable[[], list[Candidate]],
         able: Sequence[Instance],
         excluded: dict[str, str],
         instance: Instance,
     ) -> None:
-        self.question = question
+        self.ctx = ctx
         self.work_s = work_s
         self.candidates = candidates
         self.able = able
@@ -117,7 +117,7 @@ class _Ready:
     """
 
     __slots__ = (
-        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "restrained",
+        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "throttled",
     )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], now: float) -> None:
@@ -135,10 +135,10 @@ class _Ready:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
         #: Whether somebody may not stand like the others: then every request is looked at by itself.
-        self.restrained = any(instance.restrained(now) for instance in self.able)
+        self.throttled = any(instance.throttled(now) for instance in self.able)
         #: Whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
-            -1.0 if self.restrained else min((_longest(instance) for instance in self.able), default=math.inf)
+            -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
         )
         #: Lengths that instances can take, ascending: the index of one is the class of an instance.
         self.limits = sorted({_longest(instance) for instance in instances})
@@ -216,7 +216,7 @@ class Scheduler:
         self._queue = Queue(setup.limits)
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
-        self._changes = Changes()
+        self._changes = ChangeCounter()
         self._ready: dict[str, _Ready] = {}
         self._attempts: dict[RequestId, _Attempts] = {}
         self._retrying: set[LeaseId] = set()
@@ -312,7 +312,7 @@ class Scheduler:
         """A request came in while others wait: it may be what suits an instance that they do not suit."""
         queue = self._queue
         # With restraints slots come with time, and those that wait have been waiting for them.
-        if ready.restrained or not queue.may_pass(request):
+        if ready.throttled or not queue.may_pass(request):
             return self._enqueue(request, now, predicted) + self._flush(now)
         found = self._choose(request, ready, now, predicted)
         if found is None:
@@ -383,7 +383,7 @@ class Scheduler:
             return []
         if changed:
             return self._health_changed(instance, now)
-        if health.in_doubt(now):
+        if health.on_probation(now):
             self._reindex(now)
         return []
 
@@ -400,7 +400,7 @@ class Scheduler:
         passed_on: list[Command] = [PassOn(request.id, lease)]
         if retry_after_s is None or retry_after_s <= 0.0:
             return passed_on
-        instance.say_busy(retry_after_s, request.sequences, now)
+        instance.mark_busy(retry_after_s, request.sequences, now)
         self._reindex(now)
         attempts = self._attempts.get(request.id)
         ready = self._ready.get(request.model)
@@ -602,7 +602,7 @@ class Scheduler:
         self._next_cache -= 1
         if instance.health.state is Health.UP:
             instance.was_up = True
-            instance.start_slowly(self._health.slow_start_s, now)
+            instance.begin_slow_start(self._health.slow_start_s, now)
         else:
             instance.rejoining = True
 
@@ -684,21 +684,21 @@ class Scheduler:
 
         None: like any other.
         """
-        if ready.restrained and not any(instance.restrained(now) for instance in ready.able):
+        if ready.throttled and not any(instance.throttled(now) for instance in ready.able):
             ready = self._ready[request.model] = _Ready(ready.instances, now)
         chosen, excluded = self._fitting(request, ready)
-        if not ready.restrained or not any(instance.restrained(now) for instance in chosen):
+        if not ready.throttled or not any(instance.throttled(now) for instance in chosen):
             return chosen, excluded, None
         doubt = not all(instance.health.held(now) for instance in chosen)
-        standings = [instance.standing(now, doubt=doubt) for instance in chosen]
+        availabilities = [instance.availability(now, doubt=doubt) for instance in chosen]
         if not self._policy.holds_back:
-            best_standing = min(standing for standing, _ in standings)
+            best_availability = min(availability for availability, _ in availabilities)
             excluded = dict(excluded)
-            for instance, (standing, reason) in zip(chosen, standings, strict=True):
-                if standing > best_standing:
+            for instance, (availability, reason) in zip(chosen, availabilities, strict=True):
+                if availability > best_availability:
                     excluded[instance.name] = reason
             chosen = [instance for instance in chosen if instance.name not in excluded]
-        return chosen, excluded, standings
+        return chosen, excluded, availabilities
 
     def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
         """Who is there, has not had the request and is large enough, and why each other one is not."""
@@ -742,9 +742,9 @@ class Scheduler:
         predicted: float,
         waiting: int,
         now: float,
-        standings: list[tuple[int, str]] | None,
+        availabilities: list[tuple[int, str]] | None,
         long: float | None = None,
-    ) -> Question:
+    ) -> SchedulingContext:
         if not request.generates:
             long = 0.0
         elif long is None:
@@ -760,7 +760,7 @@ class Scheduler:
         )
         if self._telling and request.blocks is not None:
             held = self._exact(request, held)
-        return Question(request, predicted, long, waiting, demand, now, held, standings)
+        return SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
 
     def _exact(self, request: Request, held: Held | None) -> Held:
         """What is held of a prompt, with the exact figures of engines that publish KV events."""
@@ -783,9 +783,9 @@ class Scheduler:
         self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
     ) -> list[Candidate]:
         """Filter and score: a candidate per instance in file order."""
-        able, excluded, standings = self._able(request, ready, now)
-        question = self._question(request, predicted, waiting, now, standings)
-        candidates = self._policy.score(question, able) if able else []
+        able, excluded, availabilities = self._able(request, ready, now)
+        ctx = self._question(request, predicted, waiting, now, availabilities)
+        candidates = self._policy.score(ctx, able) if able else []
         return _with_excluded(candidates, ready.instances, excluded)
 
     def _demand(self, model: str) -> Demand:
@@ -807,13 +807,13 @@ class Scheduler:
         own_size: int = 0,
         long: float | None = None,
         ceiling: int | None = None,
-    ) -> _Found | None:
+    ) -> _Decision | None:
         """Choose the instance that would get a request now, None if none would. Books nothing.
 
         `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
         instances of class `ceiling` and above are kept for another.
         """
-        standings: list[tuple[int, str]] | None = None
+        availabilities: list[tuple[int, str]] | None = None
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
         if (
             tokens <= ready.longest_tokens
@@ -823,28 +823,28 @@ class Scheduler:
             able: Sequence[Instance] = ready.able
             excluded = ready.excluded
         else:
-            able, excluded, standings = self._able(request, ready, now)
+            able, excluded, availabilities = self._able(request, ready, now)
         if ceiling is not None:
             below = [ready.class_of(instance) < ceiling for instance in able]
             able = [instance for instance, keep in zip(able, below, strict=True) if keep]
-            if standings is not None:
-                standings = [each for each, keep in zip(standings, below, strict=True) if keep]
+            if availabilities is not None:
+                availabilities = [each for each, keep in zip(availabilities, below, strict=True) if keep]
         if not able:
             return None
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
-        question = self._question(request, predicted, waiting, now, standings, long)
-        index, work_s, candidates = self._policy.choose(question, able)
+        ctx = self._question(request, predicted, waiting, now, availabilities, long)
+        index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:
             return None
-        return _Found(question, work_s, candidates, able, excluded, able[index])
+        return _Decision(ctx, work_s, candidates, able, excluded, able[index])
 
-    def _book(self, found: _Found, ready: _Ready, now: float) -> Dispatch:
-        question, instance = found.question, found.instance
+    def _book(self, found: _Decision, ready: _Ready, now: float) -> Dispatch:
+        ctx, instance = found.ctx, found.instance
         work_ns = round(found.work_s * 1e9)
-        lease = self._lease(question.request, instance, question.predicted_output, work_ns, now)
+        lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
         self._next_lease += 1
         instance.acquire(lease)
-        if question.standings is not None:
+        if ctx.availabilities is not None:
             instance.health.on_dispatched(now)
             for other in ready.able:
                 if other is not instance and other.health.held(now):
@@ -852,17 +852,17 @@ class Scheduler:
         if self._policy.reads_demand:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
-            sequences = question.request.sequences
-            question.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+            sequences = ctx.request.sequences
+            ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
         self._leased[lease.id] = instance
         policy = self._policy
-        policy.committed(question, instance, found.able)
+        policy.committed(ctx, instance, found.able)
         considered: Callable[[], Sequence[Candidate]] = found.candidates
         excluded = found.excluded
         if excluded:
             scored, instances = considered, ready.instances
             considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
-        return Dispatch(question.request.id, lease, policy.name, considered)
+        return Dispatch(ctx.request.id, lease, policy.name, considered)
 
     def _lease(
         self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
@@ -999,12 +999,12 @@ class Scheduler:
             return placed
         if len(entries) > 1:
             found = self._suited(found, entries, ready, ceiling, now)
-        queue.take(found.question.request.id, ready.class_of(found.instance))
+        queue.take(found.ctx.request.id, ready.class_of(found.instance))
         return self._book(found, ready, now)
 
     def _suited(
-        self, found: _Found, entries: list[Queued], ready: _Ready, ceiling: int | None, now: float
-    ) -> _Found:
+        self, found: _Decision, entries: list[Queued], ready: _Ready, ceiling: int | None, now: float
+    ) -> _Decision:
         """The choice for the head, or for one behind it that suits the same instance better."""
         head, queue = entries[0], self._queue
         for index, entry in enumerate(entries):  # none may be overtaken too often

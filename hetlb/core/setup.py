@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies import PolicyParams
+from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
 from hetlb.core.types import Health, InstanceSpec, RequestId
-from hetlb.core.values import Value
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSetup(Value):
+class SchedulerSetup(PickleByFields):
     """Everything a scheduler is built from.
 
     `predictor` is a name of `core.predictor`, `lengths` what `empirical` draws from; `seed` is that of all

@@ -1,6 +1,6 @@
 """How fast an instance is, as its answers show, against what its latency model says.
 
-Promise: one factor on all durations of the model, bounded, and exactly 1 while the model is about right: a
+One factor on all durations of the model, bounded, and exactly 1 while the model is about right: a
 profile that was measured is believed until the evidence speaks clearly against it.
 
 An answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were read
@@ -17,7 +17,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.latency import LatencyModel
-from hetlb.core.values import Value
+from hetlb.core.pickle_by_fields import PickleByFields
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 15.0
@@ -36,7 +36,7 @@ _MIXED_SHARE: Final = 0.1
 
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
-class Mark(Value):
+class Mark(PickleByFields):
     """What an instance has done so far: sequence-seconds, token-seconds in the KV cache, what it has read."""
 
     sequence_s: float

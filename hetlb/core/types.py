@@ -16,9 +16,9 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.block_index import PromptBlocks
 from hetlb.core.latency import LatencyModel
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import PrefixKey, Shared
 from hetlb.core.speed import Mark
-from hetlb.core.values import Value
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -61,7 +61,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity(Value):
+class Capacity(PickleByFields):
     """What one instance can hold. `None` means not known yet.
 
     `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
@@ -91,7 +91,7 @@ class Capacity(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceSpec(Value):
+class InstanceSpec(PickleByFields):
     """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
 
     `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
@@ -107,7 +107,7 @@ class InstanceSpec(Value):
 
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
-class Request(Value):
+class Request(PickleByFields):
     """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
 
     (Not frozen, and with a constructor that can be compiled: one is made for every request.)
@@ -255,7 +255,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveLease(Value):
+class LiveLease(PickleByFields):
     """A lease of an earlier scheduler that still runs: what it booked; `begun`: its first token has come."""
 
     request: Request
@@ -270,21 +270,21 @@ class LiveLease(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceAdded(Value):
+class InstanceAdded(PickleByFields):
     """A server joined the fleet (or came back under the same name: then it is a new incarnation)."""
 
     spec: InstanceSpec
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceRemoved(Value):
+class InstanceRemoved(PickleByFields):
     """A server left the fleet: no new work; its leases end when their requests do."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class AdminStateSet(Value):
+class AdminStateSet(PickleByFields):
     """An operator set the administrative state."""
 
     name: str
@@ -292,7 +292,7 @@ class AdminStateSet(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityLearned(Value):
+class CapacityLearned(PickleByFields):
     """The engine told what it can hold; figures it does not know stay as they were."""
 
     name: str
@@ -300,7 +300,7 @@ class CapacityLearned(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsLearned(Value):
+class ModelsLearned(PickleByFields):
     """The engine's own list of model names (base, aliases, LoRA adapters)."""
 
     name: str
@@ -316,7 +316,7 @@ class ProbeResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Probed(Value):
+class Probed(PickleByFields):
     """A health probe ended."""
 
     name: str
@@ -329,7 +329,7 @@ InstanceChange: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSample(Value):
+class EngineSample(PickleByFields):
     """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
 
     `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
@@ -363,7 +363,7 @@ class RejectReason(StrEnum):
 
 
 @dataclass(slots=True)
-class Candidate(Value):
+class Candidate(PickleByFields):
     """One instance as a policy saw it for one request: every term of the score, lowest score wins.
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
@@ -426,7 +426,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Reject(Value):
+class Reject(PickleByFields):
     """Answer the client: the request will not be run. `detail` is a sentence for the client."""
 
     request_id: RequestId
@@ -436,7 +436,7 @@ class Reject(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn(Value):
+class PassOn(PickleByFields):
     """Give the client the answer of an engine that says it is busy: nobody else can take the request.
 
     The lease goes on and ends as that of any other answer.
@@ -447,7 +447,7 @@ class PassOn(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(Value):
+class Abort(PickleByFields):
     """End this lease's work at the engine; the driver reports its end as usual."""
 
     request_id: RequestId
@@ -456,7 +456,7 @@ class Abort(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class HealthChanged(Value):
+class HealthChanged(PickleByFields):
     """An instance's health changed; for the log and the metrics."""
 
     instance: str

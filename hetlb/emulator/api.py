@@ -1,6 +1,6 @@
 """The endpoints of an emulated vLLM 0.32 server.
 
-Promise: every request is answered, or its client has left; what the engine runs for a client that left
+Every request is answered, or its client has left; what the engine runs for a client that left
 is aborted at once. Paths vLLM does not have for a generative model are 404 (and `/v1/embeddings`, which
 it has for an embedding model, is there for both kinds of request to be tried).
 """

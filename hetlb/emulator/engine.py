@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from types import TracebackType
 
-from hetlb.config import Profile
+from hetlb.config.profile import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
 from hetlb.emulator.data_parallel import EngineGroup

@@ -1,6 +1,6 @@
 """HTTP/1.1 as uvicorn speaks it, one connection at a time: bytes in, whole requests out, bytes back.
 
-Promise: requests of one connection are answered in order, one at a time; a client that is gone, or has
+Requests of one connection are answered in order, one at a time; a client that is gone, or has
 closed its sending side, is reported at once; an idle connection is closed after `keep_alive_s`.
 """
 

@@ -1,6 +1,6 @@
 """The shapes of vLLM 0.32's answers, recorded from a real server (`tests/vllm/data`).
 
-Promise: keys, their order and their nulls are those of the recordings. The text of every answer is
+Keys, their order and their nulls are those of the recordings. The text of every answer is
 ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of order. What does not
 change from token to token is built once per answer: a token costs one formatting and one write.
 """

@@ -1,6 +1,6 @@
 """Request bodies as vLLM 0.32 reads them: JSON in, a `Generation` or the error vLLM would answer out.
 
-Promise: whatever the body is, the outcome is a checked object or an `ApiError` with vLLM's status, type
+Whatever the body is, the outcome is a checked object or an `ApiError` with vLLM's status, type
 and message (its own wording for the fields that this emulator knows; other fields are accepted unread).
 Numbers are read as pydantic reads them (`"5"`, `5.0` and `true` are integers). Prompts are not tokenised:
 4 bytes of text count as one token, an id of a token-id prompt as one.

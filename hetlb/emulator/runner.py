@@ -1,6 +1,6 @@
 """Real time: runs an engine model on the event loop's clock and hands out tokens at iteration ends.
 
-Promise: no token is handed out before its iteration has ended, and an iteration begins exactly where the
+No token is handed out before its iteration has ended, and an iteration begins exactly where the
 one before ended, however late the loop comes: lateness does not add up. A request takes part in the
 first iteration that begins after it arrived. An abort is at once.
 """

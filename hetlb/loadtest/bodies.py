@@ -1,6 +1,6 @@
 """Request bodies of a load test: prompts as token ids or text, with the prefixes that its rows share.
 
-Promise: seed and salt decide every byte. Prompts begin alike exactly where their rows say so (a session, a
+Seed and salt decide every byte. Prompts begin alike exactly where their rows say so (a session, a
 block of `hash_ids`, the same text of a file), so no prefix cache helps where none would in life; another
 salt shares nothing with any run before. Bodies are made when they are due, in microseconds.
 """

@@ -1,6 +1,6 @@
 """The runs of one command: every rate, every policy, every round; then the search for the highest rate.
 
-Promise: all policies of a round meet the same plan, on a fleet that is idle and up; the policy that was in
+All policies of a round meet the same plan, on a fleet that is idle and up; the policy that was in
 force before is in force again afterwards, whatever ended the runs.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 from hetlb.loadtest.admin import FleetAdmin, fleet_admin
 from hetlb.loadtest.compare import comparisons, turns
 from hetlb.loadtest.generator import Progress
+from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.runs import LoadSpec, Measured, measure
-from hetlb.loadtest.screen import Screen
 from hetlb.loadtest.search import RateSearch
 from hetlb.workload.schedules import Ramp, Rate
 

@@ -1,6 +1,6 @@
 """Policies side by side: paired differences over rounds of the same load, and how sure they are.
 
-Promise: a difference is taken within a round only, between two runs that sent the same plan; its interval is
+A difference is taken within a round only, between two runs that sent the same plan; its interval is
 Student's t over the rounds (W. S. Gosset, "The probable error of a mean", 1908), and null where one round
 says nothing about the next. Every round starts with another policy, so that none is always first.
 """

@@ -1,6 +1,6 @@
 """An open-loop load generator: every request goes out when it is due, whatever became of those before.
 
-Promise: sending never waits for an answer; every planned request ends in exactly one record, failed ones
+Sending never waits for an answer; every planned request ends in exactly one record, failed ones
 with the kind of failure; cancelling the run closes every connection. A run says whether its client was fit
 to measure: VALID, or SUSPECT with reasons (late sends, a busy event loop, a busy core, failures, answers
 of other lengths than asked for), instead of reporting its own slowness as the server's latency.
@@ -23,11 +23,11 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from hetlb.core.records import RequestRecord, summarize
-from hetlb.loadtest.answers import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.prompts import Bodies
+from hetlb.loadtest.response_parser import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.verdict import judge
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.records import RequestResult, summarize
 
 #: uvicorn closes idle connections after 5 s; the pool lets go of them before.
 KEEP_ALIVE_S = 2.0
@@ -66,7 +66,7 @@ class LoadResult:
     """What a run gives: a record per planned request in plan order, and how the client fared."""
 
     plan: Sequence[PlannedRequest]
-    records: list[RequestRecord]
+    records: list[RequestResult]
     cpu_share: float
     loop_lag_s: list[float]
     errors: dict[str, int] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class _Attempt:
 
     __slots__ = ("record", "reused")
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestResult) -> None:
         self.record = record
         self.reused = False
 
@@ -178,7 +178,7 @@ class _Run:
         closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
         records = [
-            RequestRecord(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
+            RequestResult(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
             for planned in plan
         ]
         tracing = aiohttp.TraceConfig()
@@ -230,7 +230,7 @@ class _Run:
         context.trace_request_ctx.record.sent_s = self._now()
 
     async def _send(
-        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestRecord
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
     ) -> None:
         progress = self._progress
         try:
@@ -251,7 +251,7 @@ class _Run:
         record.end_s = self._now()
 
     async def _ask(
-        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestRecord
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
     ) -> aiohttp.ClientResponse:
         """The head of the answer. A kept connection that the server had closed meanwhile costs no request."""
         body, headers = self._bodies.body(planned), self._bodies.headers(planned)
@@ -264,7 +264,7 @@ class _Run:
                 if not attempt.reused:
                     raise
 
-    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord, *, streams: bool) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, record: RequestResult, *, streams: bool) -> None:
         if response.status != 200:
             raise AnswerError(f"http {response.status}", (await response.read()).decode(errors="replace"))
         if not streams:
@@ -279,7 +279,7 @@ class _Run:
             progress.output_tokens += reader.feed(data, monotonic() - start)
         reader.close(self._now())
 
-    def _fail(self, record: RequestRecord, kind: str, detail: object) -> None:
+    def _fail(self, record: RequestResult, kind: str, detail: object) -> None:
         record.error = kind
         self._errors[kind] += 1
         self._examples.setdefault(kind, str(detail))

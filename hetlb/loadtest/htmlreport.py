@@ -1,6 +1,6 @@
 """The report of a load test as one HTML file: pictures, tables, verdicts, and how to measure it again.
 
-Promise: self-contained (no script, no font, no address outside; the page's own policy forbids them), light
+Self-contained (no script, no font, no address outside; the page's own policy forbids them), light
 and dark as the reader's system is; every text from outside is escaped; the figures are those of the JSON
 document, rounded only here.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from hetlb.loadtest.pictures import against_rate, distribution, in_flight, output_rate, policies_of
+from hetlb.loadtest.plots import against_rate, distribution, in_flight, output_rate, policies_of
 from hetlb.loadtest.report import comparison_title, milliseconds, percent, rate_text, seconds
 from hetlb.loadtest.runs import Measured
 from hetlb.loadtest.svg import COLOURS, Axis, Line, chart, legend

@@ -1,6 +1,6 @@
 """Values of the flags of `hetlb bench`, as text and read.
 
-Promise: what is wrong raises `InputError` with one line: flag, value and what was expected.
+What is wrong raises `InputError` with one line: flag, value and what was expected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
-from hetlb.loadtest.figures import GOODPUT_METRICS, METRICS
+from hetlb.loadtest.metrics import GOODPUT_METRICS, METRICS
 from hetlb.workload.arrivals import Waves
 from hetlb.workload.schedules import Ramp, Rate
 

@@ -1,6 +1,6 @@
 """Helper processes (engines, a proxy) that never outlive who started them.
 
-Promise: a process is up when it printed its ready line; leaving the context kills every process group,
+A process is up when it printed its ready line; leaving the context kills every process group,
 whatever happened; and on Linux the kernel kills them if this process is killed.
 """
 

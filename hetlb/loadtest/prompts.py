@@ -1,6 +1,6 @@
 """Request bodies for a plan: token-id prompts of exact length, and two ways to fix the length of an answer.
 
-Promise: nothing but the plan and the generator's seed decides a body; no two prompts of one object begin
+Nothing but the plan and the generator's seed decides a body; no two prompts of one object begin
 alike (beyond their first few tokens), so no prefix cache helps any of them. A body is made in a few
 microseconds when it is due, so that ten thousand long prompts need no memory beforehand.
 """

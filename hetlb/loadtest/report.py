@@ -1,6 +1,6 @@
-"""Tables of runs, for people; the figures are those of `hetlb.core.records`, rounded only here.
+"""Tables of runs, for people; the figures are those of `hetlb.workload.records`, rounded only here.
 
-Promise: a table shows nothing that is not in the runs it is given, and fits 80 columns for two instances.
+A table shows nothing that is not in the runs it is given, and fits 80 columns for two instances.
 """
 
 from __future__ import annotations

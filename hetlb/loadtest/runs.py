@@ -1,6 +1,6 @@
 """One measured run after another, all of the same load: what `hetlb bench` repeats.
 
-Promise: arrivals and lengths come from the seed alone, so two runs of one seed and rate send the same plan
+Arrivals and lengths come from the seed alone, so two runs of one seed and rate send the same plan
 (`plan_sha256` says so); prompts come from the salt and the run's own label, so that no run finds the
 prompts of another in a prefix cache (texts from a file excepted: they are what they are).
 """
@@ -20,8 +20,8 @@ import aiohttp
 from hetlb.errors import HetlbError
 from hetlb.loadtest.admin import FleetAdmin, Reported, why
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
-from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.loadtest.metrics import run_figures
 from hetlb.workload.arrivals import Waves
 from hetlb.workload.schedules import Load, Ramp, Rate, make_load
 from hetlb.workload.traces import Row

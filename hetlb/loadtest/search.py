@@ -1,6 +1,6 @@
 """The highest rate that still meets a limit: brackets it by doubling and halving, then bisects.
 
-Promise: pure; `next_rate_rps` depends on nothing but what was added. The answer is a rate that was measured
+Pure; `next_rate_rps` depends on nothing but what was added. The answer is a rate that was measured
 and met the limit, below the lowest that was measured and missed it; one is within `RESOLUTION` of the other
 unless probes ran out.
 """

@@ -1,6 +1,6 @@
 """Line charts as inline SVG: all that the report of a load test draws.
 
-Promise: pure; the picture names its colours by class only (`line-0`, `line-1`, …), so that the page decides
+Pure; the picture names its colours by class only (`line-0`, `line-1`, …), so that the page decides
 them for light and dark; every line can be told from the others without colour too (dashes, and a title that
 shows when it is pointed at); text is escaped.
 """

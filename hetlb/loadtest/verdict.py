@@ -1,6 +1,6 @@
 """Was the client fit to measure? A run is VALID, or SUSPECT with reasons.
 
-Promise: every limit is here, and every figure that a verdict rests on is in what it gives. A client that is
+Every limit is here, and every figure that a verdict rests on is in what it gives. A client that is
 slow, or answers that are not what was asked for, are named instead of being reported as the server's
 latency.
 """
@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetlb.core.records import RequestRecord, percentile
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.records import RequestResult, percentile
 
 #: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005
@@ -28,7 +28,7 @@ MISMATCHED_ALLOWED = 0.01
 
 def judge(
     plan: Sequence[PlannedRequest],
-    records: Sequence[RequestRecord],
+    records: Sequence[RequestResult],
     figures: Mapping[str, Any],
     *,
     cpu_share: float,

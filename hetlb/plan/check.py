@@ -1,6 +1,6 @@
 """Re-verifies plans from the inputs alone: memory, counts, completeness and order; limits, rates and cost.
 
-Promise: nothing is taken from the search but its answer; a plan that breaks a constraint raises `PlanError`.
+Nothing is taken from the search but its answer; a plan that breaks a constraint raises `PlanError`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from scipy.optimize import linprog
 
-from hetlb.core.stages import SINK, SOURCE, Hop, StageNetwork
+from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow

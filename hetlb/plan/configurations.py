@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 
 import msgspec
 
-from hetlb.config import (
+from hetlb.config.profile import (
     BetterPrefill,
     DecodeCoefficients,
     EngineInfo,

@@ -1,6 +1,6 @@
 """MARKET.yaml: what can be rented, what is to be served, and for how much.
 
-Promise: whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
+Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
 expected. Shares may be counts: they are divided by their sum. Paths are relative to the file.
 """
 
@@ -13,7 +13,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config import NonNegative, Positive, PositiveInt, Profile, load_profile, load_yaml, model_kv_bytes
+from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
 

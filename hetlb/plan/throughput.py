@@ -19,20 +19,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hetlb.config import Profile
-from hetlb.core import kvcache, latency
+from hetlb.config.profile import Profile
+from hetlb.core import latency
 from hetlb.core.latency import IterationRule
-from hetlb.core.records import RequestRecord
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
 from hetlb.plan.workloads import RequestType
+from hetlb.sim import block_pool as kvcache
 from hetlb.sim import engine as engine_module
 from hetlb.sim import fleet as fleet_module
 from hetlb.sim.engine import EngineLimits, EngineModel
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
+from hetlb.workload.records import RequestResult
 
 #: Requests of one measurement: so many batches, within these bounds.
 _BATCHES = 6
@@ -56,7 +57,7 @@ class SloLimits:
     tpot_s: float = math.inf
     attainment: float = 0.95
 
-    def share_met(self, records: Sequence[RequestRecord]) -> float:
+    def share_met(self, records: Sequence[RequestResult]) -> float:
         """Share of the requests that completed within the limits."""
         met = 0
         for record in records:
@@ -113,7 +114,7 @@ def _steady_rate(model: EngineModel, count: int, batch: int) -> float:
     now, finished = 0.0, 0
     begun: tuple[float, int] | None = None
     last = (0.0, 0)
-    while (stretch := model.begin_stretch()) is not None:
+    while (stretch := model.begin_run()) is not None:
         now += stretch.duration_s
         finished += len(model.end_iteration().finished)
         if model.waiting:

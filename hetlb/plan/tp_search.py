@@ -1,6 +1,6 @@
 """Which tensor-parallel degree per machine: the memory constraint and the exhaustive search of the paper.
 
-Promise: every degree that divides the GPU count is ranked, the infeasible ones last with the reason and
+Every degree that divides the GPU count is ranked, the infeasible ones last with the reason and
 the missing bytes; what throughput a degree has is said by an estimator given as an argument, once per
 kind of machine. `static_estimate` is algorithm 1 of Xiong et al., arXiv 2504.15303. Memory is computed
 in exact fractions, so limits agree with a hand computation to the byte.

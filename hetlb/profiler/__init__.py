@@ -1,4 +1,4 @@
 """Latency profiles: measured or estimated points, and the constants fitted to them.
 
-Promise: a fit is judged by the error on points it has not seen, never by R2.
+A fit is judged by the error on points it has not seen, never by R2.
 """

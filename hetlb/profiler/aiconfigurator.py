@@ -1,6 +1,6 @@
 """Points without hardware from NVIDIA's aiconfigurator-core: tables of kernels measured on real GPUs.
 
-Promise: the extra `aic` is needed only here. Its times leave the host out, so they are too good at small
+The extra `aic` is needed only here. Its times leave the host out, so they are too good at small
 batches and high degrees: `overhead_s` is added to every pass, `scale` multiplies the result.
 """
 

@@ -1,6 +1,6 @@
 """One vLLM server as a profiler sees it: who it is, what it has done, and when tokens come.
 
-Promise: prompts are token ids of exact length that share no beginning; a stamp is taken when bytes are
+Prompts are token ids of exact length that share no beginning; a stamp is taken when bytes are
 read, before they are parsed; tokens are counted by the server's own running usage, so that events which
 bundle several are read right. What a person can mend (address, key, model) is an `InputError` of one
 line, a server that goes away or breaks its word is a `ServerFailed`.

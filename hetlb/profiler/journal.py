@@ -1,6 +1,6 @@
 """Samples on disk as they are measured, so that an interrupted sweep goes on where it was.
 
-Promise: a line is one sample, written and flushed before the next is measured; a half-written last line
+A line is one sample, written and flushed before the next is measured; a half-written last line
 is dropped. A journal of another server, model or version is refused, not mixed in.
 """
 

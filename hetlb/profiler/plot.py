@@ -1,6 +1,6 @@
 """A picture of a fit: measured points against the fitted lines, and the residuals, for both phases.
 
-Promise: a line is what the profile predicts, a point what was measured; nothing is left out.
+A line is what the profile predicts, a point what was measured; nothing is left out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetlb.pictures import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure
 from hetlb.profiler.fit import FitResult, Phase, Point
 
 

@@ -1,6 +1,6 @@
 """Points without a live server: measured grids in CSV files, and the roofline of a GPU.
 
-Promise: wrong input is one `ProfileError` line with file, line, column and value; what no hardware has
+Wrong input is one `ProfileError` line with file, line, column and value; what no hardware has
 confirmed says so (`measured: false`).
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hetlb.config import (
+from hetlb.config.profile import (
     BetterDecode,
     BetterPrefill,
     DecodeCoefficients,

@@ -1,6 +1,6 @@
 """Measures the points of a grid on a live server, within a time budget.
 
-Promise: a prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
+A prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
 engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
 decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
 anyone else worked on it or anybody was preempted meanwhile: such a sample is not kept. Every sample is in

@@ -1,6 +1,6 @@
 """Who may come in and what is shown to whom: tokens, keys, certificates and networks.
 
-Promise: files and variables are read whole at start and at reload, never for a request; an error names the
+Files and variables are read whole at start and at reload, never for a request; an error names the
 key of the fleet file and where it points, never what stands there, and no secret is in a `repr`.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from hetlb.config import EngineSource, Fleet, SecretSource, TlsTable, load_api_keys, secret_source
+from hetlb.config.api_keys import load_api_keys
+from hetlb.config.fleet import EngineSource, Fleet, SecretSource, TlsTable, secret_source
 from hetlb.errors import ConfigError
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -1,6 +1,6 @@
 """The admin listener: what the fleet is doing, and the switches. aiohttp, apart from the hot path.
 
-Promise: it reads the scheduler's state on the event loop, so that every answer is one consistent moment;
+It reads the scheduler's state on the event loop, so that every answer is one consistent moment;
 wrong input is a 4xx with one sentence. With a token, everything but `/healthz`, `/readyz` and the dashboard's
 files needs it; without one, a page in a browser on this machine cannot use the listener.
 """
@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies import POLICIES
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError

@@ -1,6 +1,6 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
-Promise: a client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
+A client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
 nor before its whole body passed the reader; what is held of bodies and of requests behind the one being
 answered is bounded. No connection has more than one read, or `TURN_BYTES` of what is costly to read, looked
 at before the others have their turn; its time limits run from the first byte.
@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
-from hetlb.config import ProxyTable
-from hetlb.proxy import replies
+from hetlb.config.fleet import ProxyTable
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.http1 import (
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.error_responses import Refusal
+from hetlb.proxy.http.http1 import (
     MAX_SMALL_CHUNKS,
     ChunkedDecoder,
     GateError,
@@ -30,9 +31,8 @@ from hetlb.proxy.http1 import (
     head_end,
     parse_request_head,
 )
-from hetlb.proxy.intake import Intake
-from hetlb.proxy.multipart import FormReader
-from hetlb.proxy.replies import Refusal
+from hetlb.proxy.http.multipart import FormReader
+from hetlb.proxy.router import Router
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -61,9 +61,9 @@ _SEND_BUFFER: Final = 64 << 10
 class Clients:
     """All open connections, and what they share."""
 
-    def __init__(self, driver: ExchangeDriver, intake: Intake) -> None:
+    def __init__(self, driver: ExchangeDriver, router: Router) -> None:
         self.driver = driver
-        self.intake = intake
+        self.router = router
         self.table: ProxyTable = driver.table
         self.heads = KnownHeads(parse_request_head)
         #: Oldest first (the values say nothing).
@@ -186,7 +186,7 @@ class ClientConnection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._now()
         if not self._clients.admit(self):
-            self._refuse(Refusal(replies.TOO_MANY_CONNECTIONS, "Too many connections are open."))
+            self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -384,7 +384,7 @@ class ClientConnection(asyncio.Protocol):
         self._at = end
         self._blank_lines = 0
         head, length = clients.heads.find(raw)
-        self._tenant = clients.intake.recognise(head)
+        self._tenant = clients.router.authenticate(head)
         self._head = head
         self._since = self._fed_at = self._now()
         self._body = []
@@ -392,7 +392,7 @@ class ClientConnection(asyncio.Protocol):
         self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
         if length is not None and length > self._body_limit(head):
             raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
-        self._form = clients.intake.form(head)
+        self._form = clients.router.form(head)
         if head.expects is not None:
             self._expected(head)
         return True
@@ -431,7 +431,7 @@ class ClientConnection(asyncio.Protocol):
         """Somebody waits to be told to send the body."""
         if head.expects != b"100-continue":
             raise GateError(417, "The only expectation understood is 100-continue.")
-        if not self._clients.intake.knows(head.path):
+        if not self._clients.router.knows(head.path):
             raise GateError(404, "Not Found")  # before the body is asked for
         if head.http11 and (self._body_left or self._decoder) and not self._unread:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -485,7 +485,7 @@ class ClientConnection(asyncio.Protocol):
         self._held += len(piece)
         self._clients.held_bytes += len(piece)
         if self._clients.held_bytes > self._clients.table.max_held_bytes:
-            raise Refusal(replies.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
+            raise Refusal(error_responses.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
 
     def _flush_small(self) -> None:
         if self._small:
@@ -509,8 +509,8 @@ class ClientConnection(asyncio.Protocol):
         assert head is not None
         self._release()
         if clients.stopping:
-            raise Refusal(replies.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = clients.intake.take(self, head, pieces, self._tenant, form)
+            raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
+        taken = clients.router.handle(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):
             self._reply(taken)
         else:
@@ -527,17 +527,17 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        answer = error.answer if isinstance(error, Refusal) else replies.bad_request(error.status)
+        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
         head = self._head
         keep = head is not None and head.keep_alive and whole and error.status in (400, 403, 404, 405)
         self._send(
-            replies.response(
+            error_responses.response(
                 error.status,
-                replies.error_body(answer, error.message),
-                headers=replies.refusal_headers(answer, 1.0 if answer.should_retry else None),
+                error_responses.error_body(answer, error.message),
+                headers=error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None),
                 close=not keep,
                 head_only=head is not None and head.method == b"HEAD",
             )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter
 from typing import Final, NamedTuple
 
-from hetlb.config import ProxyTable
+from hetlb.config.fleet import ProxyTable
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -40,11 +40,11 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.body import Call
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.expected import expected_s
-from hetlb.proxy.onward import ForwardRules
-from hetlb.proxy.retryafter import DrainRate
+from hetlb.proxy.http.forward_headers import ForwardRules
+from hetlb.proxy.http.openai_body import Call
+from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduling import (
     Decisions,
     Responses,

@@ -1,6 +1,6 @@
 """Every way in which a lease ends: the request's outcome, and whom the end counts against.
 
-Promise: an exchange ends a lease with one of these rows and nothing else, so that the table in
+An exchange ends a lease with one of these rows and nothing else, so that the table in
 docs/behaviour.md, which is made from them, is what the code does. What a client, the operator or this machine
 caused is reported to the scheduler as an outcome that counts against no instance.
 """

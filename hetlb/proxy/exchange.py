@@ -1,6 +1,6 @@
 """One request on its way through the proxy: from the client's whole request to its one terminal outcome.
 
-Promise: a small state machine. `phase` says what is waited for; `_finish` is the only way out and is taken
+A small state machine. `phase` says what is waited for; `_finish` is the only way out and is taken
 exactly once; the lease is given back there or when it is lost. The client's response head is held until
 the first byte of the engine's body, so that until then a failure is an honest status, or another try. Only
 where heartbeats are asked for it goes out before; what fails then is an error event, and no stream that
@@ -16,14 +16,15 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
-from hetlb.proxy import ends, replies
-from hetlb.proxy.body import Call
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy import ends
 from hetlb.proxy.ends import End
-from hetlb.proxy.http1 import RequestHead, ResponseHead
-from hetlb.proxy.onward import ForwardRules, response_lines
-from hetlb.proxy.replies import Answer
-from hetlb.proxy.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.error_responses import Answer
+from hetlb.proxy.http.forward_headers import ForwardRules, response_lines
+from hetlb.proxy.http.http1 import RequestHead, ResponseHead
+from hetlb.proxy.http.openai_body import Call
+from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
@@ -173,7 +174,7 @@ class Exchange(RequestRecord):
 
     def rejected(self, reject: Reject) -> None:
         """The scheduler turned the request down."""
-        answer = replies.REJECTIONS[reject.reason]
+        answer = error_responses.REJECTIONS[reject.reason]
         self._answer(answer, reject.detail, self._driver.retry_after_s(reject))
 
     def refused(self, answer: Answer, message: str) -> None:
@@ -338,7 +339,7 @@ class Exchange(RequestRecord):
         if self._committed and (not self._early or self._held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
-            self._answer(replies.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
+            self._answer(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
         elif end is not ends.JUNK and self._unbegun:
             # vLLM sends the head of a stream before it has read the prompt: no answer has begun.
             self._answer_head = self._answer_length = self._watcher = None
@@ -346,7 +347,7 @@ class Exchange(RequestRecord):
             self._try_again(ends.DROPPED)
         elif end is ends.JUNK or end is ends.UNREAD or self._answer_head is not None:
             self._answer(
-                replies.BAD_UPSTREAM,
+                error_responses.BAD_UPSTREAM,
                 f"The instance gave no valid answer: {detail.removesuffix('.')}.",
                 end=end if end is ends.UNREAD else ends.JUNK,
             )
@@ -430,7 +431,7 @@ class Exchange(RequestRecord):
         if self.phase is Phase.QUEUE and self._too_late(now):
             retry_after_s = self._driver.give_up(self)
             detail = "No instance became free in the time that the client waits."
-            self._answer(replies.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
+            self._answer(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
         if self._held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
@@ -439,7 +440,7 @@ class Exchange(RequestRecord):
         if self.phase is Phase.WAIT and now - self.since > first_byte_s:
             self._stop_engine()
             text = "The instance did not begin to answer in time."
-            self._answer(replies.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
+            self._answer(error_responses.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
         elif self.phase is Phase.STREAM and now - self.since > idle_s:
             self._stop_engine()
             self._break(ends.STALLED, "the instance stopped in the middle of its answer")
@@ -450,7 +451,7 @@ class Exchange(RequestRecord):
         if self._committed and not self._early:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
-            self._answer(replies.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
+            self._answer(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
 
     # --- inside ---
 
@@ -533,9 +534,11 @@ class Exchange(RequestRecord):
     def _answered_late(self, watcher: SseWatcher | None) -> None:
         """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
         if watcher is None and self.status >= 400:
-            event = replies.upstream_error_event(self.status, self._tail)
+            event = error_responses.upstream_error_event(self.status, self._tail)
         else:
-            event = replies.error_event(replies.BAD_UPSTREAM, "The instance did not answer with a stream.")
+            event = error_responses.error_event(
+                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream."
+            )
         end = self._whole if self.status >= 400 else ends.REFUSED if watcher is None else ends.BROKEN
         self.status = 200
         self._write(self._frame(event))
@@ -610,7 +613,7 @@ class Exchange(RequestRecord):
         if dropped and self._dropped:
             # Run twice, dropped twice: the request itself may be what kills engines.
             text = "The instances dropped the request."
-            self._answer(replies.REJECTIONS[RejectReason.NO_RESPONSE], text, end=end)
+            self._answer(error_responses.REJECTIONS[RejectReason.NO_RESPONSE], text, end=end)
             return
         lease, self.lease = self.lease, None
         assert lease is not None
@@ -626,18 +629,18 @@ class Exchange(RequestRecord):
         assert not self._committed or self._early, "expected an answer before the response began"
         if self._early:
             self.status = 200
-            self._write(self._frame(replies.error_event(answer, message)))
+            self._write(self._frame(error_responses.error_event(answer, message)))
             self._finish(end, answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
             answer = replace(answer, should_retry=False)
         self.status = answer.status
         self._write(
-            replies.response(
+            error_responses.response(
                 answer.status,
-                replies.error_body(answer, message),
+                error_responses.error_body(answer, message),
                 headers=(
-                    *replies.refusal_headers(answer, retry_after_s),
+                    *error_responses.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
                 ),
                 close=not self._head.keep_alive,
@@ -657,7 +660,9 @@ class Exchange(RequestRecord):
         if rest:
             self._write(self._frame(rest))
         if self._watcher is not None or self._early:
-            event = replies.error_event(replies.BROKEN_STREAM, f"The answer broke off: {detail}.")
+            event = error_responses.error_event(
+                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}."
+            )
             self._write(self._frame(event))
         self._finish(end, broken=True)
 

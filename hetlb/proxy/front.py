@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.intake import FleetView
+from hetlb.proxy.router import FleetView
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
@@ -30,9 +30,9 @@ class Front:
         self._driver = driver
         self._fleet = fleet
         self.server = ProxyServer(driver, view)
-        self.server.tls, self.server.intake.tenants = access.tls, access.tenants
+        self.server.tls, self.server.router.tenants = access.tls, access.tenants
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
-        self.server.intake.tracing = self._tracing
+        self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.proxy.request_log_format]
         self._lines: LogWriter | None = None
         #: The requests that ended lately, for the dashboard.
@@ -52,7 +52,7 @@ class Front:
         """New limits, keys and certificates, for what begins from now on."""
         self._driver.configure(fleet.proxy)
         self.server.configure(fleet.proxy)
-        self.server.intake.tenants = access.tenants
+        self.server.router.tenants = access.tenants
         if access.tls is not None:
             self.server.tls = access.tls
 

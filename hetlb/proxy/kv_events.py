@@ -1,6 +1,6 @@
 """Reading the KV events that vLLM publishes over ZeroMQ (`--kv-events-config`). The only user of pyzmq.
 
-Promise: events reach the scheduler in their order, each once; a gap in the sequence numbers is closed from
+Events reach the scheduler in their order, each once; a gap in the sequence numbers is closed from
 the replay endpoint or told as lost, and said once in the log. Token ids leave this module as digests only.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config import KvEventsTable
+from hetlb.config.fleet import KvEventsTable
 from hetlb.core.block_index import (
     BlocksCleared,
     BlocksRemoved,

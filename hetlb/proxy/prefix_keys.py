@@ -1,6 +1,6 @@
 """Prefix keys: names of what a prompt begins with, so that its engine's prefix cache can be reckoned with.
 
-Promise: keys are digests of the prompt's raw JSON or of its token ids, or the client's own name of its
+Keys are digests of the prompt's raw JSON or of its token ids, or the client's own name of its
 conversation; no text is kept. Work is linear in the prompt and bounded; a short prompt is not hashed at all.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 
 from hetlb.core.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 from hetlb.core.prefix_index import PrefixKey
-from hetlb.proxy.body import Call
+from hetlb.proxy.http.openai_body import Call
 
 #: Text beyond this has no further key; neither have longer lists of token ids.
 _LAST_BYTES: Final = 4 << 20

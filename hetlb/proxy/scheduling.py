@@ -15,8 +15,8 @@ from typing import Final, NoReturn
 
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Health, HealthChanged, Reject, RejectReason
-from hetlb.proxy.http1 import GateError
-from hetlb.proxy.retryafter import DrainRate
+from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.telemetry.counters import Totals
 
 logger = logging.getLogger("hetlb.proxy")

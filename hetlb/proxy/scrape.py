@@ -1,6 +1,6 @@
 """Watching the engines: health, what they serve, how full they are. The only user of aiohttp's client.
 
-Promise: one request at a time per instance, each with its own deadline; whatever an engine answers, the
+One request at a time per instance, each with its own deadline; whatever an engine answers, the
 watcher goes on. A refused connection is told apart from a slow answer, and trouble of our own (no file
 descriptors, no ports) is nobody's failure. A certificate or a key that is not accepted is said once.
 """
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from hetlb.config import ScrapeTable
+from hetlb.config.fleet import ScrapeTable
 from hetlb.core.engine_metrics import parse, process_began
 from hetlb.core.types import (
     Capacity,

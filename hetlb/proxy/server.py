@@ -8,10 +8,10 @@ import ssl
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from hetlb.config import ProxyTable
+from hetlb.config.fleet import ProxyTable
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
 from hetlb.proxy.driver import ExchangeDriver
-from hetlb.proxy.intake import FleetView, Intake
+from hetlb.proxy.router import FleetView, Router
 
 _SWEEP_S = 0.5
 
@@ -21,8 +21,8 @@ class ProxyServer:
 
     def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
         self._driver = driver
-        self.intake = Intake(driver, view)
-        self.clients = Clients(driver, self.intake)
+        self.router = Router(driver, view)
+        self.clients = Clients(driver, self.router)
         #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
         self.tls: ssl.SSLContext | None = None
         self._servers: list[asyncio.Server] = []
@@ -31,7 +31,7 @@ class ProxyServer:
     def configure(self, table: ProxyTable) -> None:
         """Limits and names that hold from now on."""
         self.clients.table = table
-        self.intake.configure(table)
+        self.router.configure(table)
 
     @property
     def connections(self) -> Collection[ClientConnection]:

@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from hetlb.config import Fleet, FleetFile, InstanceTable, convert, load_fleet, resolve_instance
+from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, resolve_instance
+from hetlb.config.yaml_file import convert
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -444,7 +445,7 @@ class FleetService(ABC):
         self.fleet = fleet
         self._read_kv_events(fleet)
         done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
-        done = "; ".join([done, *_twins(fleet)])
+        done = "; ".join([done, *_duplicate_urls(fleet)])
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
@@ -639,7 +640,7 @@ class Service(FleetService):
         await self._front.close()
 
 
-def spare_collector() -> None:
+def tune_gc() -> None:
     """Of a process that serves: have the garbage collector look at what requests leave behind, and seldom.
 
     What is there by now stays as long as the process does, and hardly anything of a request is a cycle.
@@ -667,7 +668,7 @@ def require_urls(fleet: Fleet) -> Access:
     return load_access(fleet)
 
 
-def _twins(fleet: Fleet) -> list[str]:
+def _duplicate_urls(fleet: Fleet) -> list[str]:
     """A sentence for each instance with the address of another: both count its capacity as theirs."""
     first: dict[str, str] = {}
     return [

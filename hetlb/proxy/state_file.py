@@ -1,6 +1,6 @@
 """What a proxy has learnt, kept over restarts (`policy.state_file`): lengths of answers, bytes per token.
 
-Promise: the file is whole at every moment (written beside it, then renamed); a file that is damaged or not
+The file is whole at every moment (written beside it, then renamed); a file that is damaged or not
 ours costs one warning and nothing else; the event loop is never held up for long.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.token_estimator import TokenEstimator

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import ImageRule
-from hetlb.proxy.media import UNKNOWN_SIZE, ImageSize
+from hetlb.proxy.http.media import UNKNOWN_SIZE, ImageSize
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0

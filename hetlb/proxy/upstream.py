@@ -1,6 +1,6 @@
 """Connections to engines: one pool per instance, one protocol per connection.
 
-Promise: an idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
+An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
 that fails before its answer began, having been idle before, is replaced by a fresh one without anybody
 noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
 told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.ends import End
-from hetlb.proxy.http1 import (
+from hetlb.proxy.http.http1 import (
     ChunkedDecoder,
     GateError,
     KnownHeads,

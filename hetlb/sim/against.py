@@ -123,7 +123,7 @@ def replay(
 
     while True:
         submit_due(now)
-        stretch = model.begin_stretch()
+        stretch = model.begin_run()
         if stretch is None:
             if sent == len(requests):
                 break

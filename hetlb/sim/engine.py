@@ -9,7 +9,7 @@ Cost: an iteration of decodes does not touch the sequences. Every decoding seque
 iteration, so one step counter stands for all of them: a sequence keeps the difference between the
 counter and its tokens in the cache (`_offset`), sequences are bucketed by the step at which they finish,
 and counted by `_offset % block_size`, which gives the steps at which they need a block. A stretch of such
-iterations is one object of four numbers (`begin_stretch`).
+iterations is one object of four numbers (`begin_run`).
 
 Asynchronous scheduling (`EngineLimits.async_scheduling`): vLLM fixes the next batch when the running one
 starts. Seen from the boundary at which that batch begins, this is a delayed view: sequences that arrived
@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from hetlb.core.kvcache import BlockPool, blocks_for
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
-from hetlb.sim.prefix import Content, Piece, PrefixCache
+from hetlb.sim.block_pool import BlockPool, blocks_for
+from hetlb.sim.prefix import PrefixCache, PrefixContent, TokenSpan
 
 #: vLLM's own defaults (`vllm serve` without the flags), for capacities that do not say.
 DEFAULT_BLOCK_SIZE = 16
@@ -155,7 +155,7 @@ class Sequence:
         output_tokens: int,
         tag: Any = None,
         *,
-        pieces: tuple[Piece, ...] = (),
+        pieces: tuple[TokenSpan, ...] = (),
         answer: Hashable | None = None,
     ) -> None:
         if prompt_tokens < 1:
@@ -177,13 +177,13 @@ class Sequence:
         self._offset = 0  # step counter minus tokens in the cache, while in DECODE
         self._kept = 0  # full blocks that were put into the queue of free blocks at the preemption
         self._kept_at = 0  # and where
-        self._content: Content | None = None  # in an engine with a prefix cache
+        self._content: PrefixContent | None = None  # in an engine with a prefix cache
 
     def __repr__(self) -> str:
         return f"Sequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"
 
 
-class Stretch(NamedTuple):
+class IterationRun(NamedTuple):
     """`steps` iterations one after the other. Step j (from 0) takes `first_s + j * increment_s` seconds.
 
     `decodes` sequences get one token at the end of every step. A stretch of one step may hold prefill
@@ -242,7 +242,7 @@ class Ended(NamedTuple):
     that ended here, at the end. `finished` are complete. `preempted` lost their place when it began.
     """
 
-    stretch: Stretch
+    stretch: IterationRun
     first: tuple[Sequence, ...]
     resumed: tuple[Sequence, ...]
     finished: tuple[Sequence, ...]
@@ -253,7 +253,7 @@ class EngineModel:
     """One engine: `submit` and `abort` sequences, `begin_*` and `end_iteration` in turn.
 
     A driver that steps: `begin_iteration`, wait that long, `end_iteration`, again until None. A driver in
-    virtual time uses `begin_stretch` instead and, where something happens inside the stretch that the
+    virtual time uses `begin_run` instead and, where something happens inside the stretch that the
     engine must see, `cut`s it to the boundary at which the engine would see it.
     """
 
@@ -314,7 +314,7 @@ class EngineModel:
         self._partial: Sequence | None = None  # prefill unfinished: always the latest admitted
         self._completing: list[Sequence] = []  # prefills that end with the iteration in flight
         self._preempted: tuple[Sequence, ...] = ()
-        self._stretch: Stretch | None = None  # in flight
+        self._stretch: IterationRun | None = None  # in flight
         self._step = 0  # iterations begun (of a longer stretch in flight: the first)
         self._decode_tokens = 0  # tokens in the cache of all decoding sequences, the step begun included
         self._finish: dict[int, dict[Sequence, None]] = {}  # step -> who finishes at its end
@@ -355,7 +355,7 @@ class EngineModel:
         )
 
     @property
-    def in_flight(self) -> Stretch | None:
+    def in_flight(self) -> IterationRun | None:
         """The iterations begun and not ended."""
         return self._stretch
 
@@ -420,7 +420,7 @@ class EngineModel:
         )
         sequence.state = SequenceState.WAITING
         if self._prefixes is not None:
-            sequence._content = Content(sequence.prompt_tokens, sequence.pieces, sequence.answer)
+            sequence._content = PrefixContent(sequence.prompt_tokens, sequence.pieces, sequence.answer)
         if self.limits.async_scheduling and self._busy:
             stretch = self._stretch
             self._arriving[sequence] = 1 if stretch is None else stretch.steps_until(elapsed_s)
@@ -463,7 +463,7 @@ class EngineModel:
             return None
         return self._begin().first_s
 
-    def begin_stretch(self, until_s: float = math.inf) -> Stretch | None:
+    def begin_run(self, until_s: float = math.inf) -> IterationRun | None:
         """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
 
         Alike: nobody finishes before the last one ends, nobody can be admitted, and every block needed is
@@ -484,13 +484,13 @@ class EngineModel:
         _, first_s, increment_s, decodes = stretch
         if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
             return stretch  # constants that predict no time: step, where each is clamped
-        stretch = Stretch(steps, first_s, increment_s, decodes)
+        stretch = IterationRun(steps, first_s, increment_s, decodes)
         if until_s < math.inf:
-            stretch = Stretch(stretch.steps_until(until_s), first_s, increment_s, decodes)
+            stretch = IterationRun(stretch.steps_until(until_s), first_s, increment_s, decodes)
         self._stretch = stretch
         return stretch
 
-    def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> Stretch:
+    def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> IterationRun:
         """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start.
 
         `for_arrival`: and with the one that is fixed already, after which a sequence that came then is seen.
@@ -559,7 +559,7 @@ class EngineModel:
         self._waiting.update(dict.fromkeys(self._arriving))
         self._arriving.clear()
 
-    def _begin(self) -> Stretch:
+    def _begin(self) -> IterationRun:
         assert self._stretch is None, "expected the iterations in flight to end first"
         self._settled = not (self._leaving or self._arriving)
         stretch = self._schedule()
@@ -571,7 +571,7 @@ class EngineModel:
         self._stretch = stretch
         return stretch
 
-    def _schedule(self) -> Stretch:
+    def _schedule(self) -> IterationRun:
         decoding = self._decoding
         self._room_made = False
         demand = self._demand[self._step % self.limits.block_size]
@@ -599,7 +599,7 @@ class EngineModel:
         else:
             first_s = latency.step_s(decodes, self._decode_tokens)
         increment_s = latency.step_growth_s(decodes)
-        return Stretch(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
+        return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
     def _make_room(self, demand: int) -> int:
         """Preempt the latest until the decodes that stay have their blocks; returns what those need."""

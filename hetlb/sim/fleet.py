@@ -15,7 +15,6 @@ from typing import Any
 
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.predictor import Predictor
-from hetlb.core.records import Gaps, RequestRecord, summarize
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
@@ -29,11 +28,12 @@ from hetlb.core.types import (
     RejectReason,
     Request,
 )
-from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Stretch
+from hetlb.sim.engine import Ended, EngineLimits, EngineModel, IterationRun
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED, Span
+from hetlb.workload.records import Gaps, RequestResult, summarize
 
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S = 1.0
@@ -81,7 +81,7 @@ class _Flight:
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
-        self.record = RequestRecord(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
+        self.record = RequestResult(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
         self.scheduler: Scheduler | None = None
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
@@ -117,7 +117,7 @@ def _sequences(flight: _Flight) -> list[_Run]:
 class FleetResult:
     """What a run gives: a record per planned request, in plan order, and counts per instance."""
 
-    records: list[RequestRecord]
+    records: list[RequestResult]
     outcomes: list[Outcome]
     gaps: Gaps
     preemptions: dict[str, int]
@@ -335,12 +335,12 @@ class FleetSimulation:
 
     def _on_begin(self, engine: _Engine) -> None:
         engine.begin_pending = False
-        stretch = engine.model.begin_stretch()
+        stretch = engine.model.begin_run()
         if stretch is not None:
             engine.started_s = self._now
             self._schedule_end(engine, stretch)
 
-    def _schedule_end(self, engine: _Engine, stretch: Stretch) -> None:
+    def _schedule_end(self, engine: _Engine, stretch: IterationRun) -> None:
         engine.version += 1
         self._push(engine.started_s + stretch.duration_s, _END, (engine, engine.version))
 

@@ -1,6 +1,6 @@
 """Stages and links in virtual time, driven by the production scheduler of pipelines.
 
-Promise: a run depends on its arguments alone (same seed, same result). Nothing is kept per token but one
+A run depends on its arguments alone (same seed, same result). Nothing is kept per token but one
 4-byte latency.
 
 The model, after Helix's simulator (Mei et al., ASPLOS 2025):
@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from hetlb.core.path_ledger import PathDispatch, PathLease
-from hetlb.core.pipelines import PathCommand, PathScheduler
-from hetlb.core.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
+from hetlb.core.paths.ledger import PathDispatch, PathLease
+from hetlb.core.paths.scheduler import PathCommand, PathScheduler
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
 from hetlb.core.types import Outcome, Reject, Request
 
 if TYPE_CHECKING:

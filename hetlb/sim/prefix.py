@@ -19,10 +19,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import TypeAlias
 
-from hetlb.core.kvcache import BlockPool, blocks_for
+from hetlb.sim.block_pool import BlockPool, blocks_for
 
 #: A stretch of a prompt: what it is, and how many tokens.
-Piece: TypeAlias = tuple[Hashable, int]
+TokenSpan: TypeAlias = tuple[Hashable, int]
 
 
 class Node:
@@ -38,7 +38,7 @@ class Node:
         self.users = 0
 
 
-class Content:
+class PrefixContent:
     """What one sequence consists of, and what of it is in nodes.
 
     `pieces` name the beginning of the prompt, `answer` the answer (None: nobody will ask for it). What is
@@ -47,7 +47,7 @@ class Content:
 
     __slots__ = ("answer", "nodes", "pieces", "prompt_tokens", "shared_blocks")
 
-    def __init__(self, prompt_tokens: int, pieces: tuple[Piece, ...], answer: Hashable | None) -> None:
+    def __init__(self, prompt_tokens: int, pieces: tuple[TokenSpan, ...], answer: Hashable | None) -> None:
         named = sum(tokens for _, tokens in pieces)
         if named > prompt_tokens:
             raise ValueError(f"pieces: expected at most {prompt_tokens} tokens, got {named}")
@@ -82,7 +82,7 @@ class PrefixCache:
         self._unused: OrderedDict[Node, None] = OrderedDict()
         self._unused_blocks = 0
 
-    def find(self, content: Content, tokens: int) -> tuple[list[Node], int]:
+    def find(self, content: PrefixContent, tokens: int) -> tuple[list[Node], int]:
         """The nodes that hold the beginning of the first `tokens` tokens, and how many blocks are found."""
         size = self._pool.block_size
         most = (tokens - 1) // size
@@ -109,7 +109,7 @@ class PrefixCache:
             revived -= _surplus(nodes, found)
         return blocks_for(tokens, self._pool.block_size) - found + revived
 
-    def use(self, content: Content, nodes: list[Node], found: int) -> None:
+    def use(self, content: PrefixContent, nodes: list[Node], found: int) -> None:
         """Take what was found. The caller has seen that the blocks are free."""
         if nodes and not nodes[-1].users and (surplus := _surplus(nodes, found)):
             # The block with the prompt's last token: it is computed again, and this copy forgotten.
@@ -125,11 +125,11 @@ class PrefixCache:
             node.users += 1
         content.nodes, content.shared_blocks = nodes, found
 
-    def publish(self, content: Content) -> None:
+    def publish(self, content: PrefixContent) -> None:
         """The whole prompt is scheduled, its blocks are taken: others can find it from now on."""
         self._file(content, content.prompt_tokens)
 
-    def release(self, content: Content, tokens: int) -> None:
+    def release(self, content: PrefixContent, tokens: int) -> None:
         """The sequence lets go of its `tokens` tokens; what of them are whole blocks is kept."""
         size = self._pool.block_size
         self._file(content, tokens)
@@ -162,7 +162,7 @@ class PrefixCache:
                 del self._unused[node]
                 self._prune(node)
 
-    def _file(self, content: Content, tokens: int) -> None:
+    def _file(self, content: PrefixContent, tokens: int) -> None:
         """Put the whole blocks of the first `tokens` tokens, which the sequence holds itself, into nodes."""
         nodes = content.nodes
         node = self._root
@@ -198,7 +198,7 @@ class PrefixCache:
 
     # --- for tests ---
 
-    def check_integrity(self, contents: list[Content]) -> int:
+    def check_integrity(self, contents: list[PrefixContent]) -> int:
         """Count everything again; assertion where a sum disagrees. Returns the blocks in nodes in use."""
         used: dict[Node, int] = {}
         reachable: set[Node] = set()

@@ -1,6 +1,6 @@
 """Yardsticks for a simulated fleet: what perfect balance would give, and a fixed division of the work.
 
-Promise: both use the same engine model as the runs they stand beside, with everything sent at once.
+Both use the same engine model as the runs they stand beside, with everything sent at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KV use, queue and running requests of a simulated fleet over time.
 
-Promise: a bounded number of evenly spaced moments however long the run is (where they become too many, every
+A bounded number of evenly spaced moments however long the run is (where they become too many, every
 second one is dropped and the interval doubles), so that the same run gives the same series. A run that is
 not watched pays nothing.
 """

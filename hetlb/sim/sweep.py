@@ -1,6 +1,6 @@
 """Many simulations of one fleet: every policy at every rate for every seed, on as many processes as asked.
 
-Promise: the results depend on what is asked for alone, not on the number of processes nor on who is ready
+The results depend on what is asked for alone, not on the number of processes nor on who is ready
 first. Yardsticks (`bound`, `split`) are made once for all runs that share them. However a sweep ends, also
 by Ctrl-C or because its own process is killed, none of its processes is left.
 """
@@ -107,7 +107,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Ran:
-    """One run: figures as `hetlb.core.records` names them, the yardsticks beside it, what was watched."""
+    """One run: figures as `hetlb.workload.records` names them, the yardsticks beside it, what was watched."""
 
     cell: Cell
     summary: dict[str, Any]

@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.core.types import InstanceSpec
 
 Packet: TypeAlias = tuple[Any, ...]

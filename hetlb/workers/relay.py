@@ -20,12 +20,12 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess, registered_access
 from hetlb.proxy.driver import EMITS_S
 from hetlb.proxy.front import Front
-from hetlb.proxy.service import require_urls, spare_collector
+from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.channel import FROM_SCHEDULER, Channel
@@ -128,7 +128,7 @@ class Relay:
                 await self._front.server.start("", 0, listeners)
                 self._control.send("ready")
                 self._reporter = self._loop.call_later(REPORT_S, self._report_often)
-                spare_collector()
+                tune_gc()
             await stop
             await self._front.stop(0.0 if self._hurry else self._fleet.proxy.shutdown_grace_s)
         finally:

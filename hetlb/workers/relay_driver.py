@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, Protocol
 
-from hetlb.config import ProxyTable
+from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
-from hetlb.proxy import replies
 from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.body import Call
 from hetlb.proxy.driver import ExchangeDriver, Target
-from hetlb.proxy.endpoints import Kind
 from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.http1 import ResponseHead
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
 from hetlb.proxy.telemetry.request_record import Phase
@@ -322,7 +322,7 @@ class RelayDriver(ExchangeDriver):
         """Answer a request for something that is not there."""
         exchange = self.exchanges.get(request_id)
         if exchange is not None:
-            exchange.refused(replies.bad_request(status), message)
+            exchange.refused(error_responses.bad_request(status), message)
 
     def pass_on(self, request_id: RequestId) -> None:
         """Let the client have what a busy engine said."""

@@ -35,9 +35,9 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.driver import EMITS_S, SWEEP_S
-from hetlb.proxy.expected import expected_s
-from hetlb.proxy.http1 import GateError
-from hetlb.proxy.retryafter import DrainRate
+from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduling import (
     Decisions,
     Responses,

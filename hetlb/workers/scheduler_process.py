@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -33,7 +33,7 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.scheduling import only_model
-from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, spare_collector
+from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import WorkerState
@@ -126,7 +126,7 @@ class SchedulerProcess(FleetService):
             self._waiting.clear()
             await self._open_admin(admin_listeners)
             self._control.send("ready")
-            spare_collector()
+            tune_gc()
             await self._stop.wait()
         finally:
             self._loop.remove_reader(self._control.fileno())

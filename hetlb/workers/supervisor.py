@@ -25,9 +25,9 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
-from hetlb.config import Fleet
+from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
-from hetlb.proxy.onward import ForwardRules
+from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState

@@ -1,6 +1,6 @@
 """When the requests of a load test are due: one rate, a ramp of rates, all at once, or as recorded.
 
-Promise: a schedule is made before the run from a seed alone, and keeps the row of every planned request, so
+A schedule is made before the run from a seed alone, and keeps the row of every planned request, so
 that the same load can be sent again. Fixed rates, waves and recordings are those of
 `hetlb.workload.arrivals`, which the simulator uses too; the ramp is that of `vllm bench serve`.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config import load_profile
+from hetlb.config.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from hetlb.cli.main import main
-from hetlb.config import ConfigError, load_fleet
+from hetlb.config.fleet import load_fleet
+from hetlb.errors import ConfigError
 from hetlb.plan.highs import Interrupt
 from hetlb.plan.market import MarketFile, load_market
 

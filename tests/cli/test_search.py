@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config import ConfigError, kv_bytes_per_token, load_cluster, load_fleet
+from hetlb.config.cluster import kv_bytes_per_token, load_cluster
+from hetlb.config.fleet import load_fleet
+from hetlb.errors import ConfigError
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 L40S = str(CLUSTERS / "l40s-llama-70b.yaml")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config import load_profile
+from hetlb.config.profile import load_profile
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]

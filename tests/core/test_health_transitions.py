@@ -7,15 +7,15 @@ import random
 import pytest
 
 from hetlb.core.health import (
-    DOUBT_AFTER,
-    DOUBT_CAP_S,
-    DOUBT_HALF_S,
     EJECTION_BASE_S,
     EJECTION_JITTER,
     FALL,
     FORGIVE_AFTER_S,
     LEAST_ANSWERS,
     PASSIVE_FALL,
+    PROBATION_AFTER,
+    PROBATION_CAP_S,
+    PROBATION_HALF_S,
     RISE,
     WINDOW_S,
     HealthTracker,
@@ -199,7 +199,7 @@ def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
 
 
 def test_who_is_refused_comes_back_as_another_process() -> None:
-    """Neither on trial nor in doubt, and no window of failures: one failed answer takes it out no more."""
+    """Neither on trial nor on probation, and no window of failures: one failed answer takes it out no more."""
     health = tracker()
     failing(health, PASSIVE_FALL)
     assert health.ejected_for_failures
@@ -208,9 +208,9 @@ def test_who_is_refused_comes_back_as_another_process() -> None:
     for _ in range(RISE):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
-    assert not health.in_doubt(health.ejected_until)
+    assert not health.on_probation(health.ejected_until)
     assert not health.on_failure(health.ejected_until, may_eject=True)
-    assert not health.in_doubt(health.ejected_until)
+    assert not health.on_probation(health.ejected_until)
 
     health = tracker()
     for _ in range(LEAST_ANSWERS - 1):
@@ -272,12 +272,14 @@ def test_the_pauses_double_up_to_their_cap() -> None:
     health = tracker()
     for failures in range(1, 30):
         health.on_failure(0.0, may_eject=False)
-        pause_s = 0.0 if failures < DOUBT_AFTER else min(DOUBT_CAP_S, 2.0 ** (failures - DOUBT_AFTER))
-        assert health.in_doubt(0.0) is (failures >= DOUBT_AFTER)
+        pause_s = (
+            0.0 if failures < PROBATION_AFTER else min(PROBATION_CAP_S, 2.0 ** (failures - PROBATION_AFTER))
+        )
+        assert health.on_probation(0.0) is (failures >= PROBATION_AFTER)
         if pause_s:
             assert health.held(pause_s - 0.001)
         assert not health.held(pause_s)
-        assert health.doubt_reason == f"{failures} answers failed in a row"
+        assert health.probation_reason == f"{failures} answers failed in a row"
 
 
 def test_a_dispatch_begins_the_pause_anew_and_only_in_doubt() -> None:
@@ -298,32 +300,32 @@ def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
     for _ in range(8):
         health.on_failure(100.0, may_eject=False)
     for halves, pause_s in ((0, 30.0), (1, 4.0), (2, 1.0), (3, 0.0)):
-        at = 100.0 + halves * DOUBT_HALF_S
-        assert health.in_doubt(at) is (halves < 3)
+        at = 100.0 + halves * PROBATION_HALF_S
+        assert health.on_probation(at) is (halves < 3)
         health.on_dispatched(at)
         if pause_s:
-            assert health.held(at + min(pause_s, DOUBT_HALF_S) - 0.001)
+            assert health.held(at + min(pause_s, PROBATION_HALF_S) - 0.001)
         assert not health.held(at + pause_s)
-    assert health.in_doubt(100.0 + 3 * DOUBT_HALF_S - 0.001)
-    health.on_failure(100.0 + 2 * DOUBT_HALF_S, may_eject=False)
-    assert health.doubt_reason == "3 answers failed in a row"
+    assert health.on_probation(100.0 + 3 * PROBATION_HALF_S - 0.001)
+    health.on_failure(100.0 + 2 * PROBATION_HALF_S, may_eject=False)
+    assert health.probation_reason == "3 answers failed in a row"
 
 
 def test_a_clock_that_stands_before_the_failure_forgets_nothing() -> None:
     health = tracker()
-    failing(health, DOUBT_AFTER, 100.0)
-    assert health.in_doubt(10.0)
+    failing(health, PROBATION_AFTER, 100.0)
+    assert health.on_probation(10.0)
 
 
 def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() -> None:
     health = tracker()
-    for _ in range(DOUBT_AFTER):
+    for _ in range(PROBATION_AFTER):
         health.on_failure(0.0, may_eject=False)
-    assert health.in_doubt(0.0)
+    assert health.on_probation(0.0)
     assert not health.on_success(0.0)
-    assert not health.in_doubt(0.0)
+    assert not health.on_probation(0.0)
     health.on_failure(0.0, may_eject=False)
-    assert not health.in_doubt(0.0)
+    assert not health.on_probation(0.0)
 
 
 # --- handed over ---

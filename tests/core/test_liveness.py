@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
 from hetlb.core.health import HealthParams
-from hetlb.core.policies import POLICIES
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import (
     AdminState,
@@ -33,7 +33,7 @@ from hetlb.core.types import (
 PLACES = 64
 #: Rounds that a request takes for each 64 sequences.
 ROUNDS = 3
-#: Seconds that an instance may be restrained at the start of a burst: busy or starting slowly.
+#: Seconds that an instance may be throttled at the start of a burst: busy or starting slowly.
 RESTRAINED_S = 5.0
 MOST_SEQUENCES = 320
 LONGEST_S = ROUNDS * math.ceil(MOST_SEQUENCES / PLACES)

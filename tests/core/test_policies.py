@@ -8,8 +8,8 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.core.demand import Demand
 from hetlb.core.instance import PeakEwma
-from hetlb.core.policies import COMBINE_FORMS, POLICIES, PolicyParams, PrefixMatch
-from hetlb.core.policy import PlannedShares, Question
+from hetlb.core.policies.base import PlannedShares, SchedulingContext
+from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams, PrefixMatch
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 
@@ -280,7 +280,7 @@ def test_prefix_remembers_a_bounded_number_of_prefixes() -> None:
     instance = scheduler.instances[0]
     for i in range(1100):
         asked = begins(i, *((f"{i}/{j}", 900) for j in range(64)))
-        policy.committed(Question(asked, 1.0, 1.0, 0, Demand(), 0.0, None), instance, [instance])
+        policy.committed(SchedulingContext(asked, 1.0, 1.0, 0, Demand(), 0.0, None), instance, [instance])
     assert len(policy._sent) == 65_536
 
 

@@ -25,7 +25,7 @@ from faults.checker import Checker, Snapshot, fleet, metrics, until
 from faults.client import Answer, Client, body_of, get, request
 from faults.engine import FaultEngine
 
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.proxy.service import Service
 
 BACKGROUND = 50

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from proxy.memory import End, Proxy
 
 from hetlb.core import engine_metrics
-from hetlb.proxy import body as bodies
-from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.http1 import GateError
+from hetlb.proxy.http import openai_body as bodies
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import GateError
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10

@@ -29,9 +29,9 @@ from fuzz import costs
 from hetlb import config
 from hetlb.core import engine_metrics
 from hetlb.errors import InputError
-from hetlb.proxy import body as bodies
-from hetlb.proxy import http1, multipart, sse
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http import http1, multipart, sse
+from hetlb.proxy.http import openai_body as bodies
+from hetlb.proxy.http.endpoints import Kind
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -12,7 +12,7 @@ import pytest
 from fuzz import costs
 from fuzz.costs import Reader
 
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 
 Make = Callable[[int], bytes]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"

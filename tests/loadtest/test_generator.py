@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
-from hetlb.core.records import RequestRecord
 from hetlb.loadtest.generator import LoadResult, Progress, run_load
 from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row
 
 
@@ -32,7 +32,7 @@ async def load(plan: list[PlannedRequest], url: str, **options: Any) -> LoadResu
     return await run_load(plan, bodies, url, **options)
 
 
-def only(result: LoadResult) -> RequestRecord:
+def only(result: LoadResult) -> RequestResult:
     (record,) = result.records
     return record
 
@@ -353,7 +353,7 @@ def fared(
         sent = planned.scheduled_s * stretch + late_s
         ok = planned.index >= failed
         records.append(
-            RequestRecord(
+            RequestResult(
                 scheduled_s=planned.scheduled_s,
                 prompt_tokens=planned.prompt_tokens + (planned.index < longer_prompts),
                 output_tokens=planned.output_tokens - (planned.index >= 100 - short),

@@ -10,8 +10,8 @@ from typing import Any
 from loadtest.test_figures import record, result
 
 from hetlb.loadtest.compare import FIGURES, comparisons
-from hetlb.loadtest.figures import run_figures
 from hetlb.loadtest.htmlreport import report
+from hetlb.loadtest.metrics import run_figures
 from hetlb.loadtest.runs import Measured
 
 VOID = {"meta", "br"}

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.core.records import RequestRecord, summarize
 from hetlb.loadtest.report import (
     comparison_table,
     instances_table,
@@ -19,12 +18,13 @@ from hetlb.loadtest.report import (
     search_table,
     throughput_table,
 )
+from hetlb.workload.records import RequestResult, summarize
 
 
 def run(policy: str, counts: dict[str, int], *, failed: int = 0) -> dict[str, Any]:
     """`counts` requests per instance, 100 + 10 tokens each, TTFT 0.5 s, the last over after count seconds."""
     records = [
-        RequestRecord(
+        RequestResult(
             scheduled_s=0.0,
             prompt_tokens=100,
             output_tokens=10,
@@ -36,7 +36,7 @@ def run(policy: str, counts: dict[str, int], *, failed: int = 0) -> dict[str, An
         for name, count in counts.items()
         for number in range(count)
     ]
-    records += [RequestRecord(0.0, 100) for _ in range(failed)]
+    records += [RequestResult(0.0, 100) for _ in range(failed)]
     return {"policy": policy, **summarize(records, instances=counts)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
+from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
 from hetlb.plan.placement.cluster import Cluster, Holding, MachineKind, ModelShape, Node
 from hetlb.plan.placement.files import ClusterFiles, load_cluster
 

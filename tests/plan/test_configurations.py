@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetlb.config import ConfigError, load_profile
+from hetlb.config.profile import load_profile
 from hetlb.core.latency import LatencyModel
+from hetlb.errors import ConfigError
 from hetlb.plan.configurations import (
     LinkSeconds,
     Stage,

@@ -20,7 +20,7 @@ from plan.clusters import (
 )
 from scipy.optimize import linprog
 
-from hetlb.core.stages import SINK, SOURCE
+from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
 from hetlb.plan.check import check_placement
 from hetlb.plan.placement.balance import balanced_flow

@@ -11,7 +11,7 @@ import pytest_asyncio
 import uvloop
 from helpers import make_scheduler, spec
 
-from hetlb.config import ProxyTable
+from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.driver import Driver

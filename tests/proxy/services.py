@@ -16,7 +16,7 @@ import yaml
 from proxy.conftest import turns_until
 from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
 
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.core.instance import Instance
 from hetlb.core.types import Health
 from hetlb.proxy.service import Service

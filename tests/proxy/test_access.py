@@ -19,7 +19,7 @@ from proxy.test_proxying import Client, post
 from proxy.upstreams import plain
 
 from hetlb.cli.main import COMMANDS, build_parser, main
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError, HetlbError
 from hetlb.loadtest.admin import fleet_admin
 from hetlb.proxy.access import EngineAccess, _network, allowed_address, load_access

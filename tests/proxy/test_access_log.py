@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
 
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry.access_log import FORMATS, escape, json_line, keyvalue_line
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.request_record import Phase, RequestRecord

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config import fleet_from_urls, load_profile
+from hetlb.config.fleet import fleet_from_urls
+from hetlb.config.profile import load_profile
 from hetlb.core.types import Outcome
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.exchange import Exchange

@@ -48,15 +48,15 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
             scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
             break
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False, server_error=end.server_error)
-        if end.counts_as is Verdict.FAILED and one.health.in_doubt(float(number)):
+        if end.counts_as is Verdict.FAILED and one.health.on_probation(float(number)):
             break
     health = one.health
     now = float(number)
     if end.counts_as is Verdict.ABSENT:
         assert health.state is Health.EJECTED
     elif end.counts_as in (Verdict.FAILED, Verdict.ERROR):
-        assert health.in_doubt(now)
+        assert health.on_probation(now)
     else:
         assert health.state is Health.UP
-        assert not health.in_doubt(now)
+        assert not health.on_probation(now)
         assert health.clean

@@ -8,11 +8,11 @@ import pytest
 from proxy.memory import End, Proxy
 
 from hetlb.core.types import Health
-from hetlb.proxy.body import MAX_PROMPTS, GateError, read_json
 from hetlb.proxy.connection import MAX_BLANK_LINES
-from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.http1 import MAX_SMALL_CHUNKS
-from hetlb.proxy.multipart import MAX_PART_LINES, MAX_PARTS, FormReader
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import MAX_SMALL_CHUNKS
+from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, FormReader
+from hetlb.proxy.http.openai_body import MAX_PROMPTS, GateError, read_json
 from hetlb.proxy.upstream import MAX_INTERIM
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
@@ -59,7 +59,7 @@ def make() -> Iterator[Callable[..., Proxy]]:
 def healthy(proxy: Proxy) -> bool:
     now = proxy.loop.time()
     return all(
-        each.health.state is Health.UP and not each.health.in_doubt(now) and each.health.clean
+        each.health.state is Health.UP and not each.health.on_probation(now) and each.health.clean
         for each in proxy.scheduler.instances
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.proxy import http1
-from hetlb.proxy.http1 import (
+from hetlb.proxy.http import http1
+from hetlb.proxy.http.http1 import (
     LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
@@ -125,11 +125,11 @@ def test_a_head_at_its_limit_is_found_and_one_byte_more_is_not() -> None:
 def test_an_empty_head_is_of_no_request() -> None:
     head = RequestHead()
     assert (head.method, head.path, head.query, head.headers, head.fields) == (b"", "", b"", [], {})
-    assert (head.content_type, head.expects, head.onward) == (b"", None, {})
+    assert (head.content_type, head.expects, head.forwarded) == (b"", None, {})
     assert (head.http11, head.keep_alive, head.sized, head.chunked) == (True, True, False, False)
     answer = ResponseHead()
     assert (answer.status, answer.reason, answer.headers, answer.fields) == (0, b"", [], {})
-    assert (answer.keep_alive, answer.sized, answer.chunked, answer.onward) == (True, False, False, None)
+    assert (answer.keep_alive, answer.sized, answer.chunked, answer.forwarded) == (True, False, False, None)
 
 
 def test_everything_of_a_request_is_read() -> None:
@@ -149,7 +149,7 @@ def test_everything_of_a_request_is_read() -> None:
     assert (head.http11, head.keep_alive, head.sized, head.chunked) == (True, True, True, False)
     assert head.fields[b"x-twice"] == b"first"
     assert (b"x-twice", b"second") in head.headers
-    assert head.onward == {}
+    assert head.forwarded == {}
 
 
 def test_what_is_not_said_is_not_read() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 
-from hetlb.config import load_fleet
+from hetlb.config.fleet import load_fleet
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, block_digests
 from hetlb.errors import ConfigError
 from hetlb.proxy.kv_events import read_batch

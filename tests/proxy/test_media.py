@@ -16,9 +16,9 @@ from proxy.test_proxying import ask, post
 from proxy.upstreams import Upstream, plain
 
 from hetlb.image_tokens import NAMED_RULES
-from hetlb.proxy.body import read_json
-from hetlb.proxy.endpoints import Kind
-from hetlb.proxy.media import UNKNOWN_SIZE, find_media, image_size
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.media import UNKNOWN_SIZE, find_media, image_size
+from hetlb.proxy.http.openai_body import read_json
 from hetlb.proxy.token_estimator import START_TOKENS_PER_IMAGE, TokenEstimator
 
 Start = Callable[..., Any]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.body import Call
-from hetlb.proxy.http1 import GateError
-from hetlb.proxy.multipart import FormReader
+from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.http.multipart import FormReader
+from hetlb.proxy.http.openai_body import Call
 
 
 def read_multipart(content_type: bytes, body: bytes) -> Call:

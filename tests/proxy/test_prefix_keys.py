@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
 
 from hetlb.core.prefix_index import PrefixKey
-from hetlb.proxy.body import Call, read_json
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.openai_body import Call, read_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 
 SYSTEM = {"role": "system", "content": "You are terse. " * 200}

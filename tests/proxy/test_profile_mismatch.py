@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetlb.config import load_fleet, load_profile
+from hetlb.config.fleet import load_fleet
+from hetlb.config.profile import load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.service import Service
 

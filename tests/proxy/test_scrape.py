@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from hetlb.config import ScrapeTable
+from hetlb.config.fleet import ScrapeTable
 from hetlb.core.types import (
     CapacityLearned,
     EngineSample,

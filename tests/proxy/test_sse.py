@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.http1 import ChunkedDecoder
-from hetlb.proxy.sse import MAX_HELD_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.http.http1 import ChunkedDecoder
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'

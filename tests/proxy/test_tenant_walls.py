@@ -10,7 +10,7 @@ from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
 from hetlb.proxy.access import Tenant
-from hetlb.proxy.body import Call
+from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.prefix_keys import session_key, text_keys
 from hetlb.proxy.scheduling import RESPONSES_KEPT
 
@@ -25,7 +25,7 @@ def engines() -> Engines:
 @pytest.fixture
 def proxy(engines: Engines) -> Iterator[Proxy]:
     made = Proxy(engines, Engines(), policy="hetlb")
-    made.server.intake.tenants = {
+    made.server.router.tenants = {
         hashlib.sha256(key.encode()).digest(): Tenant(name) for name, key in KEYS.items()
     }
     yield made
@@ -129,7 +129,7 @@ def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy
 
 
 def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
-    proxy.server.intake._tenant_header = b"x-team"
+    proxy.server.router._tenant_header = b"x-team"
     client = ask(proxy, "bob", "/v1/completions", b'{"model":"m","prompt":"x"}', "x-team: ann")
     (exchange,) = proxy.driver.exchanges.values()
     assert exchange.request.tenant == "bob/ann"

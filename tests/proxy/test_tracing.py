@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from hetlb.config import TracingTable
+from hetlb.config.fleet import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry import tracing
 from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
 from hetlb.proxy.telemetry.tracing import Trace, Tracing, check_installed, spans_url

@@ -31,7 +31,7 @@ from proxy.upstreams import (
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.proxy.retryafter import WINDOW_S, DrainRate
+from hetlb.proxy.http.retry_after import WINDOW_S, DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.

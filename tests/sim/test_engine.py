@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.types import Capacity
-from hetlb.sim.engine import Ended, EngineLimits, EngineModel, Sequence, SequenceState, Stretch
+from hetlb.sim.engine import Ended, EngineLimits, EngineModel, IterationRun, Sequence, SequenceState
 from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 
 MAX_EXAMPLES = 200
@@ -206,7 +206,7 @@ def timeline(
                 engine.abort(sequences[number])
         calls += 1
         until = happenings[0][0] - now if happenings and horizon else math.inf
-        stretch = engine.begin_stretch(until) if stretches else None
+        stretch = engine.begin_run(until) if stretches else None
         if not stretches and engine.begin_iteration() is not None:
             stretch = engine.in_flight
         if stretch is None:
@@ -286,7 +286,7 @@ def test_steps_until_is_the_first_boundary_at_or_after(
     steps: int, first: float, growth: float, fraction: float
 ) -> None:
     """For any stretch of positive steps: the boundary found is late enough, the one before is not."""
-    stretch = Stretch(steps, first, growth * first / steps * 0.99, 1)
+    stretch = IterationRun(steps, first, growth * first / steps * 0.99, 1)
     elapsed = fraction * stretch.duration_s
     found = stretch.steps_until(elapsed)
     assert 1 <= found <= steps
@@ -335,7 +335,7 @@ def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
     )
     engine.submit(Sequence(prompt, output))
     first_s = total_s = 0.0
-    while (stretch := engine.begin_stretch()) is not None:
+    while (stretch := engine.begin_run()) is not None:
         total_s += stretch.duration_s
         if engine.end_iteration().first:
             first_s = total_s
@@ -347,14 +347,14 @@ def test_a_lone_request_is_two_calls() -> None:
     """A stretch covers a whole answer, and its sum is the paper's closed form shifted by one token."""
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=100_000))
     engine.submit(Sequence(1000, 5001))
-    assert engine.begin_stretch() is not None
+    assert engine.begin_run() is not None
     engine.end_iteration()
-    stretch = engine.begin_stretch()
+    stretch = engine.begin_run()
     assert stretch is not None
     assert stretch.steps == 5000
     assert stretch.duration_s == pytest.approx(LATENCY.paper_decode_s(1, 1000, 5000), rel=1e-12)
     assert len(engine.end_iteration().finished) == 1
-    assert engine.begin_stretch() is None
+    assert engine.begin_run() is None
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_the_decodes() -> None:

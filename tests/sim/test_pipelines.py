@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetlb.core.path_ledger import PathDispatch
-from hetlb.core.pipelines import PathScheduler
+from hetlb.core.paths.ledger import PathDispatch
+from hetlb.core.paths.scheduler import PathScheduler
+from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
-from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
 from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation, StageChange
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)

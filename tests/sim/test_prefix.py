@@ -91,7 +91,7 @@ def test_one_after_the_other_finds_what_the_block_pool_finds(
             continue  # a last block that is computed again is kept twice by vLLM, and once here
         before, computed = engine.prefix_hit_tokens, engine.prefilled_tokens
         engine.submit(ask.sequence())
-        while engine.begin_stretch() is not None:
+        while engine.begin_run() is not None:
             engine.check_integrity()
             engine.end_iteration()
             engine.check_integrity()
@@ -116,7 +116,7 @@ def test_together_stretches_equal_steps_and_the_books_add_up(
                 sent.append((ask.sequence(), ask.sequence()))
                 fast.submit(sent[-1][0])
                 slow.submit(sent[-1][1])
-        stretch = fast.begin_stretch()
+        stretch = fast.begin_run()
         if stretch is None:
             continue
         steps = data.draw(st.integers(1, stretch.steps), label="steps")
@@ -155,7 +155,7 @@ def test_without_anything_in_common_and_with_room_it_changes_nothing(requests: l
         for ask in requests:
             engine.submit(Sequence(ask.prompt, ask.output))
         took = []
-        while (stretch := engine.begin_stretch()) is not None:
+        while (stretch := engine.begin_run()) is not None:
             took.append(stretch)
             engine.end_iteration()
         durations.append(took)
@@ -171,7 +171,7 @@ def run(engine: EngineModel, *sequences: Sequence) -> int:
     before = engine.prefix_hit_tokens
     for sequence in sequences:
         engine.submit(sequence)
-    while engine.begin_stretch() is not None:
+    while engine.begin_run() is not None:
         engine.end_iteration()
         engine.check_integrity()
     return engine.prefix_hit_tokens - before

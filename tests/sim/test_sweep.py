@@ -16,7 +16,7 @@ import pytest
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies import PolicyParams
+from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
@@ -186,7 +186,7 @@ def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
         for prompt, output in ((100, 300), (37, 900), (500, 40)):
             engine.submit(Sequence(prompt, output))
     longest = 0
-    while (stretch := fast.begin_stretch()) is not None:
+    while (stretch := fast.begin_run()) is not None:
         for step in range(stretch.steps):
             slow.begin_iteration()
             middle_s = (stretch.elapsed_s(step) + stretch.elapsed_s(step + 1)) / 2

@@ -11,7 +11,7 @@ import pytest
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
-from hetlb.core.policies import POLICIES, PolicyParams
+from hetlb.core.policies.baselines import POLICIES, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome

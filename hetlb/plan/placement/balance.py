@@ -1,6 +1,6 @@
 """The most even of all maximum flows of a placement.
 
-Promise: the value is that of the maximum flow; among all flows of that value this one has the least sum of
+The value is that of the maximum flow; among all flows of that value this one has the least sum of
 f^2 / capacity over nodes and links, so replicas share their load by speed and no queue is longer than it
 must be.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from hetlb.core.stages import SINK, SOURCE, Edge
+from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow, max_flow, valid_links
 

@@ -1,6 +1,6 @@
 """Upper bounds on the flow of any placement, with and without partial inference, links left out.
 
-Promise: no placement has a higher flow than a bound says, and a bound never depends on the search.
+No placement has a higher flow than a bound says, and a bound never depends on the search.
 """
 
 from __future__ import annotations

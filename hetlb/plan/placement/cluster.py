@@ -1,6 +1,6 @@
 """Machines, links and the model of a placement problem, and a placement of layers on them.
 
-Promise: plain values in tokens, seconds and bytes; nothing is read or searched here. `Cluster.network` is the
+Plain values in tokens, seconds and bytes; nothing is read or searched here. `Cluster.network` is the
 one place where a placement becomes the stages that scheduler and simulator work with.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec, StageNetwork, StageSpec
+from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec, StageNetwork, StageSpec
 
 #: The layers [first, end) of every node, by the node's name.
 Placement: TypeAlias = Mapping[str, tuple[int, int]]

@@ -1,6 +1,6 @@
 """A cheap estimate of what a placement delivers: output tokens/s of a full cluster, without simulating it.
 
-Promise: arithmetic alone, about a millisecond; it ranks placements, it does not replace the simulation.
+Arithmetic alone, about a millisecond; it ranks placements, it does not replace the simulation.
 
 The model is a closed queueing network. Tokens travel in convoys: the first of a convoy finds a node idle and
 is computed alone (which takes twice a decode, see `sim.pipelines`), the others wait for it and go through
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.core.stages import SINK, SOURCE, Edge
+from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.cluster import Cluster, Placement
 
 _Array = NDArray[np.float64]

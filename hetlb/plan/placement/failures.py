@@ -1,6 +1,6 @@
 """What is left of a placement when a node goes, and the cheapest move of layers afterwards.
 
-Promise: for every node the flow without it, and the change of one other node's layers that gives the most
+For every node the flow without it, and the change of one other node's layers that gives the most
 flow back; of equal ones the change that loads the fewest layers.
 """
 

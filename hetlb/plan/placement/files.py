@@ -1,7 +1,7 @@
 """Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements,
 lengths.
 
-Promise: what loads is complete and consistent (every node has a kind with times and limits, every link two
+What loads is complete and consistent (every node has a kind with times and limits, every link two
 known ends); anything else is one `ConfigError` line with file, line, column and value.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetlb.core.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
+from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.errors import ConfigError
 from hetlb.plan.placement.cluster import Cluster, Holding, MachineKind, ModelShape, Node
 

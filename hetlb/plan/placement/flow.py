@@ -1,6 +1,6 @@
 """Maximum flow of a placement: tokens/s that can pass from the source through all layers to the sink.
 
-Promise: the value is exact up to the rounding of sums (relative 1e-12), the flow obeys every capacity and is
+The value is exact up to the rounding of sums (relative 1e-12), the flow obeys every capacity and is
 conserved at every node, and it is the same for the same input. Formulation of Helix (Mei et al., ASPLOS 2025,
 section 4.3): a node is an arc of capacity T_j, a link an arc of its tokens/s.
 
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetlb.core.stages import SINK, SOURCE, Edge
+from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.cluster import Cluster, Placement
 
 #: Residual capacities below this share of the largest one are rounding, not capacity.

@@ -1,6 +1,6 @@
 """Placements by simple rules, to start a search from and to compare with.
 
-Promise: each gives a placement that fits every node, or None where its rule cannot be followed.
+Each gives a placement that fits every node, or None where its rule cannot be followed.
 
 - Swarm (Ryabinin et al., ICML 2023): equal stages, as long as the smallest machine can hold; the next fastest
   machine joins the stage with the least throughput.

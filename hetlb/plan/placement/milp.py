@@ -1,6 +1,6 @@
 """An exact search for the highest flow by mixed integer programming (HiGHS).
 
-Promise: no placement without partial inference has a higher flow than `Solved.bound`.
+No placement without partial inference has a higher flow than `Solved.bound`.
 
 The program counts machines instead of naming them: z[g, s, j] machines of kind g hold the layers [s, s + j)
 and pass f[g, s, j] <= T_gj z[g, s, j] tokens/s; what ends at a layer boundary begins there. That has no

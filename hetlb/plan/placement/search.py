@@ -1,7 +1,7 @@
 """Search for placements: annealing over the flow, then over an estimate; a judge (the simulator) has the
 last word.
 
-Promise: every candidate fits its nodes and has a flow; the same seed and the same number of steps give the
+Every candidate fits its nodes and has a flow; the same seed and the same number of steps give the
 same candidates (a time limit ends the search wherever it is); an interrupt ends it with the best so far.
 
 The highest flow is not the best system: it says nothing of hops, links and the KV cache. So the search keeps
@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hetlb.core.stages import SINK, SOURCE
+from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.cluster import Cluster
 from hetlb.plan.placement.estimate import Estimator

@@ -1,6 +1,6 @@
 """Decisions as documents: what was asked, who was considered, who was chosen, and what came of it.
 
-Promise: a summary costs no candidate; the candidates of a decision, with every term of its score, are made
+A summary costs no candidate; the candidates of a decision, with every term of its score, are made
 only for whoever opens it.
 """
 

@@ -1,6 +1,6 @@
 """One event stream for everybody who looks: server-sent events over the admin listener.
 
-Promise: nothing is computed while nobody listens, and at most one snapshot a second for all together;
+Nothing is computed while nobody listens, and at most one snapshot a second for all together;
 a listener that is slow misses snapshots, one that reads nothing or left is forgotten.
 """
 

@@ -1,6 +1,6 @@
 """What the page draws, made from the ring of ended requests: series over time, predictions against what came.
 
-Promise: columns of plain numbers, seconds and tokens, rounded for the eye; a stretch of time that is over is
+Columns of plain numbers, seconds and tokens, rounded for the eye; a stretch of time that is over is
 summed up once, and an answer looked at once, however often somebody looks.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hetlb.core.records import percentile
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.history import History, Row
+from hetlb.workload.records import percentile
 
 #: The series are this many stretches of this many seconds: five minutes.
 BINS = 150

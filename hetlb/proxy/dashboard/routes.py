@@ -1,6 +1,6 @@
 """The dashboard's part of the admin listener: the page, its event stream, the what-if.
 
-Promise: the page's files are public (a page can send no token before it was loaded) and hold nothing of the
+The page's files are public (a page can send no token before it was loaded) and hold nothing of the
 fleet; everything else stands behind the admin listener's guard like any other path of it.
 """
 
@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 import hetlb
-from hetlb.core.policies import POLICIES
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.types import Dispatch, Lease
 from hetlb.proxy.dashboard import whatif
 from hetlb.proxy.dashboard.decisions import decision_document, newest

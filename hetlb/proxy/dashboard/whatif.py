@@ -1,6 +1,6 @@
 """What if another policy had placed the requests of the last hour: `hetlb simulate` in a process of its own.
 
-Promise: the figures are those that the command prints for the same requests and the same fleet; the proxy's
+The figures are those that the command prints for the same requests and the same fleet; the proxy's
 event loop neither simulates nor waits for it; one runs at a time, none longer than `LIMIT_S`, and none
 outlives the service.
 """
@@ -19,14 +19,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hetlb.config import Fleet, Profile
+from hetlb.config.fleet import Fleet
+from hetlb.config.profile import Profile
 from hetlb.core.instance import Instance
-from hetlb.core.policies import POLICIES
-from hetlb.core.records import RequestRecord, summarize
+from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError
 from hetlb.proxy.telemetry.history import History, Row
+from hetlb.workload.records import RequestResult, summarize
 
 #: Requests that came in within this many seconds are replayed.
 WINDOW_S = 3600.0
@@ -284,8 +285,8 @@ def _profile_document(profile: Profile, instance: Instance) -> Any:
     return msgspec.to_builtins(replace(profile, engine=engine, fit=None, source=None, grid=None))
 
 
-def _record(row: Row, start: float) -> RequestRecord:
-    return RequestRecord(
+def _record(row: Row, start: float) -> RequestResult:
+    return RequestResult(
         scheduled_s=row.arrived_at - start,
         prompt_tokens=row.prompt_tokens_total,
         output_tokens=row.output_tokens,

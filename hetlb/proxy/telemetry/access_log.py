@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from hetlb.proxy.fields import LogLine
+from hetlb.proxy.http.openai_fields import LogLine
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")

@@ -1,6 +1,6 @@
 """Histograms that cost the hot path next to nothing: counts in a list, sums when somebody asks.
 
-Promise: an observation is one search in a short tuple and two additions, no allocation; a gap between two
+An observation is one search in a short tuple and two additions, no allocation; a gap between two
 tokens is one addition to a list that is there already. Counts only grow.
 """
 

@@ -1,6 +1,6 @@
 """Lines to a file descriptor without ever blocking the event loop: the request log, the event log, our own.
 
-Promise: a line costs the caller an append; a thread of its own writes them, a few times a second. A reader
+A line costs the caller an append; a thread of its own writes them, a few times a second. A reader
 that is slow or gone loses lines (they are counted), never a request.
 """
 

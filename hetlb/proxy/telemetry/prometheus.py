@@ -1,6 +1,6 @@
 """The proxy's own `/metrics` page: what the driver counted, and gauges read from the scheduler when asked.
 
-Promise: labels take only values that configuration, code or the engines define, never what a client makes up;
+Labels take only values that configuration, code or the engines define, never what a client makes up;
 a series ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`, to the
 proxy that it asked. The page of a large fleet is written in slices of about a millisecond, so that a scrape
 delays no token. docs/metrics.md describes every name; a test holds the two together.

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hetlb.core.types import Lease, Outcome, Request
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 
 if TYPE_CHECKING:
     from hetlb.proxy.telemetry.tracing import Trace

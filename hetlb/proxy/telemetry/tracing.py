@@ -1,6 +1,6 @@
 """Traces for OpenTelemetry: a span per request, made when the request is over, and the id that engines get.
 
-Promise: without `tracing` in the fleet file none of OpenTelemetry is imported. A client's `traceparent` is
+Without `tracing` in the fleet file none of OpenTelemetry is imported. A client's `traceparent` is
 continued and its sampling obeyed; what a client sends that is no traceparent begins a trace of its own. Spans
 hold times, counts and names, no prompt and no answer. A thread of its own sends them: a collector that is
 slow or gone costs spans, never a request.
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import hetlb
-from hetlb.config import TracingTable
+from hetlb.config.fleet import TracingTable
 from hetlb.core.types import Outcome
 from hetlb.errors import ConfigError
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

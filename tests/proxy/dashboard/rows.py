@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetlb.core.types import Lease, Outcome, Request
-from hetlb.proxy.endpoints import Kind
+from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 

@@ -1,0 +1,1 @@
+"""Configuration files: one reader of YAML, one module per kind of file."""

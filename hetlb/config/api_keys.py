@@ -1,0 +1,56 @@
+"""The file of client API keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.config.yaml_file import convert, parse_yaml, short
+from hetlb.errors import ConfigError
+
+
+class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One key of a client: `name` for the log, the SHA-256 of the key in hex, the models it is for."""
+
+    name: str
+    sha256: Any
+    models: tuple[str, ...] | None = None
+
+
+def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
+    """Read the keys of clients. Raises `ConfigError`, which never shows what stands in place of a hash."""
+    raw = parse_yaml(path, ConfigError)
+    if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
+        raise ConfigError(f"{path}: the file: expected a list of {{name, sha256, models}}, at least one")
+    try:
+        keys = convert(raw, tuple[ApiKeyTable, ...])
+    except ConfigError as caught:
+        raise ConfigError(f"{path}: {caught}") from caught
+    seen: set[str] = set()
+    for index, key in enumerate(keys):
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
+            raise ConfigError(
+                f"{path}: [{index}].name: expected letters, digits and . _ - (64 at most), "
+                f"got {short(key.name)}"
+            )
+        if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
+            raise ConfigError(
+                f"{path}: [{index}].sha256: expected the 64 hex digits (in quotes) that "
+                "`printf %s KEY | sha256sum` prints"
+            )
+        if key.sha256.lower() in seen:
+            raise ConfigError(
+                f"{path}: [{index}].sha256: expected every key once, got that of {key.name} again"
+            )
+        if key.models is not None and not key.models:
+            raise ConfigError(
+                f"{path}: [{index}].models: expected at least one model, or no such key for all"
+            )
+        seen.add(key.sha256.lower())
+    return keys
+
+
+# --- cluster files -------------------------------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""Cluster files of `search`, and the KV cache that a model's `config.json` implies."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import Positive, PositiveInt, load_yaml, read_text, short
+from hetlb.errors import ConfigError
+from hetlb.plan.tp_search import Machine, PlanModel
+
+
+class ClusterModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model to serve. `config` is its `config.json`, which gives the KV size where it is not stated."""
+
+    name: str
+    parameters: Positive
+    bytes_per_parameter: Positive = 2.0
+    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_value: Positive = 2.0
+    config: str | None = None
+
+
+class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The longest request that every instance must be able to hold."""
+
+    max_input_tokens: PositiveInt
+    max_output_tokens: PositiveInt
+
+
+class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile."""
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: PositiveInt
+    profiles: dict[str, str]
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: PositiveInt = 1
+
+
+class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cluster file as written."""
+
+    version: Literal[1]
+    model: ClusterModel
+    limits: ClusterLimits
+    machines: tuple[MachineTable, ...]
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster file resolved: the planner's machines and the profile of every path they name."""
+
+    path: Path
+    file: ClusterFile
+    model: PlanModel
+    machines: tuple[Machine, ...]
+    profiles: dict[str, Profile]
+
+
+def kv_bytes_per_token(raw: dict[str, Any], bytes_per_value: float) -> int:
+    """KV bytes of one token from a model's `config.json`: 2 * layers * kv_heads * head_dim * bytes.
+
+    Grouped-query attention counts its KV heads, not its query heads. Raises `ConfigError`.
+    """
+    config = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
+    assert isinstance(config, dict)
+
+    def whole(key: str) -> int:
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}: expected a whole number from 1, got {short(value)}")
+        return value
+
+    if "kv_lora_rank" in config:
+        raise ConfigError(
+            "kv_lora_rank: expected a model whose cache holds keys and values per head; "
+            "give model.kv_bytes_per_token for this one"
+        )
+    layers, heads = whole("num_hidden_layers"), whole("num_attention_heads")
+    kv_heads = heads if config.get("num_key_value_heads") is None else whole("num_key_value_heads")
+    head_dim = whole("hidden_size") // heads if config.get("head_dim") is None else whole("head_dim")
+    return math.ceil(2 * layers * kv_heads * head_dim * bytes_per_value)
+
+
+def model_kv_bytes(
+    path: Path, where: str, stated: int | None, config: str | None, bytes_per_value: float
+) -> int:
+    """KV bytes of one token as stated in a file, or from the `config.json` it names. Raises `ConfigError`."""
+    if stated is not None:
+        if config is not None:
+            raise ConfigError(
+                f"{path}: {where}config: expected either config or kv_bytes_per_token, got both"
+            )
+        return stated
+    if config is None:
+        raise ConfigError(
+            f"{path}: {where}kv_bytes_per_token: expected a value or {where}config, got neither"
+        )
+    config_path = path.parent / config
+    try:
+        raw = msgspec.json.decode(read_text(config_path, ConfigError))
+    except msgspec.DecodeError as caught:
+        raise ConfigError(f"{config_path}: expected valid JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{config_path}: the file: expected a mapping of keys, got {short(raw)}")
+    try:
+        return kv_bytes_per_token(raw, bytes_per_value)
+    except ConfigError as caught:
+        raise ConfigError(f"{config_path}: {caught}") from caught
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    file = load_yaml(path, ClusterFile, ConfigError)
+    if not file.machines:
+        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    model = PlanModel(
+        file.model.name,
+        file.model.parameters,
+        file.model.bytes_per_parameter,
+        model_kv_bytes(
+            path, "model.", file.model.kv_bytes_per_token, file.model.config, file.model.kv_bytes_per_value
+        ),
+        file.limits.max_input_tokens,
+        file.limits.max_output_tokens,
+    )
+    profiles: dict[str, Profile] = {}
+    machines: list[Machine] = []
+    for m, table in enumerate(file.machines):
+        key = f"{path}: machines[{m}]"
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(table.name)}")
+        by_degree: dict[int, str] = {}
+        for text, written in table.profiles.items():
+            where = f"{key}.profiles.{text}"
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+                raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
+            degree = int(text)
+            by_degree[degree] = written
+            if table.gpus % degree:
+                raise ConfigError(
+                    f"{where}: expected a degree that divides the {table.gpus} GPUs, got {degree}"
+                )
+            if written not in profiles:
+                if not (path.parent / written).is_file():
+                    raise ConfigError(
+                        f"{where}: expected the path of a latency profile, got {written!r}: no such file"
+                    )
+                profiles[written] = load_profile(path.parent / written)
+            stated = profiles[written].engine.tensor_parallel_size
+            if stated is not None and stated != degree:
+                raise ConfigError(
+                    f"{where}: expected a profile of degree {degree}, got one of degree {stated}"
+                )
+        machines += [
+            Machine(
+                name=table.name if table.count == 1 else f"{table.name}-{copy}",
+                gpu=table.gpu,
+                gpus=table.gpus,
+                memory_bytes=table.memory_bytes,
+                gpu_memory_utilization=table.gpu_memory_utilization,
+                reserved_bytes_per_gpu=table.reserved_bytes_per_gpu,
+                profiles=tuple(sorted(by_degree.items())),
+            )
+            for copy in range(table.count)
+        ]
+    names = [machine.name for machine in machines]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+    return Cluster(path=path, file=file, model=model, machines=tuple(machines), profiles=profiles)

@@ -1,0 +1,599 @@
+"""Fleet files of `serve` and `simulate`: the tables, and the `Fleet` that they resolve to."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
+from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
+from hetlb.core.policies.base import PlannedShares
+from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.types import Capacity, InstanceSpec
+from hetlb.errors import ConfigError
+from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
+from hetlb.workload.traces import read_trace
+
+
+class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A PEM certificate (with its chain) and its private key, as paths."""
+
+    cert: str
+    key: str
+
+
+class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the proxy accepts requests; with `tls` it speaks TLS there and nothing else."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    tls: TlsTable | None = None
+
+
+class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The admin listener. Elsewhere than on loopback it needs a token; with `tls` it speaks TLS alone.
+
+    `registration_networks` are the networks (CIDR) in which instances may be registered.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8081
+    tls: TlsTable | None = None
+    token_file: str | None = None
+    token_env: str | None = None
+    registration: bool = False
+    registration_networks: tuple[str, ...] = ()
+
+
+class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A type of request in a plan: mean lengths in tokens, its share of all, each instance's share of it."""
+
+    type: str
+    share: Positive = 1.0
+    input_tokens: Positive
+    output_tokens: Positive
+    instances: dict[str, NonNegative]
+    model: str | None = None
+
+
+class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which policy, and its parameters.
+
+    `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
+    where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
+    `state_file` keeps what was learnt over restarts.
+    `shares` are what `planned` holds (written by `hetlb rent`).
+    """
+
+    name: str = "hetlb"
+    theta: Positive = 2.0
+    combine: str = "power"
+    predictor: str | None = None
+    trace: str | None = None
+    decay_s: Positive = 10.0
+    seed: int = 0
+    state_file: str | None = None
+    shares: tuple[SharesTable, ...] = ()
+
+
+class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The bounded queue in front of the instances.
+
+    `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
+    each gets while several wait, by name, 1 for who is not named.
+    """
+
+    max_requests: PositiveInt = 16_384
+    max_bytes: PositiveInt = 256 << 20
+    timeout_s: Positive = 300.0
+    no_instance_timeout_s: NonNegative = 30.0
+    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    tenant_weights: dict[str, Positive] = msgspec.field(default_factory=dict)
+
+
+class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How instances that come back are trusted again. `slow_start_s` 0: at once."""
+
+    slow_start_s: NonNegative = 30.0
+
+
+class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How engines are watched."""
+
+    interval_s: Positive = 1.0
+    timeout_s: Positive = 2.0
+
+
+#: More processes than this would only take memory from each other.
+MOST_WORKERS = 128
+
+
+#: Names of headers that may be listed under `proxy.forward_headers`: none of those that frame or address a
+#: message, belong to one connection, or are made here.
+FORWARDED_HEADER = (
+    "^(?i:(?!(?:host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|expect|via"
+    "|proxy-.*|http2-settings|accept-encoding|content-encoding|x-request-id|authorization|x-api-key|api-key)$)"
+    "[a-z0-9-]{1,64})$"
+)
+
+
+class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits, timeouts and keys of the data plane. Sizes in bytes.
+
+    `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
+    `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
+    the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `max_held_bytes`
+    bounds all bodies together that are being read. `max_connections` of clients None is half of the process's
+    file descriptors: the other half is for engines. `workers` processes share the port. `forward_headers`
+    names headers of clients that reach the engines besides those that always do.
+    """
+
+    extra_paths: tuple[str, ...] = ()
+    connect_timeout_s: Positive = 1.0
+    first_byte_timeout_s: Positive = 300.0
+    idle_timeout_s: Positive = 60.0
+    head_timeout_s: Positive = 10.0
+    body_timeout_s: Positive = 30.0
+    keepalive_timeout_s: Positive = 75.0
+    write_timeout_s: Positive = 60.0
+    upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
+    max_body_bytes: PositiveInt = 8 << 20
+    max_multipart_bytes: PositiveInt = 64 << 20
+    max_held_bytes: PositiveInt = 512 << 20
+    min_body_bytes_per_s: NonNegative = 1024.0
+    shutdown_grace_s: NonNegative = 120.0
+    request_log: bool = True
+    request_log_format: Literal["keyvalue", "json"] = "keyvalue"
+    session_header: str = "x-session-id"
+    tenant_header: str | None = None
+    api_keys_file: str | None = None
+    passthrough_authorization: bool = False
+    forward_headers: tuple[Annotated[str, msgspec.Meta(pattern=FORWARDED_HEADER)], ...] = ()
+    heartbeat_s: NonNegative = 0.0
+    max_connections: PositiveInt | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
+
+
+class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where spans of requests go: a collector's address (OTLP over HTTP).
+
+    `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
+    clients that do not say whether theirs is.
+    """
+
+    otlp_endpoint: str
+    service_name: str = "hetlb"
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+
+class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where vLLM publishes its KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
+
+    endpoint: str
+    topic: str = ""
+    replay: str | None = None
+
+
+class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server. `name` defaults to the address in `url`.
+
+    `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
+    signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
+    """
+
+    name: str | None = None
+    url: str | None = None
+    profile: str | None = None
+    weight: Positive = 1.0
+    api_key_file: str | None = None
+    api_key_env: str | None = None
+    ca_file: str | None = None
+    kv_events: str | KvEventsTable | None = None
+
+
+class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
+
+    `tokens`: every image alike. `patch`, `merge`: a token for `merge` x `merge` patches of so many pixels a
+    side, after a resize to `min_pixels` .. `max_pixels` or to `longest_edge`. `tile`, `tile_tokens`,
+    `max_tiles`: square tiles of so many pixels a side, and a thumbnail. `markers` are added per image.
+    """
+
+    tokens: PositiveInt | None = None
+    patch: PositiveInt | None = None
+    merge: PositiveInt = 1
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    longest_edge: PositiveInt | None = None
+    tile: PositiveInt | None = None
+    tile_tokens: PositiveInt | None = None
+    max_tiles: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
+    markers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pool: the instances that serve one model; its key is for those without one of their own."""
+
+    name: str
+    instances: tuple[InstanceTable, ...]
+    tokenizer: str | None = None
+    image_tokens: str | ImageTokensTable | None = None
+    api_key_file: str | None = None
+    api_key_env: str | None = None
+
+
+class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fleet file as written."""
+
+    version: Literal[1]
+    models: tuple[ModelTable, ...]
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    policy: PolicyTable = PolicyTable()
+    queue: QueueTable = QueueTable()
+    health: HealthTable = HealthTable()
+    scrape: ScrapeTable = ScrapeTable()
+    proxy: ProxyTable = ProxyTable()
+    tracing: TracingTable | None = None
+
+
+class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a secret stands: a file or an environment variable. `key` names it in errors."""
+
+    key: str
+    file: Path | None = None
+    env: str | None = None
+
+
+class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the key and the authorities of one instance stand. `key` names the instance in errors.
+
+    `kv_events` is where it publishes KV events, None where it does not.
+    """
+
+    key: str
+    api_key: SecretSource | None = None
+    ca_file: Path | None = None
+    kv_events: KvEventsTable | None = None
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet file resolved: every instance with its profile read, in file order.
+
+    Secrets and certificates are named, not read: only who serves the fleet needs them. `engines` has an
+    entry for every instance, `model_keys` one for every model with a key. `written` is the file as it
+    stood there, before any flag.
+    """
+
+    path: Path | None
+    written: FleetFile
+    listen: Listen
+    admin: Admin
+    policy: PolicyTable
+    queue: QueueTable
+    health: HealthTable
+    scrape: ScrapeTable
+    proxy: ProxyTable
+    tracing: TracingTable | None
+    instances: tuple[InstanceSpec, ...]
+    profiles: dict[str, Profile]
+    tokenizers: dict[str, Path]
+    engines: dict[str, EngineSource]
+    model_keys: dict[str, SecretSource]
+    image_rules: dict[str, ImageRule] = {}
+
+    @property
+    def where(self) -> str:
+        """How an error about this fleet begins."""
+        return f"{self.path}: " if self.path else ""
+
+    @property
+    def base(self) -> Path:
+        """What paths in the file are relative to."""
+        return self.path.parent if self.path else Path()
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        """The parameters in the scheduler's own type."""
+        p = self.policy
+        first = self.written.models[0].name if self.written.models else ""
+        shares = tuple(
+            PlannedShares(
+                each.type,
+                each.model or first,
+                each.input_tokens,
+                each.output_tokens,
+                each.share,
+                tuple(each.instances.items()),
+            )
+            for each in p.shares
+        )
+        return PolicyParams(theta=p.theta, combine=p.combine, decay_s=p.decay_s, shares=shares)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """The queue's limits in the scheduler's own type."""
+        q = self.queue
+        return QueueLimits(
+            max_requests=q.max_requests,
+            max_bytes=q.max_bytes,
+            timeout_s=q.timeout_s,
+            no_instance_timeout_s=q.no_instance_timeout_s,
+            tenant_share=q.tenant_share,
+            tenant_weights=q.tenant_weights,
+        )
+
+    @property
+    def health_params(self) -> HealthParams:
+        """The parameters of health in the scheduler's own type."""
+        return HealthParams(slow_start_s=self.health.slow_start_s)
+
+    def output_lengths(self) -> LengthDistribution | None:
+        """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
+        if self.policy.trace is None:
+            return None
+        rows = read_trace(self.base / self.policy.trace)
+        return LengthDistribution(row.output_tokens for row in rows)
+
+
+#: What may stand between `//` and the path: it is sent as the Host header.
+_NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+
+
+def check_url(url: str, where: str) -> str:
+    """An engine's base URL without a trailing slash. Raises `ConfigError` naming `where`."""
+    shown = re.sub(r"//[^/]*@", "//***@", url)  # a password may stand there
+    expected = f"{where}: expected a URL like http://host:8000, got {shown!r}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as caught:
+        raise ConfigError(expected) from caught
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(expected)
+    if _NETLOC.fullmatch(parts.netloc) is None or parts.path not in ("", "/") or port == 0:
+        raise ConfigError(expected)
+    if re.search(r"[\x00-\x20\x7f]", url):
+        raise ConfigError(expected)
+    return url.rstrip("/")
+
+
+def _check_endpoint(url: str, where: str) -> None:
+    """Raise `ConfigError` unless spans can be posted to `url`."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and _NETLOC.fullmatch(parts.netloc) is not None
+        right = right and parts.port != 0 and re.search(r"[\x00-\x20\x7f?#]", url) is None
+    except ValueError:
+        right = False
+    if not right:
+        shown = re.sub(r"//[^/]*@", "//***@", url)  # a password may stand there
+        raise ConfigError(f"{where}: expected a URL like http://collector:4318, got {shown!r}")
+
+
+def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
+    """Where the secret of `{key}_file` or `{key}_env` stands, None without either. Raises `ConfigError`."""
+    if file is not None and env is not None:
+        name = key.rpartition(".")[2]
+        raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
+    if file is None and env is None:
+        return None
+    return SecretSource(key=key, file=None if file is None else base / file, env=env)
+
+
+def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
+    api_key = secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base)
+    kv_events = _kv_events(instance.kv_events, f"{key}.kv_events")
+    if instance.ca_file is None:
+        return EngineSource(key=key, api_key=api_key, kv_events=kv_events)
+    if not url.startswith("https://"):
+        raise ConfigError(f"{key}.ca_file: expected one only where the url begins with https://, got {url!r}")
+    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file, kv_events=kv_events)
+
+
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
+
+
+def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
+    """Where KV events are read. Raises `ConfigError` unless the addresses can be connected to."""
+    if stated is None:
+        return None
+    table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
+    for name, address in (("", table.endpoint), (".replay", table.replay)):
+        if address is not None and _ZMQ_ADDRESS.fullmatch(address) is None:
+            raise ConfigError(f"{key}{name}: expected an address like tcp://host:5557, got {short(address)}")
+    return table
+
+
+def check_policy(table: PolicyTable, where: str) -> None:
+    """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
+    for key, value, names in (
+        ("name", table.name, tuple(POLICIES)),
+        ("combine", table.combine, tuple(COMBINE_FORMS)),
+        ("predictor", table.predictor, PREDICTORS),
+    ):
+        if value is not None and value not in names:
+            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
+
+
+def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
+    """The rule that a fleet file states, by name or in numbers. Raises `ConfigError`."""
+    if isinstance(stated, str):
+        if stated not in NAMED_RULES:
+            raise ConfigError(f"{key}: expected one of {', '.join(NAMED_RULES)}, got {short(stated)}")
+        return NAMED_RULES[stated]
+    kinds = [name for name in ("tokens", "patch", "tile") if getattr(stated, name) is not None]
+    if len(kinds) != 1:
+        raise ConfigError(f"{key}: expected one of tokens, patch, tile, got {' and '.join(kinds) or 'none'}")
+    if stated.tokens is not None:
+        return FixedTokens(stated.tokens)
+    if stated.tile is not None:
+        if stated.tile_tokens is None:
+            raise ConfigError(f"{key}.tile_tokens: expected a value, but the key is missing")
+        return Tiles(stated.tile, stated.tile_tokens, stated.max_tiles, stated.markers)
+    assert stated.patch is not None
+    if stated.longest_edge is not None:
+        if stated.min_pixels is not None or stated.max_pixels is not None:
+            raise ConfigError(f"{key}.longest_edge: expected it without min_pixels and max_pixels")
+        return LongestEdge(stated.patch, stated.merge, stated.longest_edge)
+    side = stated.patch * stated.merge
+    least = side * side if stated.min_pixels is None else stated.min_pixels
+    if stated.max_pixels is None or stated.max_pixels < max(least, side * side):
+        raise ConfigError(
+            f"{key}.max_pixels: expected at least {max(least, side * side)}, min_pixels or a merged patch, "
+            f"got {stated.max_pixels or 'none'}"
+        )
+    return PixelBounds(stated.patch, stated.merge, least, stated.max_pixels, stated.markers)
+
+
+def resolve_instance(
+    instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
+) -> tuple[InstanceSpec, Profile | None]:
+    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
+
+    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing.
+    """
+    url = "" if instance.url is None else check_url(instance.url, f"{key}url")
+    name = instance.name or urlsplit(url).netloc
+    if not name:
+        raise ConfigError(f"{key}name: expected a name, but neither name nor url is given")
+    if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
+        raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
+    profile: Profile | None = None
+    if instance.profile is not None:
+        path = base / instance.profile
+        if path not in cache:
+            if not path.is_file():
+                raise ConfigError(
+                    f"{key}profile: expected the path of a latency profile, "
+                    f"got {instance.profile!r}: no such file"
+                )
+            cache[path] = load_profile(path)
+        profile = cache[path]
+    spec = InstanceSpec(
+        name=name,
+        model=model,
+        url=url,
+        weight=instance.weight,
+        latency=profile.latency if profile else None,
+        capacity=profile.capacity if profile else Capacity(),
+    )
+    return spec, profile
+
+
+def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
+    """Check a fleet as a whole and read its profiles. Raises `ConfigError` or `ProfileError`."""
+    where = f"{path}: " if path else ""
+    base = path.parent if path else Path()
+    check_policy(file.policy, where)
+    for tenant, weight in file.queue.tenant_weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}")
+    if file.tracing is not None:
+        _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
+    secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
+    if not file.models:
+        raise ConfigError(f"{where}models: expected at least one model, got none")
+    seen_models: set[str] = set()
+    specs: list[InstanceSpec] = []
+    profiles: dict[str, Profile] = {}
+    cache: dict[Path, Profile] = {}
+    tokenizers: dict[str, Path] = {}
+    image_rules: dict[str, ImageRule] = {}
+    engines: dict[str, EngineSource] = {}
+    model_keys: dict[str, SecretSource] = {}
+    for m, model in enumerate(file.models):
+        key = f"{where}models[{m}]"
+        if model.name in seen_models:
+            raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
+        seen_models.add(model.name)
+        if not model.instances:
+            raise ConfigError(f"{key}.instances: expected at least one instance, got none")
+        if model.tokenizer is not None:
+            tokenizers[model.name] = base / model.tokenizer
+        if model.image_tokens is not None:
+            image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+        if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
+            model_keys[model.name] = model_key
+        for i, instance in enumerate(model.instances):
+            ikey = f"{key}.instances[{i}]"
+            spec, profile = resolve_instance(instance, model.name, f"{ikey}.", base, cache)
+            if any(other.name == spec.name for other in specs):
+                raise ConfigError(
+                    f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
+                )
+            if profile is not None:
+                profiles[spec.name] = profile
+            specs.append(spec)
+            engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
+    for s, shares in enumerate(file.policy.shares):
+        for name in shares.instances:
+            if not any(spec.name == name for spec in specs):
+                raise ConfigError(
+                    f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
+                )
+    return Fleet(
+        path=path,
+        written=file,
+        listen=file.listen,
+        admin=file.admin,
+        policy=file.policy,
+        queue=file.queue,
+        health=file.health,
+        scrape=file.scrape,
+        tracing=file.tracing,
+        proxy=file.proxy,
+        instances=tuple(specs),
+        profiles=profiles,
+        tokenizers=tokenizers,
+        image_rules=image_rules,
+        engines=engines,
+        model_keys=model_keys,
+    )
+
+
+def load_fleet(path: Path) -> Fleet:
+    """Read a fleet file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    return resolve_fleet(load_yaml(path, FleetFile, ConfigError), path)
+
+
+def fleet_from_urls(urls: list[str]) -> Fleet:
+    """A fleet without a file: what the engines serve, and how fast, is learnt from them."""
+    instances = []
+    seen: set[str] = set()
+    for url in urls:
+        clean = check_url(url, "--instance")
+        name = urlsplit(clean).netloc
+        if name in seen:
+            raise ConfigError(f"--instance: expected every URL once, got {url!r} again")
+        seen.add(name)
+        instances.append(InstanceSpec(name=name, model="", url=clean))
+    defaults = FleetFile(version=1, models=())
+    return Fleet(
+        path=None,
+        written=defaults,
+        listen=defaults.listen,
+        admin=defaults.admin,
+        policy=defaults.policy,
+        queue=defaults.queue,
+        health=defaults.health,
+        scrape=defaults.scrape,
+        tracing=defaults.tracing,
+        proxy=defaults.proxy,
+        instances=tuple(instances),
+        profiles={},
+        tokenizers={},
+        engines={spec.name: EngineSource(key=f"--instance {spec.url}") for spec in instances},
+        model_keys={},
+    )
+
+
+# --- keys of clients ---------------------------------------------------------------------------------

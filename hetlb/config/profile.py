@@ -1,0 +1,297 @@
+"""Latency profiles: the file, its checks, and the `LatencyModel` that it states."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
+from hetlb.core.types import Capacity
+from hetlb.errors import ProfileError
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the profile was measured on. `memory_bytes` is of one GPU."""
+
+    gpu: str
+    gpus: PositiveInt = 1
+    memory_bytes: PositiveInt | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU."""
+
+    name: str
+    kv_bytes_per_token: PositiveInt | None = None
+    layers: PositiveInt | None = None
+    attention_heads: PositiveInt | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The engine and its limits, in vLLM's own spellings."""
+
+    name: str = "vllm"
+    version: str | None = None
+    tensor_parallel_size: PositiveInt | None = None
+    kv_cache_tokens: PositiveInt | None = None
+    block_size: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
+
+    def schedules_asynchronously(self, gpu: str | None) -> bool | None:
+        """`async_scheduling`, or the default of vLLM: on from 0.14 on, but for CPUs. None: not known."""
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        found = re.match(r"(\d+)\.(\d+)", self.version or "")
+        if self.name != "vllm" or found is None:
+            return None
+        on_cpu = "cpu" in (self.version or "").lower() or (gpu or "").lower().startswith("cpu")
+        return (int(found[1]), int(found[2])) >= (0, 14) and not on_cpu
+
+
+class PrefillCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """k1*B*I + k2*B + k3*I + k4, seconds."""
+
+    k1: float
+    k2: float
+    k3: float
+    k4: float
+
+
+class DecodeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """k5*B*c + k6*B + k7*c + k8, seconds of one step."""
+
+    k5: float
+    k6: float
+    k7: float
+    k8: float
+
+
+class PrefillGridTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """log(measured / p-norm form) at the points of a grid, one row per batch, one column per length."""
+
+    batches: tuple[PositiveInt, ...]
+    lengths: tuple[PositiveInt, ...]
+    log_ratio: tuple[tuple[float, ...], ...]
+
+
+class BetterPrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """(floor_s^p + (token_s*B*I)^p)^(1/p) + attention_s*B*I^2, times the grid's factor where there is one.
+
+    Dense work (B*I) is done in whole tiles of `tile` tokens.
+    """
+
+    floor_s: NonNegative
+    token_s: Positive
+    attention_s: NonNegative
+    p: Annotated[float, msgspec.Meta(ge=1)]
+    tile: PositiveInt | None = None
+    grid: PrefillGridTable | None = None
+
+    @property
+    def form(self) -> PnormPrefill:
+        """The form in the latency model's own type. Raises `ValueError`."""
+        g = self.grid
+        grid = PrefillGrid(g.batches, g.lengths, g.log_ratio) if g is not None else None
+        return PnormPrefill(self.floor_s, self.token_s, self.attention_s, self.p, grid, self.tile or 1)
+
+
+class BetterDecode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """token_s*C + context_s*C/B + seconds(B), C cached tokens in all; `seconds` stand for `batches`."""
+
+    token_s: NonNegative
+    context_s: NonNegative
+    batches: tuple[PositiveInt, ...]
+    seconds: tuple[Positive, ...]
+
+
+class MixedSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds that D decodes over C cached tokens add to a pass over P prompt tokens.
+
+    sequence_s*D + pair_s*D*P + max(token_s*C, context_s*C/D)
+    """
+
+    sequence_s: NonNegative
+    pair_s: NonNegative
+    token_s: NonNegative
+    context_s: NonNegative
+
+
+class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is not in the points: the host's share of every iteration, and what a server adds to a request."""
+
+    iteration_s: NonNegative = 0.0
+    request_s: NonNegative = 0.0
+
+
+class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Held-out relative errors of one phase in one form; `worst` is where the largest one is."""
+
+    form: str
+    mean_error: NonNegative
+    p95_error: NonNegative
+    max_error: NonNegative
+    points: PositiveInt
+    worst: dict[Literal["batch", "length", "prefill_tokens"], PositiveInt] | None = None
+
+
+class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Relative errors of the fit, on points held out of it where hetlb made it.
+
+    The four figures are over both phases; `prefill` and `decode` are each phase in the form that is used,
+    `prefill_paper` and `decode_paper` are k1..k8 where that form is a better one.
+    """
+
+    mean_error: NonNegative
+    p95_error: NonNegative
+    max_error: NonNegative
+    points: PositiveInt
+    prefill: PhaseReport | None = None
+    prefill_paper: PhaseReport | None = None
+    decode: PhaseReport | None = None
+    decode_paper: PhaseReport | None = None
+    mixed: PhaseReport | None = None
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the points came from. `measured` is false for estimates that no hardware has confirmed."""
+
+    kind: str
+    measured: bool = True
+    name: str | None = None
+    system: str | None = None
+    licence: str | None = None
+    attribution: str | None = None
+    note: str | None = None
+
+
+class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The points that were fitted: rows of batch, length, seconds; of mixed steps prefill_tokens first.
+
+    `prefill_passes`, one number per row of `prefill`, is how many forward passes each took where the
+    engine split them (missing: one each).
+    """
+
+    prefill: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
+    decode: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
+    prefill_passes: tuple[PositiveInt, ...] | None = None
+    mixed: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, Positive], ...] = ()
+
+
+#: Sections that only version 2 has.
+_SECOND_VERSION = ("better_decode", "mixed", "host", "assumed")
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A latency profile: eight constants of one model on one engine, and what that engine can hold.
+
+    All else is what `hetlb profile` adds; any of it may be missing. `assumed` names what no point shows.
+    """
+
+    version: Literal[1, 2]
+    name: str
+    prefill: PrefillCoefficients
+    decode: DecodeCoefficients
+    hardware: Hardware | None = None
+    model: ModelInfo | None = None
+    engine: EngineInfo = EngineInfo()
+    fit: FitReport | None = None
+    better_prefill: BetterPrefill | None = None
+    better_decode: BetterDecode | None = None
+    mixed: MixedSteps | None = None
+    host: HostTime | None = None
+    assumed: tuple[str, ...] = ()
+    source: Source | None = None
+    grid: RawGrid | None = None
+
+    @property
+    def latency(self) -> LatencyModel:
+        """The latency model of these constants. Raises `ValueError`."""
+        p, d, decode, mixed = self.prefill, self.decode, self.better_decode, self.mixed
+        return LatencyModel(
+            *(p.k1, p.k2, p.k3, p.k4, d.k5, d.k6, d.k7, d.k8),
+            better_prefill=self.better_prefill.form if self.better_prefill is not None else None,
+            better_decode=None
+            if decode is None
+            else DecodeTable(decode.token_s, decode.context_s, decode.batches, decode.seconds),
+            mixed=None
+            if mixed is None
+            else MixedTerm(mixed.sequence_s, mixed.pair_s, mixed.token_s, mixed.context_s),
+            host_s=self.host.iteration_s if self.host is not None else 0.0,
+        )
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What the profile does not hold, and what is taken instead; one phrase each."""
+        found = []
+        if self.better_prefill is None or self.better_prefill.tile is None:
+            found.append("tiles: time is taken to be proportional to tokens")
+        if self.better_decode is None:
+            found.append("a decode step that bends: k5..k8 are taken, a straight line in the batch")
+        if self.mixed is None:
+            found.append(
+                "mixed steps: the attention of decodes beside a prompt is taken to be 1.5 times as long"
+            )
+        if self.host is None:
+            found.append("host time: none is taken, per iteration and per request")
+        return tuple(found)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine can hold, None where the profile does not say."""
+        e = self.engine
+        return Capacity(
+            kv_cache_tokens=e.kv_cache_tokens,
+            block_size=e.block_size,
+            max_num_seqs=e.max_num_seqs,
+            max_num_batched_tokens=e.max_num_batched_tokens,
+            max_model_len=e.max_model_len,
+            kv_tokens_per_request=e.kv_cache_tokens,
+            enable_prefix_caching=e.enable_prefix_caching,
+            async_scheduling=e.schedules_asynchronously(self.hardware.gpu if self.hardware else None),
+        )
+
+
+#: Where a profile must predict positive times: both formulas are bilinear, so the corners suffice.
+_CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a latency profile. Raises `ProfileError`."""
+    profile = load_yaml(path, Profile, ProfileError)
+    if profile.version == 1:
+        for key in _SECOND_VERSION:
+            if getattr(profile, key):
+                raise ProfileError(f"{path}: {key}: expected version: 2 of the file for this key, got 1")
+    for section in ("prefill", "decode"):
+        table = getattr(profile, section)
+        for key in table.__struct_fields__:
+            value = getattr(table, key)
+            if not math.isfinite(value):
+                raise ProfileError(f"{path}: {section}.{key}: expected a finite number, got {value}")
+    try:
+        latency = profile.latency
+    except ValueError as caught:
+        raise ProfileError(f"{path}: better_prefill, better_decode or mixed: {caught}") from caught
+    for batch, length in _CORNERS:
+        for section, seconds in (
+            ("prefill", latency.paper_prefill_s(batch, length)),
+            ("decode", latency.paper_step_s(batch, length)),
+        ):
+            if seconds <= 0:
+                raise ProfileError(
+                    f"{path}: {section}: expected constants that predict a positive time, "
+                    f"got {seconds:.3g} s for a batch of {batch} at length {length}"
+                )
+    return profile
+
+
+# --- fleet files -------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""The YAML reader of every file, and errors that name file, key, value and what was expected."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+import yaml
+
+from hetlb.config.profile import Profile
+from hetlb.errors import ConfigError, InputError
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+_T = TypeVar("_T")
+
+
+# --- reading YAML ------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's floats (PyYAML reads `5e-8` as text) and no repeated keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)
+             |[-+]?(?:[0-9][0-9_]*)\.[0-9_]*
+             |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+             |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
+    loader.flatten_mapping(node)
+    seen: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int):
+            raise yaml.MarkedYAMLError(problem="expected a plain key", problem_mark=key_node.start_mark)
+        key = str(key)
+        if key in seen:
+            raise yaml.MarkedYAMLError(
+                problem=f"the key {key!r} stands here twice", problem_mark=key_node.start_mark
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def read_text(path: Path, error: type[InputError]) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as caught:
+        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
+
+
+_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value that msgspec's `.a[0].b` points at, or a marker where it cannot be followed."""
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+        try:
+            raw = raw[name] if name else raw[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ...
+    return raw
+
+
+#: msgspec's names of types in the words of someone who writes YAML.
+_PLAIN_WORDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping of keys",
+    "null": "nothing",
+}
+
+
+def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The keys that the table at `path` of a `kind` may have."""
+    for name, _ in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+        if name:
+            kind = get_type_hints(kind)[name]
+        for inner in get_args(kind):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                kind = inner
+    fields: tuple[str, ...] = kind.__struct_fields__
+    return fields
+
+
+def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: Any) -> str:
+    """One `key: expected …, got …` phrase from msgspec's message and the data it complains about."""
+    text = str(caught)
+    match = _AT.search(text)
+    path = match["path"].lstrip(".") if match else ""
+    message = text[: match.start()] if match else text
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
+        key = f"{path}.{unknown[1]}" if path else unknown[1]
+        keys = ", ".join(_keys_at(kind, match["path"] if match else ""))
+        return f"{key}: unknown key, expected one of {keys}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
+        key = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{key}: expected a value, but the key is missing"
+    value = _value_at(raw, match["path"]) if match else raw
+    if message.startswith("Invalid enum value"):
+        versions = "1 or 2" if kind is Profile else "1, the only version there is"
+        return f"{path}: expected {versions}, got {short(value)}"
+    expected = re.sub(r", got `.*`$", "", message)
+    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
+    expected = expected[:1].lower() + expected[1:]
+    got = "" if value is ... else f", got {short(value)}"
+    return f"{path or 'the file'}: {expected}{got}"
+
+
+def short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def convert(raw: Any, kind: type[_T]) -> _T:
+    """Plain data as a `kind`. Raises `ConfigError` naming key, value and what was expected."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as caught:
+        raise ConfigError(explain_validation_error(caught, raw, kind)) from caught
+
+
+def parse_yaml(path: Path, error: type[InputError]) -> Any:
+    text = read_text(path, error)
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as caught:
+        mark = caught.problem_mark or caught.context_mark
+        where = f" line {mark.line + 1}:" if mark else ""
+        raise error(f"{path}:{where} expected valid YAML: {caught.problem or caught.context}") from caught
+    except (yaml.YAMLError, ValueError, RecursionError) as caught:
+        line = str(caught).splitlines()[0] if str(caught) else type(caught).__name__
+        raise error(f"{path}: expected valid YAML: {line}") from caught
+
+
+def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
+    """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
+    raw = parse_yaml(path, error)
+    if not isinstance(raw, dict):
+        raise error(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
+    try:
+        return convert(raw, kind)
+    except ConfigError as caught:
+        raise error(f"{path}: {caught}") from caught
+
+
+# --- latency profiles --------------------------------------------------------------------------------

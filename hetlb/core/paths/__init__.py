@@ -1,0 +1,1 @@
+"""Scheduling over pipelines of layers: stages, links, a path for every request."""

@@ -1,0 +1,173 @@
+"""hetlb's own choice of paths: the least predicted time of a request and of those whom it delays.
+
+A decision depends on the ledgers and on what was dispatched before; nothing is random. Dynamic
+programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the
+cheapest way to each follows from the cheapest ways to those before it.
+
+The cost of a path (s) has two parts.
+
+- The first pass, as a timetable: when every stage and link is done with the prompts it was given before, by
+  prediction, so that a prompt goes where no other one stands.
+- The decode passes, times the output predicted: what one more request adds to the time that all requests
+  spend on a stage or link, F(n + 1) - F(n) with F(n) = n T(n). T(n) is the time of a pass with n requests in
+  flight: the batch, and prompts in between as in an M/G/1 queue. So a request pays for the delay of others
+  too, and traffic is spread as a central planner would (marginal costs; Beckmann et al., 1956).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Final
+
+from hetlb.core.paths.ledger import PathLease, StageLedger
+from hetlb.core.paths.policies import PathContext, PathPolicy
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork, StageSpec
+
+#: Weight of a new observation in the means of prompts, outputs and times of a pass.
+_SMOOTHING: Final = 0.05
+#: Before anything was seen: prompt tokens, output tokens (about those of public chat traces).
+_PRIOR_PROMPT: Final = 750.0
+_PRIOR_OUTPUT: Final = 240.0
+#: Utilisations are kept below this, so that an overloaded stage is slow and not undefined.
+_FULL: Final = 0.95
+#: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
+_PROMPT_SPREAD: Final = 1.6
+
+
+class _Stage:
+    """Times of one stage (s)."""
+
+    __slots__ = ("batch_s", "free_at", "ledger", "spec")
+
+    def __init__(self, spec: StageSpec, ledger: StageLedger) -> None:
+        self.spec = spec
+        self.ledger = ledger
+        #: When the prompts sent here are through, by prediction.
+        self.free_at = 0.0
+        #: A pass of one token alone, then with a few others.
+        self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(8.0))
+
+    def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
+        """Time that so many requests in flight spend here per pass of each, at so many prompts/s."""
+        prompt_s = self.spec.layers * self.spec.prompt(prompt_tokens)
+        used = min(_FULL, prompts_per_s * prompt_s)
+        blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
+        return requests * (self.batch_s + blocked)
+
+
+class _Link:
+    """Times of one link (s)."""
+
+    __slots__ = ("free_at", "latency_s", "requests", "token_s")
+
+    def __init__(self, token_s: float, latency_s: float) -> None:
+        self.token_s = token_s
+        self.latency_s = latency_s
+        self.free_at = 0.0
+        #: Requests in flight whose path takes it.
+        self.requests = 0
+
+    def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
+        """As for a stage."""
+        prompt_s = prompt_tokens * self.token_s
+        used = min(_FULL, prompts_per_s * prompt_s)
+        blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
+        return requests * (self.latency_s + blocked)
+
+
+class LeastTime(PathPolicy):
+    """The path of least predicted time."""
+
+    name = "hetlb"
+
+    def __init__(
+        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
+    ) -> None:
+        super().__init__(network, ledgers, high_water, rng)
+        self._stages = {name: _Stage(spec, ledgers[name]) for name, spec in self._specs.items()}
+        self._links: dict[Edge, _Link] = {}
+        for sender, after in self._next.items():
+            for receiver in after:
+                spec = network.links[sender, receiver]
+                size = network.message_bytes(sender, receiver)
+                self._links[sender, receiver] = _Link(size / spec.bytes_per_s, spec.latency_s)
+        self._order = [SOURCE, *sorted((name for name in self._next if name != SOURCE), key=self._end_of)]
+        self._prompt_tokens = _PRIOR_PROMPT
+        self._output_tokens = _PRIOR_OUTPUT
+        #: Seconds of a decode pass: at first the layers' times alone, as if there were one stage per layer.
+        self._pass_s = self._prior_pass_s()
+        self._decode_began: dict[int, float] = {}
+
+    def _end_of(self, name: str) -> int:
+        return self._specs[name].end
+
+    def _prior_pass_s(self) -> float:
+        specs = list(self._specs.values())
+        return 3.0 * self._network.layers * sum(spec.decode(8.0) for spec in specs) / max(1, len(specs))
+
+    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+        """The cheapest path now."""
+        tokens, output = ctx.context_tokens, ctx.predicted_output
+        #: By stage: cost so far, when the prompt leaves it, the way to it.
+        best: dict[str, tuple[float, float, tuple[str, ...]]] = {SOURCE: (0.0, ctx.now, ())}
+        costs: dict[str, float] = {}
+        for sender in self._order:
+            if sender not in best:
+                continue
+            cost, at, way = best[sender]
+            for receiver in self._next[sender]:
+                link = self._links[sender, receiver]
+                arrives = max(at, link.free_at) + tokens * link.token_s + link.latency_s
+                reached = cost + output * self._added(link, link.requests)
+                if receiver != SINK:
+                    if receiver not in costs:
+                        costs[receiver] = self._stage_cost(receiver, ctx)
+                    stage = self._stages[receiver]
+                    if costs[receiver] == float("inf"):
+                        continue
+                    arrives = max(arrives, stage.free_at) + stage.spec.layers * stage.spec.prompt(tokens)
+                    reached += output * costs[receiver]
+                known = best.get(receiver)
+                if known is None or reached + arrives < known[0] + known[1]:
+                    best[receiver] = (reached, arrives, (*way, receiver))
+        return self._hops(best[SINK][2][:-1]) if SINK in best else None
+
+    def _stage_cost(self, name: str, ctx: PathContext) -> float:
+        if not self._takes(name, ctx):
+            return float("inf")
+        stage = self._stages[name]
+        return self._added(stage, stage.ledger.in_flight)
+
+    def _added(self, place: _Stage | _Link, requests: int) -> float:
+        """Time per pass that one more request adds to the time of all of them."""
+        rate = 1.0 / (self._output_tokens * self._pass_s)
+        with_it = place.total_s(requests + 1, (requests + 1) * rate, self._prompt_tokens)
+        return with_it - place.total_s(requests, requests * rate, self._prompt_tokens)
+
+    def dispatched(self, lease: PathLease) -> None:
+        tokens = lease.context_tokens
+        self._prompt_tokens += _SMOOTHING * (tokens - self._prompt_tokens)
+        at, sender = lease.dispatched_at, SOURCE
+        for hop in lease.hops:
+            link, stage = self._links[sender, hop.stage], self._stages[hop.stage]
+            link.requests += 1
+            link.free_at = max(at, link.free_at) + tokens * link.token_s
+            stage.free_at = max(link.free_at + link.latency_s, stage.free_at)
+            stage.free_at += stage.spec.layers * stage.spec.prompt(tokens)
+            at, sender = stage.free_at, hop.stage
+        self._links[sender, SINK].requests += 1
+
+    def first_token(self, lease: PathLease, now: float) -> None:
+        self._decode_began[lease.id] = now
+
+    def ended(self, lease: PathLease, now: float) -> None:
+        sender = SOURCE
+        for name in (*(hop.stage for hop in lease.hops), SINK):
+            self._links[sender, name].requests -= 1
+            sender = name
+        began = self._decode_began.pop(lease.id, None)
+        if began is not None and lease.output_tokens > 1:
+            pass_s = (now - began) / (lease.output_tokens - 1)
+            self._pass_s += _SMOOTHING * (pass_s - self._pass_s)
+            self._output_tokens += _SMOOTHING * (lease.output_tokens - self._output_tokens)

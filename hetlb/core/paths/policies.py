@@ -1,0 +1,214 @@
+"""Choosing the stages that a request passes: one policy per name.
+
+A path computes every layer once and in order, over links that exist, on stages that are up and have
+room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns from
+what it is told afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from hetlb.core.paths.ledger import PathLease, StageLedger
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork
+
+#: Links with less than this share of a node's outgoing flow are not used by `iwrr` (Helix's rule).
+LEAST_FLOW_SHARE: Final = 0.05
+#: Swarm's estimate of a hop before one was measured (s), and the weight of a new measurement.
+SWARM_PRIOR_S: Final = 0.05
+SWARM_SMOOTHING: Final = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PathContext:
+    """A request that needs a path: tokens of its first pass, output predicted, when."""
+
+    context_tokens: int
+    predicted_output: float
+    now: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens it is expected to hold in the end."""
+        return self.context_tokens + round(self.predicted_output)
+
+
+class PathPolicy:
+    """Base of all policies: the graph of stages that may follow each other, and which of them have room."""
+
+    name = ""
+    #: Whether `hop_took` is to be called.
+    reads_hops = False
+
+    def __init__(
+        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
+    ) -> None:
+        self._network = network
+        self._ledgers = ledgers
+        self._high_water = high_water
+        self._rng = rng
+        self._specs = {stage.name: stage for stage in network.stages}
+        #: By sender: stages that may follow, in file order, then `SINK` where tokens come out.
+        self._next: dict[str, list[str]] = {SOURCE: [stage.name for stage in network.successors(None)]}
+        for stage in network.stages:
+            after = [other.name for other in network.successors(stage)]
+            self._next[stage.name] = [*after, SINK] if network.leads_out(stage) else after
+        self._prune()
+
+    def _prune(self) -> None:
+        """Leave out stages from which no token comes out."""
+        while dead := [name for name, after in self._next.items() if not after and name != SOURCE]:
+            for name in dead:
+                del self._next[name]
+            for name, after in self._next.items():
+                self._next[name] = [other for other in after if other not in dead]
+
+    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+        """The path for a request, None if there is none now."""
+        blocked: set[str] = set()
+        names: list[str] = []
+        while True:
+            sender = names[-1] if names else SOURCE
+            open_to = [name for name in self._next[sender] if name not in blocked and self._takes(name, ctx)]
+            if SINK in open_to:
+                return self._hops(names)
+            receiver = self._pick(sender, open_to, ctx) if open_to else None
+            if receiver is not None:
+                names.append(receiver)
+            elif names:
+                blocked.add(names.pop())
+            else:
+                return None
+
+    def _takes(self, name: str, ctx: PathContext) -> bool:
+        if name == SINK:
+            return True
+        ledger = self._ledgers[name]
+        return ledger.up and ledger.has_room(ctx.context_tokens, ctx.kv_tokens, self._high_water)
+
+    def _hops(self, names: Sequence[str]) -> tuple[Hop, ...]:
+        at, hops = 0, []
+        for name in names:
+            end = self._specs[name].end
+            hops.append(Hop(name, at, end))
+            at = end
+        return tuple(hops)
+
+    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str | None:
+        """One of the stages that may follow, None if the policy uses none of them."""
+        raise NotImplementedError
+
+    def dispatched(self, lease: PathLease) -> None:
+        """A path was booked."""
+
+    def first_token(self, lease: PathLease, now: float) -> None:
+        """The first pass came out."""
+
+    def ended(self, lease: PathLease, now: float) -> None:
+        """A lease ended."""
+
+    def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
+        """A message left `sender` and was computed by `receiver` so many seconds later."""
+
+
+class RandomPaths(PathPolicy):
+    """Any stage that may follow, with equal chance."""
+
+    name = "random"
+
+    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+        return self._rng.choice(receivers)
+
+
+class ShortestQueue(PathPolicy):
+    """The stage with the fewest requests in flight; the first of equals."""
+
+    name = "shortest-queue"
+
+    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+        return min(receivers, key=lambda name: self._ledgers[name].in_flight)
+
+
+class WeightedRoundRobin(PathPolicy):
+    """Helix's interleaved weighted round robin (ASPLOS 2025, section 5.1): every sender follows the flow's
+    shares.
+
+    The receiver with the least (tokens sent + tokens of this request) / flow is next. The tokens of a
+    request are its first pass and its output: as predicted when it is dispatched, corrected to what came
+    when it ends.
+    """
+
+    name = "iwrr"
+
+    def __init__(
+        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
+    ) -> None:
+        super().__init__(network, ledgers, high_water, rng)
+        totals: dict[str, float] = {}
+        for (sender, _), rate in network.flows.items():
+            totals[sender] = totals.get(sender, 0.0) + rate
+        self._flows = {
+            edge: rate
+            for edge, rate in network.flows.items()
+            if rate >= LEAST_FLOW_SHARE * totals[edge[0]] > 0.0
+        }
+        self._sent: dict[Edge, float] = dict.fromkeys(self._flows, 0.0)
+        self._counted: dict[int, float] = {}
+
+    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str | None:
+        flows, sent = self._flows, self._sent
+        tokens = ctx.context_tokens
+        used = [name for name in receivers if (sender, name) in flows]
+        if not used:
+            return None
+        return min(used, key=lambda name: (sent[sender, name] + tokens) / flows[sender, name])
+
+    def _count(self, lease: PathLease, tokens: float) -> None:
+        names = [SOURCE, *(hop.stage for hop in lease.hops), SINK]
+        for edge in pairwise(names):
+            if edge in self._sent:
+                self._sent[edge] += tokens
+
+    def dispatched(self, lease: PathLease) -> None:
+        tokens = lease.context_tokens + lease.predicted_output
+        self._counted[lease.id] = tokens
+        self._count(lease, tokens)
+
+    def ended(self, lease: PathLease, now: float) -> None:
+        self._count(lease, lease.context_tokens + lease.output_tokens - self._counted.pop(lease.id))
+
+
+class Swarm(PathPolicy):
+    """SWARM's stochastic wiring (Ryabinin et al., ICML 2023, appendix C): each sender's receivers by
+    measured time.
+
+    A receiver's priority grows by its smoothed hop time whenever it is chosen; the lowest is next.
+    """
+
+    name = "swarm"
+    reads_hops = True
+
+    def __init__(
+        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
+    ) -> None:
+        super().__init__(network, ledgers, high_water, rng)
+        edges = [(sender, name) for sender, after in self._next.items() for name in after]
+        self._hop_s: dict[Edge, float] = dict.fromkeys(edges, SWARM_PRIOR_S)
+        self._priority: dict[Edge, float] = dict.fromkeys(edges, SWARM_PRIOR_S)
+
+    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+        return min(receivers, key=lambda name: self._priority[sender, name])
+
+    def dispatched(self, lease: PathLease) -> None:
+        sender = SOURCE
+        for hop in lease.hops:
+            self._priority[sender, hop.stage] += self._hop_s[sender, hop.stage]
+            sender = hop.stage
+
+    def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
+        edge = (sender, receiver)
+        self._hop_s[edge] += SWARM_SMOOTHING * (seconds - self._hop_s[edge])

@@ -1,0 +1,146 @@
+"""A model divided into layer ranges over several workers (stages), and the links between them.
+
+Plain values. Layers are numbered from 0; a range is half open, [first, end). Times are seconds,
+sizes bytes, KV is counted in token-layers: one token in one layer. `SOURCE` and `SINK` name the coordinator,
+where requests enter and tokens come out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, TypeAlias
+
+SOURCE: Final = "source"
+SINK: Final = "sink"
+
+#: Names of the two ends of a link.
+Edge: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A piecewise linear function through points with ascending x, continued with the slope of the last
+    piece.
+    """
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.xs) != len(self.ys) or len(self.xs) < 2:
+            raise ValueError("expected two points or more")
+        if any(a >= b for a, b in pairwise(self.xs)):
+            raise ValueError("expected x in ascending order")
+
+    def __call__(self, x: float) -> float:
+        xs, ys = self.xs, self.ys
+        right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+        x0, y0 = xs[right - 1], ys[right - 1]
+        return y0 + (ys[right] - y0) * (x - x0) / (xs[right] - x0)
+
+    def table(self, count: int) -> list[float]:
+        """The values at 0, 1, ... count - 1."""
+        return [self(x) for x in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Most that one batch of a stage may hold: prompts, their tokens, decoding requests, their cached
+    tokens.
+    """
+
+    prompts: int
+    prompt_tokens: int
+    decodes: int
+    decode_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """A worker that holds the layers [first, end).
+
+    `prompt` gives the time of one layer on a batch's prompt tokens, `decode` on its decoding requests.
+    """
+
+    name: str
+    first: int
+    end: int
+    prompt: Curve
+    decode: Curve
+    kv_token_layers: int
+    batch: BatchLimits
+    nic_in_bytes_per_s: float = math.inf
+    nic_out_bytes_per_s: float = math.inf
+
+    @property
+    def layers(self) -> int:
+        """Number of layers held."""
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A connection in one direction."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The part of a path that one stage computes: layers [first, end)."""
+
+    stage: str
+    first: int
+    end: int
+
+    @property
+    def layers(self) -> int:
+        """Number of layers computed."""
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class StageNetwork:
+    """All stages of one model with the links between them.
+
+    With `partial_inference` a stage may be entered behind its first layer. `flows` (tokens/s by link) is the
+    maximum flow that weighted round robin follows; empty where no plan was made.
+    """
+
+    layers: int
+    stages: tuple[StageSpec, ...]
+    links: Mapping[Edge, LinkSpec]
+    activation_bytes: int
+    token_bytes: int
+    partial_inference: bool = False
+    flows: Mapping[Edge, float] = field(default_factory=dict)
+
+    def successors(self, stage: StageSpec | None) -> tuple[StageSpec, ...]:
+        """Stages that may compute the layers behind those of `stage` (None: the source) and are linked to
+        it.
+        """
+        at = 0 if stage is None else stage.end
+        sender = SOURCE if stage is None else stage.name
+        return tuple(
+            other
+            for other in self.stages
+            if other is not stage and (sender, other.name) in self.links and self._continues(other, at)
+        )
+
+    def _continues(self, stage: StageSpec, at: int) -> bool:
+        if stage.first == at:
+            return True
+        return self.partial_inference and at > 0 and stage.first < at < stage.end
+
+    def leads_out(self, stage: StageSpec) -> bool:
+        """Whether tokens come out behind `stage`."""
+        return stage.end == self.layers and (stage.name, SINK) in self.links
+
+    def message_bytes(self, sender: str, receiver: str) -> int:
+        """Bytes per token on a link: ids to and from the coordinator, an activation elsewhere."""
+        return self.token_bytes if sender == SOURCE or receiver == SINK else self.activation_bytes

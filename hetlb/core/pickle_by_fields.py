@@ -1,0 +1,19 @@
+"""The base of values that go from one process to another."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from mypy_extensions import mypyc_attr
+
+
+@mypyc_attr(acyclic=True)
+class PickleByFields:
+    """Base of dataclasses: pickled by their fields. What is compiled is made by its constructor alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own: Any = self
+        return type(self), tuple([getattr(own, each.name) for each in fields(own)])

@@ -1,0 +1,217 @@
+"""What every policy is made of: the ctx it is asked, the paper's terms, the choice it gives.
+
+A policy sees only instances that can take the request (the scheduler has filtered), the lowest
+score wins and ties go to the first in file order. `choose` changes nothing but the policy's random draws;
+`committed` is told what was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.core.admission import Queued
+from hetlb.core.demand import Demand
+from hetlb.core.instance import Instance
+from hetlb.core.latency import ideal_batch, processing_s
+from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.prefix_index import Held
+from hetlb.core.types import Candidate, Request
+
+
+def _power(t_s: float, u: float, theta: float) -> float:
+    return t_s * math.pow(theta, u)
+
+
+def _exp(t_s: float, u: float, theta: float) -> float:
+    return t_s * math.exp(theta * u)
+
+
+def _linear(t_s: float, u: float, theta: float) -> float:
+    return t_s * (1.0 + theta * u)
+
+
+def _sum(t_s: float, u: float, theta: float) -> float:
+    return t_s + theta * u
+
+
+#: The forms of the paper's eq. 7, which joins processing time, KV utilisation and a constant. No copy at
+#: hand prints the formula, so none of them is called the paper's own; `power` is the default.
+COMBINE_FORMS: dict[str, Callable[[float, float, float], float]] = {
+    "power": _power,
+    "exp": _exp,
+    "linear": _linear,
+    "sum": _sum,
+}
+
+#: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
+MAX_WORKLOAD_S: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShares(PickleByFields):
+    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
+
+    name: str
+    model: str
+    input_tokens: float
+    output_tokens: float
+    share: float
+    instances: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParams(PickleByFields):
+    """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`."""
+
+    theta: float = 2.0
+    combine: str = "power"
+    decay_s: float = 10.0
+    shares: tuple[PlannedShares, ...] = ()
+
+
+def paper_terms(
+    instance: Instance,
+    request: Request,
+    predicted_output: float,
+    params: PolicyParams,
+    fixed_processing_s: float | None = None,
+) -> Candidate:
+    """The paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
+
+    `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
+    request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
+    `fixed_processing_s` replaces T (the memory-only baseline). Data-parallel engines run a batch each: T is
+    divided by their number.
+    """
+    capacity, engines = instance.capacity, instance.engines
+    batch = ideal_batch(
+        instance.kv_cache_tokens // engines, request.prompt_tokens, predicted_output, capacity.max_num_seqs
+    )
+    t_s = fixed_processing_s
+    if t_s is None:
+        # The paper knows no correction of a profile; without one, what was learnt is all there is.
+        model = instance.nominal if instance.profiled else instance.latency
+        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
+    u = instance.kv_utilization
+    try:
+        workload = COMBINE_FORMS[params.combine](t_s, u, params.theta) * request.sequences
+    except OverflowError:
+        workload = MAX_WORKLOAD_S
+    workload = min(workload, MAX_WORKLOAD_S)
+    return Candidate(
+        instance=instance.name,
+        score=instance.work_ns / 1e9 + workload,
+        ideal_batch=batch * engines,
+        processing_s=t_s,
+        kv_utilization=u,
+        workload=workload,
+    )
+
+
+@mypyc_attr(acyclic=True)
+class SchedulingContext:
+    """What a policy is asked: where one request should go, now, given what else is asked for.
+
+    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
+    what prefix caches have of its prompt, None where none has any.
+    `availabilities` say how each instance stands and why (`core.instance.NORMAL`, `DEPRIORITISED`, `BLOCKED`), for policies that
+    hold back; None where all are open.
+    """
+
+    __slots__ = (
+        "availabilities",
+        "demand",
+        "held",
+        "long_output",
+        "now",
+        "predicted_output",
+        "request",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        predicted_output: float,
+        long_output: float,
+        waiting: int,
+        demand: Demand,
+        now: float,
+        held: Held | None,
+        availabilities: Sequence[tuple[int, str]] | None = None,
+    ) -> None:
+        self.request = request
+        self.predicted_output = predicted_output
+        self.long_output = long_output
+        self.waiting = waiting
+        self.demand = demand
+        self.now = now
+        self.held = held
+        self.availabilities = availabilities
+
+
+#: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what
+#: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
+Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
+
+
+class Policy:
+    """Base of all policies: binds on arrival and holds nothing back."""
+
+    name: ClassVar[str]
+    #: Whether it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
+    reads_demand: ClassVar[bool] = False
+    #: Whether a request may be left waiting although an instance could take it. The others are asked only
+    #: about the instances that stand best.
+    holds_back: ClassVar[bool] = False
+    #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
+    lookahead: ClassVar[int] = 1
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        self.params = params
+        self._rng = rng
+
+    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+        """The eligible candidate with the lowest score, the first of several."""
+        candidates = self.score(ctx, instances)
+        index = best(candidates)
+        work_s = 0.0
+        if index is not None:
+            # Booked under every policy: the ledger stays meaningful when the policy is switched.
+            workload = candidates[index].workload
+            if workload is None:
+                request, predicted = ctx.request, ctx.predicted_output
+                workload = paper_terms(instances[index], request, predicted, self.params).workload
+            work_s = workload or 0.0
+        return index, work_s, lambda: candidates
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        """One candidate per instance, in their order; an infinite score is never chosen."""
+        raise NotImplementedError
+
+    def suited(
+        self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
+    ) -> Queued:
+        """Which of `entries` (the head of the queue first) should go to `chosen`, where the head would go."""
+        return entries[0]
+
+    def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
+        """`chosen` out of `instances` got the request."""
+
+    def _draw_two(self, count: int) -> set[int]:
+        return set(self._rng.sample(range(count), 2)) if count > 2 else set(range(count))
+
+
+def best(candidates: Sequence[Candidate]) -> int | None:
+    """The index of the eligible candidate with the lowest score, the first of several; None without one."""
+    index: int | None = None
+    for i, candidate in enumerate(candidates):
+        if candidate.eligible and (index is None or candidate.score < candidates[index].score):
+            index = i
+    return index

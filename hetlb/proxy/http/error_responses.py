@@ -1,0 +1,141 @@
+"""How hetlb itself answers: one table from the reason to status, body, `Retry-After` and `x-should-retry`.
+
+Every answer of hetlb's own has OpenAI's error form; a client is told to retry only where nothing
+can have run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from hetlb.core.types import Outcome, RejectReason
+from hetlb.proxy.http.http1 import GateError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client gets for one reason. `should_retry` None leaves it to the client."""
+
+    outcome: Outcome
+    status: int
+    error_type: str
+    code: str
+    should_retry: bool | None
+
+
+#: Reasons of the scheduler.
+REJECTIONS: dict[RejectReason, Answer] = {
+    RejectReason.UNKNOWN_MODEL: Answer(Outcome.BAD_REQUEST, 404, "NotFoundError", "model_not_found", False),
+    RejectReason.TOO_LONG: Answer(
+        Outcome.BAD_REQUEST, 400, "BadRequestError", "context_length_exceeded", False
+    ),
+    RejectReason.QUEUE_FULL: Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "queue_full", True),
+    RejectReason.NO_INSTANCE: Answer(Outcome.NO_INSTANCE, 503, "ServiceUnavailable", "no_instance", True),
+    RejectReason.QUEUE_EXPIRED: Answer(
+        Outcome.EXPIRED_QUEUE, 503, "ServiceUnavailable", "queue_expired", True
+    ),
+    RejectReason.CONNECT_FAILED: Answer(Outcome.CONNECT_FAILED, 502, "BadGateway", "connect_failed", True),
+    RejectReason.NO_RESPONSE: Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "no_response", False),
+}
+
+#: What the proxy itself ends a request with, after it was dispatched.
+FIRST_BYTE_TIMEOUT = Answer(Outcome.NO_RESPONSE, 504, "GatewayTimeout", "first_byte_timeout", False)
+BAD_UPSTREAM = Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "bad_response", False)
+BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream", False)
+LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
+TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
+TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
+LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
+SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
+
+_TYPES = {404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
+_CODES = {401: "invalid_api_key", 403: "model_not_allowed"}
+
+
+def bad_request(status: int, code: str | None = None) -> Answer:
+    """What the gate and the body reader answer with."""
+    return Answer(
+        Outcome.BAD_REQUEST,
+        status,
+        _TYPES.get(status, "BadRequestError"),
+        code or _CODES.get(status, "bad_request"),
+        False,
+    )
+
+
+class Refusal(GateError):
+    """A request that is not let in through no fault of its own: it may come again."""
+
+    def __init__(self, answer: Answer, message: str) -> None:
+        super().__init__(answer.status, message)
+        self.answer = answer
+
+
+REASONS = {
+    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
+    405: b"Method Not Allowed", 408: b"Request Timeout", 411: b"Length Required",
+    413: b"Content Too Large", 415: b"Unsupported Media Type",
+    417: b"Expectation Failed", 426: b"Upgrade Required", 429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway",
+    503: b"Service Unavailable", 504: b"Gateway Timeout", 508: b"Loop Detected",
+}  # fmt: skip
+
+
+def error_body(answer: Answer, message: str) -> bytes:
+    """OpenAI's error document."""
+    error = {"message": message, "type": answer.error_type, "code": answer.code, "param": None}
+    return msgspec.json.encode({"error": error})
+
+
+def error_event(answer: Answer, message: str) -> bytes:
+    """The same as an event of a stream that has begun."""
+    return b"data: " + error_body(answer, message) + b"\n\n"
+
+
+def upstream_error_event(status: int, body: bytes) -> bytes:
+    """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        document = None
+    if isinstance(document, dict) and document.get("object") == "error":
+        document = {"error": document}  # as vLLM before 0.10
+    if not isinstance(document, dict) or not document.get("error"):
+        text = f"The instance answered with status {status}."
+        document = {"error": {"message": text, "type": "UpstreamError", "code": status, "param": None}}
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+def response(
+    status: int,
+    body: bytes,
+    *,
+    content_type: bytes = b"application/json",
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    close: bool = False,
+    head_only: bool = False,
+) -> bytes:
+    """A whole response of hetlb's own."""
+    lines = [b"HTTP/1.1 %d %s" % (status, REASONS.get(status, b"")), b"content-type: " + content_type]
+    lines.append(b"content-length: %d" % len(body))
+    lines += [name + b": " + value for name, value in headers]
+    if close:
+        lines.append(b"connection: close")
+    head = b"\r\n".join(lines) + b"\r\n\r\n"
+    return head if head_only else head + body
+
+
+def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:
+    """`Retry-After`, `x-should-retry` and `WWW-Authenticate` of an answer."""
+    headers: list[tuple[bytes, bytes]] = []
+    if answer.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
+        # OpenAI's clients read this one first: whole seconds would bring them back all at once.
+        headers.append((b"retry-after-ms", b"%d" % max(1000, round(retry_after_s * 1e3))))
+    if answer.should_retry is not None:
+        headers.append((b"x-should-retry", b"true" if answer.should_retry else b"false"))
+    return tuple(headers)

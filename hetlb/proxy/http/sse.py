@@ -1,0 +1,278 @@
+"""Watching a stream of server-sent events as it passes: its first token, its tokens, its usage, its end.
+
+Any split of the same bytes gives the same facts and the same output. Nothing is changed but one
+thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. The beginning of an
+event waits for its end, since nobody can use half an event, and what breaks off must not end in one; but
+never more than `MAX_HELD_BYTES` of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from hetlb.proxy.http.http1 import CHUNK_SIZES
+from hetlb.proxy.http.openai_fields import EventFields
+
+MAX_HELD_BYTES: Final = 64 << 10
+
+_END: Final = b"\n\n"
+_DONE: Final = b"data: [DONE]"
+
+
+_decoder = msgspec.json.Decoder(EventFields)
+
+
+class SseWatcher:
+    """Facts about one stream. `feed` returns what may be passed on."""
+
+    __slots__ = (
+        "_hold",
+        "_long",
+        "_passing",
+        "_tail",
+        "cached_tokens",
+        "completion_tokens",
+        "done",
+        "events",
+        "failed",
+        "prompt_tokens",
+        "refused",
+    )
+
+    def __init__(self, hold_usage: bool) -> None:
+        self._hold = hold_usage
+        self._tail = bytearray()  # the unfinished event at the end of what was fed
+        self._passing = 0  # how much of the tail was passed on already
+        self._long = False  # the tail is what was kept of an event too long to be read
+        #: Events that carry content: about one per token.
+        self.events = 0
+        self.done = False
+        self.failed = False
+        #: Whether the error was the request's: its code is 4xx.
+        self.refused = False
+        self.completion_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+
+    @property
+    def between(self) -> bool:
+        """Whether what was fed ended with an event: the next byte begins one."""
+        return not self._tail
+
+    def feed(self, data: bytes) -> bytes:
+        """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
+        tail = self._tail
+        whole_events = data.endswith(_END) and not data.endswith(b"\n" + _END)
+        if not tail and whole_events and len(data) <= MAX_HELD_BYTES:
+            # The usual read: whole events. One look decides whether any of them is special.
+            if b'"usage":{' not in data and b"[DONE]" not in data and b"error" not in data:
+                # A line feed inside text is escaped, so `data: ` begins a line only where an event has data.
+                self.events += data.count(b"\ndata: ") + data.startswith(b"data: ")
+                return data
+            return self._events(data.split(_END)[:-1])
+        if tail:
+            # An event may end at a line end that lies across two reads: nothing before that is new.
+            start = len(tail) - 1
+            tail += data
+            if tail.find(_END, start) < 0:
+                return self._keep()
+            data = bytes(tail)
+        *events, rest = data.split(_END)
+        passed = self._passing if tail else 0
+        self._tail, self._passing = bytearray(rest), 0
+        out = self._events(events, passed) if events else b""
+        return out + self._keep() if rest else out
+
+    def flush(self) -> bytes:
+        """The stream is over: what was held of an unfinished event."""
+        rest = bytes(self._tail[self._passing :])
+        self._tail.clear()
+        self._passing = 0
+        return rest
+
+    def cut(self) -> bytes:
+        """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
+        part_is_out = self._passing > 0
+        self._tail.clear()
+        self._passing = 0
+        return b"\n\n" if part_is_out else b""
+
+    def _keep(self) -> bytes:
+        """Pass on of an unfinished event what cannot be held for good."""
+        tail = self._tail
+        if len(tail) <= MAX_HELD_BYTES and not self._passing:
+            return b""
+        out = bytes(tail[self._passing :])
+        if len(tail) > MAX_HELD_BYTES + 1:
+            # Too long to be any event we must read: keep enough to see its end. (One more than an event
+            # may have, since the first line feed of its end may be there already.)
+            if not self._long:
+                self._long = True
+                self.events += tail.startswith(b"data: ")
+            del tail[:-1]
+        self._passing = len(tail)
+        return out
+
+    def _events(self, events: list[bytes], passed: int = 0) -> bytes:
+        """Read complete events; `passed` bytes of the first are out already."""
+        kept: list[bytes] = []
+        for event in events:
+            if self._long:
+                self._long = False  # counted when it grew too long
+            elif len(event) > MAX_HELD_BYTES:
+                self.events += event.startswith(b"data: ")
+            elif self._read(event) and self._hold and not passed:
+                continue
+            # The first line feed of the event's end may be out already too.
+            kept.append((event + _END)[passed:])
+            passed = 0
+        return b"".join(kept)
+
+    def _read(self, event: bytes) -> bool:
+        """Take the facts out of one event; True if it is nothing but usage."""
+        if event.startswith(b"data: "):
+            start = 0
+        else:
+            start = event.find(b"\ndata: ") + 1
+            if not start:
+                return False
+        payload = event[start + 6 :]
+        if payload.startswith(b"[DONE]"):
+            self.done = True
+            return False
+        if b'"usage":{' not in payload and b'"error"' not in payload:
+            self.events += 1 + payload.count(b"\ndata: ")
+            return False
+        try:
+            decoded = _decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.events += 1
+            return False
+        if bytes(decoded.error) not in (b"", b"null"):
+            self.failed = True
+            self.refused = _is_refusal(bytes(decoded.error))
+            return False
+        usage = decoded.usage or (decoded.response.usage if decoded.response else None)
+        if usage is not None:
+            self.completion_tokens = _first(
+                usage.completion_tokens, usage.output_tokens, self.completion_tokens
+            )
+            self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
+            details = usage.prompt_tokens_details or usage.input_tokens_details
+            if details is not None:
+                self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+        only_usage = usage is not None and not start and bytes(decoded.choices) == b"[]"
+        if not only_usage:
+            self.events += 1
+        return only_usage
+
+
+#: No beginning of an event is longer than this: an id, a name of a model.
+_MAX_BEGINNING: Final = 1024
+#: How an event of text ends in its chunk: its choices, or no usage, come last.
+_TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
+
+
+def text_beginning(data: bytes) -> bytes | None:
+    """What the last event in `data` begins with, up to its first choice, None if it has none.
+
+    The next events of text of that stream begin with the same: its id, its model.
+    """
+    start = data.rfind(b"data: {") if data.endswith(_END) else -1
+    at = data.find(b'"choices":[{', start, start + _MAX_BEGINNING) if start >= 0 else -1
+    if at < 0 or b"\n" in data[start:at] or b'"usage"' in data[start:at] or b'"error"' in data[start:at]:
+        return None
+    return data[start : at + 12]
+
+
+def text_events(chunks: bytes, beginning: bytes) -> int:
+    """How many events `chunks` is, if it is nothing but whole chunks, each of them one event of text.
+
+    Each event begins as the others of its stream did, so it is no error, no usage alone, nor the end; and
+    ends with its choices or no usage. 0 means that it takes a closer look.
+    """
+    position, length, events = 0, len(chunks), 0
+    while position < length:
+        line_end = chunks.find(b"\r\n", position, position + 5)
+        size = CHUNK_SIZES.get(chunks[position:line_end])
+        if size is None or not chunks.startswith(beginning, line_end + 2):
+            return 0
+        position = line_end + size + 4
+        if chunks.find(b"\n", line_end + 2) != position - 4 or not chunks.endswith(
+            _TEXT_ENDS, line_end, position
+        ):
+            return 0
+        events += 1
+    return events if position == length else 0
+
+
+_REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')
+
+
+def _is_refusal(error: bytes) -> bool:
+    """Whether the error of an event says that the request was wrong: vLLM's `code` is an HTTP status."""
+    return _REFUSAL.search(error, 0, 4096) is not None
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+#: How much of the end of a plain body is kept: `usage` stands near it.
+TAIL_BYTES: Final = 16 << 10
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
+
+
+#: As vLLM and OpenAI write it.
+_USAGE: Final = b'"usage":{"prompt_tokens":'
+_TOTAL: Final = b',"total_tokens":'
+_COMPLETION: Final = b',"completion_tokens":'
+_NO_DETAILS: Final = b',"prompt_tokens_details":null'
+
+
+def _number_at(data: bytes, at: int) -> tuple[int, int]:
+    """The number of at most ten digits that stands there, and where it ends; it is -1 if none does."""
+    end, value = at, 0
+    last = min(len(data), at + 10)
+    while end < last:
+        digit = data[end] - 48
+        if digit < 0 or digit > 9:
+            break
+        value = 10 * value + digit
+        end += 1
+    return (value if end > at else -1), end
+
+
+def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
+    """(completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its last bytes.
+
+    Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
+    """
+    at = tail.rfind(b'"usage":')
+    if at < 0:
+        return None, None, None
+    # Compiled, a slice that is compared costs half of what `startswith` does.
+    if tail[at : at + len(_USAGE)] == _USAGE:
+        prompt_tokens, end = _number_at(tail, at + len(_USAGE))
+        if tail[end : end + len(_TOTAL)] == _TOTAL:
+            _, end = _number_at(tail, end + len(_TOTAL))
+        if prompt_tokens >= 0 and tail[end : end + len(_COMPLETION)] == _COMPLETION:
+            completion_tokens, end = _number_at(tail, end + len(_COMPLETION))
+            if completion_tokens >= 0:
+                after = tail[end : end + len(_NO_DETAILS)]
+                if after == _NO_DETAILS or after[:1] == b"}":
+                    return completion_tokens, prompt_tokens, None
+    if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
+        return None, None, None
+    completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
+    cached = _CACHED_TOKENS.search(tail, at)
+    return (
+        None if completion is None else int(completion[1]),
+        None if prompt is None else int(prompt[1]),
+        None if cached is None else int(cached[1]),
+    )

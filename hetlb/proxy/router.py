@@ -1,0 +1,291 @@
+"""What becomes of a whole request: an exchange that goes to an engine, or an answer of hetlb's own.
+
+Nothing is sent here and nothing is booked; whoever is refused gets one `GateError` that says why.
+Where keys are needed, nothing but `/health` and `/ping` is answered without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+
+import hetlb
+from hetlb.config.fleet import ProxyTable
+from hetlb.core.block_index import PromptBlocks, block_digests
+from hetlb.core.prefix_index import PrefixKey
+from hetlb.core.types import Request
+from hetlb.proxy.access import Tenant
+from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.exchange import ClientSide, Exchange
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
+from hetlb.proxy.http.http1 import GateError, RequestHead
+from hetlb.proxy.http.multipart import FormReader
+from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.proxy.telemetry.tracing import Tracing
+
+_TENANT = re.compile(rb"[!-~]{1,64}")
+_LABEL = re.compile(rb"[!-~]{1,128}")
+#: Balancers ask here, and have no key.
+_OPEN_PATHS = frozenset({"/health", "/ping"})
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_AUDIO: Final = Kind.AUDIO
+_PINNED: Final = Kind.PINNED
+_PLAIN: Final = Kind.PLAIN
+_MULTIPART: Final = b"multipart/"
+_FORM: Final = b"application/x-www-form-urlencoded"
+_READS: tuple[bytes, ...] = (b"GET", b"HEAD")
+
+
+class FleetView(Protocol):
+    """What is answered without an engine."""
+
+    def models(self) -> list[dict[str, Any]]: ...
+    def routable(self) -> bool: ...
+
+
+class Router:
+    """Takes whole requests in. On the event loop only."""
+
+    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
+        self._driver = driver
+        self._view = view
+        self.configure(driver.table)
+        #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
+        self.tenants: Mapping[bytes, Tenant] | None = None
+        #: Makes the ids of every request's spans, None without tracing.
+        self.tracing: Tracing | None = None
+        #: Engines take our request ids for their own, and another proxy may count from 1 too.
+        self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
+
+    def configure(self, table: ProxyTable) -> None:
+        """Names of headers and paths that hold from now on."""
+        self._extra_paths = frozenset(table.extra_paths)
+        self._session_header = table.session_header.lower().encode()
+        self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
+
+    def authenticate(self, head: RequestHead) -> Tenant | None:
+        """Whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        tenants = self.tenants
+        if tenants is None:
+            return None
+        authorization = head.fields.get(b"authorization")
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
+            key = key.strip() if scheme.lower() == b"bearer" else b""
+        else:
+            key = head.fields.get(b"x-api-key") or b""  # as Anthropic's clients send it
+        tenant = tenants.get(hashlib.sha256(key).digest()) if key else None
+        if tenant is None and head.path not in _OPEN_PATHS:
+            if key:
+                raise GateError(401, "This API key is not known here.")
+            raise GateError(401, "An API key is needed: Authorization: Bearer KEY.")
+        return tenant
+
+    def knows(self, path: str) -> bool:
+        """Whether something that takes a body is at a path."""
+        return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
+
+    def form(self, head: RequestHead) -> FormReader | None:
+        """Reader of a body that is a form, fed while it arrives. Raises `GateError` (400)."""
+        if not head.content_type.startswith(_MULTIPART):
+            return None
+        if head.path in self._extra_paths or (head.method == b"POST" and head.path in ENDPOINTS):
+            return FormReader(head.fields[b"content-type"])
+        return None
+
+    def handle(
+        self,
+        client: ClientSide,
+        head: RequestHead,
+        pieces: list[bytes],
+        tenant: Tenant | None,
+        form: FormReader | None = None,
+    ) -> Exchange | bytes:
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
+
+        Its body is in `pieces`, which `form` has read where it is one.
+        """
+        if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
+            return self._loop(head)
+        if form is None and len(pieces) != 1:
+            pieces = [b"".join(pieces)]
+        path = head.path
+        kind: Kind | None = ENDPOINTS.get(path)
+        if kind is None and path in self._extra_paths:
+            kind = _PLAIN
+        if kind is None:
+            kept = kept_response(path)
+            if kept is None:
+                return self._own(head, tenant)
+            allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
+            if head.method not in allowed:
+                return _method_not_allowed(head, allowed)
+            where = self._driver.pin(kept[0], None if tenant is None else tenant.name, strict=True)
+            return self._exchange(client, head, _PINNED, Call(), pieces, where, tenant)
+        if head.method != b"POST" and kind is not _PLAIN:
+            return _method_not_allowed(head, (b"POST",))
+        if form is not None:
+            call = form.finish()
+        elif kind is _AUDIO and head.content_type.startswith(_FORM):
+            raise GateError(415, "This form is expected as multipart/form-data.")
+        elif kind is _PLAIN and not pieces[0]:
+            call = Call()
+        else:
+            call = read_json(kind, pieces[0])
+            pieces = [inject_usage(kind, call, pieces[0])]
+        pinned: str | None = None
+        if call.continues is not None:
+            driver = self._driver
+            pinned = driver.pin(call.continues, None if tenant is None else tenant.name, strict=False)
+            if pinned is not None and call.model is not None and not driver.pinned_serves(pinned, call.model):
+                pinned = None  # of another model: it is not there, and the engine says so
+        return self._exchange(client, head, kind, call, pieces, pinned, tenant)
+
+    def _exchange(
+        self,
+        client: ClientSide,
+        head: RequestHead,
+        kind: Kind,
+        call: Call,
+        pieces: list[bytes],
+        pinned: str | None,
+        tenant: Tenant | None,
+    ) -> Exchange:
+        driver = self._driver
+        model = call.model or driver.model_at(pinned)
+        if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{model}`.")
+        exact = call.prompt_tokens_total is not None
+        if not kind.prompted:
+            call.prompt_tokens_total, call.prompts = 0, 1
+        elif call.prompt_tokens_total is None:
+            call.prompt_tokens_total = driver.token_estimator.tokens(
+                model, call.text, call.text_bytes, call.images
+            )
+        prompts = call.prompts
+        each = max(1, -(-call.prompt_tokens_total // prompts))
+        body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        request_id = driver.next_id()
+        label = head.fields.get(b"x-request-id")
+        engine_text: str | None = None
+        if label is None or _LABEL.fullmatch(label) is None:
+            text = self._label_prefix + hex(request_id)[2:]
+        else:
+            text = label.decode("ascii")
+            if tenant is not None:  # engines take it for their own id: no tenant may choose that of another
+                engine_text = f"{text}.{hex(request_id)[2:]}"
+        generates: bool = kind.generates
+        owner = None if tenant is None else tenant.name
+        prefix_keys: tuple[PrefixKey, ...] = ()
+        blocks: PromptBlocks | None = None
+        if generates:
+            ids = token_ids(call) if call.ids else None
+            prefix_keys = (
+                id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+            )
+            if ids and prompts == 1 and (block_tokens := driver.block_tokens):
+                salt = () if call.cache_salt is None else (call.cache_salt,)
+                # The last token of a prompt is always computed.
+                blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+            session = session_key(head.fields.get(self._session_header), owner, model)
+            if session is not None and prompts == 1:
+                prefix_keys = (session, *prefix_keys)
+        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
+        request = Request(
+            id=request_id,
+            model=model,
+            prompt_tokens=each,
+            max_tokens=call.max_tokens,
+            sequences=prompts * call.n,
+            samples=call.n,
+            longest_prompt_tokens=call.longest_tokens or each,
+            generates=generates,
+            body_bytes=body_bytes,
+            prompt_exact=exact,
+            pinned=pinned,
+            prefix_keys=prefix_keys,
+            blocks=blocks,
+            priority=call.priority,
+            tenant=owner if self._tenant_header is None else self._claimed(head, owner),
+        )
+        exchange = Exchange(
+            driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
+        )
+        if self.tracing is not None:
+            exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
+        return exchange
+
+    def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
+        """Whose share a request is of, where a header says it (of a key's owner, if there are keys)."""
+        assert self._tenant_header is not None
+        name = head.fields.get(self._tenant_header)
+        if name is None or _TENANT.fullmatch(name) is None:
+            return owner
+        claimed = name.decode("ascii")
+        return claimed if owner is None else f"{owner}/{claimed}"
+
+    # --- answers of hetlb's own ---
+
+    def _loop(self, head: RequestHead) -> bytes:
+        """A request of our own came back: an instance leads here."""
+        self._driver.refused(error_responses.LOOP.outcome)
+        return error_responses.response(
+            error_responses.LOOP.status,
+            error_responses.error_body(
+                error_responses.LOOP, "The request came back: an instance leads to this proxy."
+            ),
+            headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
+            close=not head.keep_alive,
+            head_only=head.method == b"HEAD",
+        )
+
+    def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
+        path, status, body = head.path, 200, b""
+        methods = _READS
+        if path == "/health":
+            status = 200 if self._view.routable() else 503
+        elif path == "/ping":
+            status = 200 if self._view.routable() else 503
+            methods = (*_READS, b"POST")
+        elif path == "/version":
+            body = msgspec.json.encode({"version": hetlb.__version__})
+        elif path == "/v1/models":
+            body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
+        elif path.startswith("/v1/models/"):
+            body = msgspec.json.encode(self._model(path[len("/v1/models/") :], tenant))
+        else:
+            raise GateError(404, "Not Found")
+        if head.method not in methods:
+            return _method_not_allowed(head, methods)
+        return error_responses.response(
+            status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
+        )
+
+    def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+        """The models that a client may use."""
+        models = self._view.models()
+        return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
+
+    def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
+        for entry in self._models(tenant):
+            if entry.get("id") == name:
+                return entry
+        raise GateError(404, f"The model `{name}` does not exist.")
+
+
+def _method_not_allowed(head: RequestHead, allowed: tuple[bytes, ...]) -> bytes:
+    answer = error_responses.bad_request(405, "method_not_allowed")
+    return error_responses.response(
+        405,
+        error_responses.error_body(answer, "Method Not Allowed"),
+        headers=((b"allow", b", ".join(allowed)),),
+        close=not head.keep_alive,
+        head_only=head.method == b"HEAD",
+    )

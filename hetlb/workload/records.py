@@ -1,0 +1,269 @@
+"""What happened to each request, and the figures made from it: one definition for proxy, simulator and bench.
+
+Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
+milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
+not from when it was sent. A client or server that stalls would otherwise hide its own delay ("coordinated
+omission"; MLPerf LoadGen and wrk2 count the same way). Failed requests are in no percentile, in no token
+count, and never in goodput.
+
+- TTFT: due time to first token. E2EL: due time to last token.
+- TPOT: (E2EL - TTFT) / (output_tokens - 1), for requests of two tokens or more; of several sequences the
+  mean number of tokens of one.
+- ITL: every gap between two tokens of one request; measured over HTTP, between two events that carry text
+  (a server that puts several tokens into one event shows fewer, longer gaps: its TPOT is the true figure).
+- duration: first due time to the end of the last request, whatever became of it.
+- Percentiles interpolate linearly between the closest ranks, as NumPy's default does (Hyndman and Fan,
+  "Sample quantiles in statistical packages", 1996, type 7). Standard deviations are of the population,
+  again as NumPy. The figures of nothing are 0.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hetlb.core.pickle_by_fields import PickleByFields
+
+if TYPE_CHECKING:
+    Floats: TypeAlias = array[float]
+    Integers: TypeAlias = array[int]
+
+PERCENTILES = (90, 99)
+
+
+@dataclass(slots=True)
+class RequestResult(PickleByFields):
+    """One request: times in seconds on one clock, None for what did not happen or was not seen.
+
+    `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
+    no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that
+    name the kind of failure. `itl_s` holds the gaps between its tokens, where each request is measured
+    by itself.
+    """
+
+    scheduled_s: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    instance: str = ""
+    ok: bool = False
+    sent_s: float | None = None
+    end_s: float | None = None
+    error: str = ""
+    itl_s: Floats | None = None
+    #: `output_tokens` are those of so many sequences, which grow at the same time.
+    sequences: int = 1
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Due time to first token, None where no first token was seen."""
+        return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
+
+    @property
+    def e2el_s(self) -> float:
+        """Due time to last token."""
+        assert self.last_token_s is not None, "expected a request that completed"
+        return self.last_token_s - self.scheduled_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first, None for a single token or an unseen first one."""
+        steps = self.output_tokens / self.sequences - 1.0
+        if self.first_token_s is None or self.last_token_s is None or steps < 1.0:
+            return None
+        return (self.last_token_s - self.first_token_s) / steps
+
+    @property
+    def lateness_s(self) -> float | None:
+        """How late it was sent, None where it never was."""
+        return None if self.sent_s is None else self.sent_s - self.scheduled_s
+
+
+class Gaps:
+    """Times between tokens of many requests, in as little memory as they need.
+
+    Single gaps are 8 bytes each. A stretch stands for `steps` gaps from `first_s` on, growing by
+    `increment_s`, each occurring `count` times: an iteration of a batch gives every decoding sequence the
+    same gap, so a simulated run is a few numbers per batch, not per token.
+    """
+
+    __slots__ = ("_counts", "_firsts_s", "_increments_s", "_singles_s", "_steps")
+
+    def __init__(self) -> None:
+        self._singles_s: Floats = array("d")
+        self._firsts_s: Floats = array("d")
+        self._increments_s: Floats = array("d")
+        self._steps: Integers = array("q")
+        self._counts: Integers = array("q")
+
+    def add(self, first_s: float, increment_s: float = 0.0, steps: int = 1, count: int = 1) -> None:
+        """Count one stretch, by default a single gap."""
+        if steps == 1 and count == 1:
+            self._singles_s.append(first_s)
+            return
+        self._firsts_s.append(first_s)
+        self._increments_s.append(increment_s)
+        self._steps.append(steps)
+        self._counts.append(count)
+
+    def extend(self, gaps_s: Floats) -> None:
+        """Count every gap of one request."""
+        self._singles_s.extend(gaps_s)
+
+    def weighted(self) -> list[tuple[float, int]]:
+        """Every gap with how often it occurred, ascending."""
+        pairs = [
+            (first + step * increment, count)
+            for first, increment, steps, count in zip(
+                self._firsts_s, self._increments_s, self._steps, self._counts, strict=True
+            )
+            for step in range(steps)
+        ]
+        pairs += [(gap, 1) for gap in self._singles_s]
+        pairs.sort()
+        return pairs
+
+    def figures(self, name: str = "itl") -> dict[str, float]:
+        """Mean, median, deviation and percentiles in milliseconds, under `name`."""
+        if not self._counts:  # measured one by one: half the time and a third of the memory of pairs
+            return latency_figures(name, self._singles_s)
+        pairs = self.weighted()
+        total = sum(count for _, count in pairs)
+        mean = math.fsum(gap * count for gap, count in pairs) / total
+        variance = math.fsum((gap - mean) ** 2 * count for gap, count in pairs) / total
+        return {
+            f"mean_{name}_ms": 1e3 * mean,
+            f"median_{name}_ms": 1e3 * weighted_percentile(pairs, 50),
+            f"std_{name}_ms": 1e3 * math.sqrt(variance),
+            **{f"p{p}_{name}_ms": 1e3 * weighted_percentile(pairs, p) for p in PERCENTILES},
+        }
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The percentile of ascending values by linear interpolation, as NumPy's default; 0 of none."""
+    if not ordered:
+        return 0.0
+    position = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> float:
+    """`percentile` of ascending (value, count) pairs, each value standing there `count` times."""
+    total = sum(count for _, count in pairs)
+    if not total:
+        return 0.0
+    position = (total - 1) * percent / 100.0
+    below, seen = math.floor(position), 0
+    for index, (value, count) in enumerate(pairs):
+        seen += count
+        if seen > below:
+            if seen > below + 1 or index + 1 == len(pairs):
+                return value
+            return value + (pairs[index + 1][0] - value) * (position - below)
+    return pairs[-1][0]
+
+
+def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:
+    """Mean, median, deviation and percentiles of seconds, in milliseconds, under `name`."""
+    ordered = sorted(values_s)
+    count = len(ordered) or 1
+    mean = math.fsum(ordered) / count
+    return {
+        f"mean_{name}_ms": 1e3 * mean,
+        f"median_{name}_ms": 1e3 * percentile(ordered, 50),
+        f"std_{name}_ms": 1e3 * math.dist(ordered, [mean] * len(ordered)) / math.sqrt(count),
+        **{f"p{p}_{name}_ms": 1e3 * percentile(ordered, p) for p in PERCENTILES},
+    }
+
+
+def summarize(
+    records: Sequence[RequestResult],
+    gaps: Gaps | None = None,
+    *,
+    instances: Iterable[str] | None = None,
+    preemptions: Mapping[str, int] | None = None,
+    kv_peak: Mapping[str, float] | None = None,
+    goodput_slo_s: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The figures of one run.
+
+    `gaps` are the times between tokens where they were counted for the whole run; without it they are the
+    records' own. `instances` names the instances to report, by default those that the records name.
+    `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all that completed count.
+    """
+    done = [record for record in records if record.ok]
+    start = min((record.scheduled_s for record in records), default=0.0)
+    end = max((when for record in records if (when := _ended_s(record)) is not None), default=start)
+    duration = end - start
+    prompt_tokens = sum(record.prompt_tokens for record in done)
+    output_tokens = sum(record.output_tokens for record in done)
+    per_second = 1.0 / duration if duration > 0 else 0.0
+    if gaps is None:
+        gaps = Gaps()
+        for record in done:
+            if record.itl_s:
+                gaps.extend(record.itl_s)
+    return {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) * per_second,
+        "output_throughput": output_tokens * per_second,
+        "total_token_throughput": (prompt_tokens + output_tokens) * per_second,
+        "request_goodput": sum(_meets(record, goodput_slo_s or {}) for record in done) * per_second,
+        **latency_figures("ttft", (t for record in done if (t := record.ttft_s) is not None)),
+        **latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None)),
+        **gaps.figures("itl"),
+        **latency_figures("e2el", (record.e2el_s for record in done)),
+        "instances": _instance_figures(done, start, instances, preemptions or {}, kv_peak or {}),
+    }
+
+
+def _instance_figures(
+    done: Iterable[RequestResult],
+    start: float,
+    names: Iterable[str] | None,
+    preemptions: Mapping[str, int],
+    kv_peak: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """One entry per instance; what nobody counted is null."""
+    by_name: dict[str, list[RequestResult]] = {}
+    for record in done:
+        by_name.setdefault(record.instance, []).append(record)
+    if names is None:
+        names = sorted(name for name in by_name if name)
+    return [
+        {
+            "name": name,
+            "completed": len(mine),
+            "total_output_tokens": sum(record.output_tokens for record in mine),
+            "last_finish_s": max((record.last_token_s or start for record in mine), default=start) - start,
+            "preemptions": preemptions.get(name),
+            "kv_peak": kv_peak.get(name),
+        }
+        for name in names
+        for mine in [by_name.get(name, [])]
+    ]
+
+
+def _ended_s(record: RequestResult) -> float | None:
+    return record.last_token_s if record.end_s is None else record.end_s
+
+
+def _meets(record: RequestResult, slo_s: Mapping[str, float]) -> bool:
+    """Whether a completed request met every limit; an answer that came whole began when it ended."""
+    ttft, tpot = record.ttft_s, record.tpot_s
+    measured = {
+        "ttft": record.e2el_s if ttft is None else ttft,
+        "tpot": 0.0 if tpot is None else tpot,
+        "e2el": record.e2el_s,
+    }
+    return all(measured[name] <= limit for name, limit in slo_s.items())

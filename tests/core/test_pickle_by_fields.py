@@ -1,0 +1,45 @@
+"""What goes from one process to another comes there as it was."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from helpers import FAST, request, spec
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.health import HealthParams
+from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
+from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.records import RequestResult
+
+
+def facts(value: Any) -> Any:
+    """All that can be read of it."""
+    names = [name for name in dir(value) if not name.startswith("__") and not callable(getattr(value, name))]
+    return {name: getattr(value, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        FAST,
+        Candidate("a", 1.5, terms={"own_s": 1.0}),
+        Capacity(1, 2),
+        HealthParams(),
+        LengthDistribution([3, 1, 2]),
+        PlannedRequest(1, 0.5, 2, 3),
+        PolicyParams(),
+        Probed("a", ProbeResult.OK),
+        QueueLimits(),
+        RequestResult(1.0, 2, 3, 4.0, 5.0),
+        request(1),
+        spec("a"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_is_the_same_on_the_other_side(value: Any) -> None:
+    assert facts(pickle.loads(pickle.dumps(value))) == facts(value)

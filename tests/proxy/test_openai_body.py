@@ -1,0 +1,123 @@
+"""What a body tells the scheduler, and what bodies are turned away."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from hetlb.errors import ConfigError
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.token_estimator import BytesPerToken, TokenEstimator, load_tokenizers
+
+
+def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:
+    return read_json(kind, json.dumps(fields).encode())
+
+
+BAD = [
+    b"", b" ", b"not json", b"[]", b"[1]", b'"text"', b"null", b"true", b"1", b"{", b"}", b"{}x", b'{"a":1,}',
+    b"\xef\xbb\xbf{}", b'{"model":"\xff"}', b'{"x":"\xff\xfe"}', b'{"model":"\\ud800"}',
+    "{}".encode("utf-16"),
+    b'{"prompt":NaN}', b'{"x":Infinity}', b'{"max_tokens":1e9999}', b'{"max_tokens":' + b"9" * 5000 + b"}",
+    b'{"max_tokens":-1}', b'{"max_tokens":1.5}', b'{"max_tokens":"5"}', b'{"max_tokens":true}',
+    b'{"max_tokens":99999999999}', b'{"max_completion_tokens":-1}', b'{"max_output_tokens":[]}',
+    b'{"n":0}', b'{"n":-1}', b'{"n":1000000000}', b'{"n":1.5}', b'{"n":"2"}', b'{"best_of":1000000000}',
+    b'{"stream":"true"}', b'{"stream":1}', b'{"model":1}', b'{"model":["m"]}',
+    b'{"model":"' + b"m" * 1_000_000 + b'"}', b"[" * 10_000_000, b'{"a":' * 100_000,
+    b'{"messages":' + b"[" * 1_000_000, b'{"prompt":' + b'{"a":' * 100_000, b'{"prompt":"a"}\x00',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BAD, ids=lambda body: repr(body[:40]))
+def test_bad_bodies_are_a_400(body: bytes) -> None:
+    with pytest.raises(GateError) as caught:
+        read_json(Kind.COMPLETION, body)
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 300
+
+
+def test_the_last_of_two_keys_counts_as_vllm_reads_it() -> None:
+    assert read_json(Kind.COMPLETION, b'{"model":"a","max_tokens":1,"model":"b","max_tokens":2}').model == "b"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "tokens", "longest"),
+    [("text", 1, None, None), (["a", "b"], 2, None, None), (['x", "y', "z"], 2, None, None), ([], 1, None,
+    None),
+     ([1, 2, 3], 1, 3, 3), ([[1, 2], [3, 4, 5]], 2, 5, 3), ([[7]], 1, 1, 1), (None, 1, None, None)],
+)  # fmt: skip
+def test_prompts(prompt: object, prompts: int, tokens: int | None, longest: int | None) -> None:
+    call = read(prompt=prompt)
+    assert (call.prompts, call.prompt_tokens_total, call.longest_tokens) == (prompts, tokens, longest)
+    spaced = read_json(Kind.COMPLETION, json.dumps({"prompt": prompt}, indent=1).encode())
+    assert (spaced.prompts, spaced.prompt_tokens_total, spaced.longest_tokens) == (prompts, tokens, longest)
+
+
+def test_caps_and_sequences() -> None:
+    assert read(max_tokens=5).max_tokens == 5
+    assert read(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert read(max_tokens=None).max_tokens is None
+    assert read(n=3).n == 3
+    assert read(n=None).n == 1
+
+
+def test_media_do_not_count_as_text() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    call = read(Kind.CHAT, messages=[{"role": "user", "content": [image]}])
+    assert call.text_bytes < 100
+
+
+def test_a_million_ids_are_counted_in_time() -> None:
+    body = b'{"model":"m","prompt":[' + b"1," * 999_999 + b"1]}"
+    start = time.process_time()
+    assert read_json(Kind.COMPLETION, body).prompt_tokens_total == 1_000_000
+    assert time.process_time() - start < 0.5
+
+
+def test_usage_is_asked_for_only_where_the_client_did_not_choose() -> None:
+    def injected(kind: Kind, body: bytes) -> bool:
+        call = read_json(kind, body)
+        out = inject_usage(kind, call, body)
+        assert (out != body) is call.hold_usage
+        if call.hold_usage:
+            assert json.loads(out) == json.loads(body) | {"stream_options": {"include_usage": True}}
+            assert out.replace(b',"stream_options":{"include_usage":true}', b"", 1) == body
+        return call.hold_usage
+
+    assert injected(Kind.COMPLETION, b'{"prompt":"}","stream":true} \n')
+    assert injected(Kind.CHAT, b'{"messages":[],"stream":true}')
+    assert injected(Kind.CHAT, b'{"messages":"\\"stream_options\\"","stream":true}')
+    assert not injected(Kind.CHAT, b'{"messages":[],"stream":false}')
+    assert not injected(Kind.CHAT, b'{"messages":[]}')
+    assert not injected(Kind.CHAT, b'{"stream":true,"stream_options":{}}')
+    assert not injected(Kind.CHAT, b'{"stream":true,"stream_options":null}')
+    assert not injected(Kind.CHAT, b'{"stream":true,"stream\\u005foptions":{"include_usage":true}}')
+    assert not injected(Kind.RESPONSES, b'{"stream":true}')
+    assert not injected(Kind.CHAT, b'{"stream":true,"messages":"' + b"x" * (256 << 10) + b'"}')
+
+
+def test_bytes_per_token_are_learnt_and_bounded() -> None:
+    sizes = TokenEstimator()
+    assert sizes.estimate("m", 400) == 100
+    for _ in range(200):
+        sizes.learn("m", 3000, [], 1000)
+    assert sizes.estimate("m", 3000) == pytest.approx(1000, rel=0.01)
+    assert sizes.estimate("other", 400) == 100
+    for tokens, text_bytes in ((0, 5), (-1, 5), (5, 0), (1 << 40, 5)):
+        sizes.learn("other", text_bytes, [], tokens)
+    assert sizes.estimate("other", 400) == 100
+    assert sizes.estimate("m", 0) == 1
+    ratio = BytesPerToken()
+    ratio.learn(1 << 40, 1)
+    assert ratio.ratio == 16.0
+
+
+def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(ConfigError, match=r"tokenizer of m: expected a tokenizer\.json"):
+        load_tokenizers({"m": tmp_path})
