@@ -21,12 +21,18 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 #: (`proxy/http/openai_fields.py`), and what is called once in a while.
 COMPILED = (
     "core/*.py",
+    "core/policies/*.py",
     *(
         f"proxy/{name}.py"
         for name in (
-            "prefix_keys", "body", "connection", "driver", "ends", "exchange", "expected", "http1", "intake",
-            "multipart", "onward", "replies", "retryafter", "scheduling", "sse", "token_estimator",
-            "upstream",
+            "connection", "driver", "ends", "exchange", "predicted_duration", "prefix_keys", "router",
+            "scheduling", "token_estimator", "upstream",
+        )
+    ),
+    *(
+        f"proxy/http/{name}.py"
+        for name in (
+            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "retry_after", "sse",
         )
     ),
     *(
@@ -36,8 +42,6 @@ COMPILED = (
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip
-#: Modules of `core/` that no request of the proxy passes: pipelines of layers are planned and simulated.
-INTERPRETED = ("least_time_paths.py", "path_ledger.py", "path_policies.py", "pipelines.py", "stages.py")
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")
 #: `make check` has looked at all types strictly; what is not compiled need not be there.
 _MYPY = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
@@ -78,7 +82,7 @@ class CompilingHook(BuildHookInterface[Any]):
             str(path.relative_to(folder))
             for pattern in COMPILED
             for path in (folder / "hetlb").glob(pattern)
-            if path.name not in ("__init__.py", *INTERPRETED)
+            if path.name != "__init__.py"
         )
         (folder / "mypy.ini").write_text(_MYPY)
         (folder / "setup.py").write_text(_SETUP.format(files=files))

@@ -83,7 +83,9 @@ MODULES = {
     "health": Module(("hetlb/core/health.py",), (), CORE_TESTS),
     "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
     "gate": Module(
-        ("hetlb/proxy/http/http1.py",), (), ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py")
+        ("hetlb/proxy/http/http1.py",),
+        (),
+        ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py"),
     ),
 }  # fmt: skip
 #: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again.

@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import msgspec
 import yaml
 
-from hetlb.config.profile import Profile
 from hetlb.errors import ConfigError, InputError
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -106,6 +105,19 @@ def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
     return fields
 
 
+def _options_at(kind: Any, path: str) -> str:
+    """The values that the `Literal` at `path` of a `kind` lists, in words."""
+    table, _, key = path.rpartition(".")
+    for name in re.findall(r"[^.\[\]]+", table):
+        kind = get_type_hints(kind).get(name, kind)
+        structs = [each for each in get_args(kind) if isinstance(each, type)]
+        kind = next((each for each in structs if issubclass(each, msgspec.Struct)), kind)
+    options = [str(each) for each in get_args(get_type_hints(kind)[key])]
+    if options == ["1"] and key == "version":
+        return "1, the only version there is"
+    return " or ".join(options)
+
+
 def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: Any) -> str:
     """One `key: expected …, got …` phrase from msgspec's message and the data it complains about."""
     text = str(caught)
@@ -121,8 +133,7 @@ def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: An
         return f"{key}: expected a value, but the key is missing"
     value = _value_at(raw, match["path"]) if match else raw
     if message.startswith("Invalid enum value"):
-        versions = "1 or 2" if kind is Profile else "1, the only version there is"
-        return f"{path}: expected {versions}, got {short(value)}"
+        return f"{path}: expected {_options_at(kind, path)}, got {short(value)}"
     expected = re.sub(r", got `.*`$", "", message)
     expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
     expected = expected[:1].lower() + expected[1:]
@@ -131,6 +142,7 @@ def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: An
 
 
 def short(value: object) -> str:
+    """`value` as Python writes it, in 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -15,8 +15,9 @@ failed answers cost.
 | up | ejected for failed answers before, it fails again before one ended well | ejected |
 | ejected | ejection time over and `RISE` probes ok in a row | up |
 
-Beside that there is doubt: whoever failed `PROBATION_AFTER` times in a row gets one request at a time, with
-longer and longer pauses, until an answer ends well; half of the failures are forgotten every `PROBATION_HALF_S`.
+Beside the states there is probation: an instance that failed `PROBATION_AFTER` times in a row gets one request
+at a time, with longer and longer pauses, until an answer ends well; half of the failures are forgotten every
+`PROBATION_HALF_S`.
 Where answers were dropped or broken off a pause also ends as soon as a request or two went elsewhere, so that
 the failures that eject come soon; beyond those, where it may not be ejected, after 4, 8, 16, ... requests.
 """

@@ -199,7 +199,7 @@ def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
 
 
 def test_who_is_refused_comes_back_as_another_process() -> None:
-    """Neither on trial nor on probation, and no window of failures: one failed answer takes it out no more."""
+    """Neither half-open nor on probation, no window of failures: one failed answer does not eject it."""
     health = tracker()
     failing(health, PASSIVE_FALL)
     assert health.ejected_for_failures

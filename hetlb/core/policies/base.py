@@ -120,8 +120,8 @@ class SchedulingContext:
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
-    `availabilities` say how each instance stands and why (`core.instance.NORMAL`, `DEPRIORITISED`, `BLOCKED`), for policies that
-    hold back; None where all are open.
+    `availabilities` give for each instance `core.instance.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
+    policies that hold back; None where all are normal.
     """
 
     __slots__ = (
