@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-import hetlb
-from hetlb.build import compiled
+from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import missing_extra, require
 
@@ -45,8 +44,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="hetlb",
         description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
     )
-    how = "compiled" if compiled() else "interpreted"
-    parser.add_argument("--version", action="version", version=f"hetlb {hetlb.__version__} ({how})")
+    parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
