@@ -25,13 +25,13 @@ CACHE = ROOT / ".cache" / "compile"
 GROUPS: dict[str, tuple[str, ...]] = {
     "wire": (
         "proxy/http/http1", "proxy/http/sse", "proxy/http/openai_body", "proxy/http/forward_headers",
-        "proxy/connection", "proxy/exchange", "proxy/upstream",
+        "proxy/connection", "proxy/exchange", "proxy/upstream", "proxy/telemetry/request_record",
     ),
     "request": (
         "proxy/driver", "proxy/router", "proxy/ends", "proxy/http/error_responses", "proxy/http/retry_after",
         "proxy/http/multipart", "proxy/prefix_keys", "proxy/token_estimator", "proxy/predicted_duration",
         "proxy/scheduling", "proxy/telemetry/access_log", "proxy/telemetry/counters",
-        "proxy/telemetry/histograms", "proxy/telemetry/history", "proxy/telemetry/request_record",
+        "proxy/telemetry/histograms", "proxy/telemetry/history",
     ),
     "scoring": (
         "core/scheduler", "core/policies/base", "core/policies/least_delay", "core/latency", "core/demand",

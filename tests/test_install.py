@@ -17,7 +17,7 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.demo.__file__).parent
-BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate")
+BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion")
 #: Largest installed tree without the tools, in bytes.
 LARGEST_TREE = 60_000_000
 
@@ -74,6 +74,12 @@ def test_a_command_whose_extra_is_missing_says_so_in_one_line(command: str) -> N
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"hetlb {command}: expected the package ")
     assert line.endswith("to be installed: pip install 'hetlb[tools]'")
+
+
+def test_completion_of_the_base_commands_needs_no_extra() -> None:
+    done = hetlb_without_tools("completion", "bash")
+    assert done.returncode == 0, done.stderr
+    assert "--event-log" in done.stdout
 
 
 def test_simulate_and_explain_run_without_the_tools() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
     "explain": "one decision in numbers, or the last ones of a running proxy",
     "top": "the live fleet in a terminal",
+    "completion": "completion of commands and flags for bash, zsh, fish or tcsh",
 }
 
 
@@ -39,7 +40,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or of `only` one (the others then have no flags)."""
+    """The parser of all commands, or of `only` one: the others then have no flags.
+
+    Of all commands, those whose extra is not installed have no flags either.
+    """
     parser = _Parser(
         prog="hetlb",
         description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
@@ -48,8 +52,13 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if only in (None, name):
+        if only not in (None, name):
+            continue
+        try:
             importlib.import_module(f"hetlb.cli.{name}").add_arguments(sub)
+        except ModuleNotFoundError as error:
+            if only is not None or missing_extra(error) is None:
+                raise
     return parser
 
 
