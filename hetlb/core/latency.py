@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Final
@@ -97,7 +97,7 @@ def in_tiles(tokens: float, tile: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBound(PickleByFields):
-    """What bounds a `PnormPrefill` from below without powers or logarithms.
+    """Lower bound of a `PnormPrefill` without powers or logarithms.
 
     The corner is convex in low / high, so that its tangents lie below it: value at 0 and slope of each, in
     turn, one per equal part of 0..1. `factor` is the least of the grid.
