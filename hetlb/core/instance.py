@@ -99,10 +99,41 @@ class ChangeCounter:
 Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
+class EngineLoad:
+    """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
+
+    `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
+    With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
+    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. It is never changed.
+    """
+
+    __slots__ = (
+        "batch", "budget", "context_share", "latency", "latency_bound", "next_step_s", "next_token_s",
+        "parameters_version", "sequences", "slots", "step_s", "token_s",
+    )  # fmt: skip
+
+    def __init__(self, instance: Instance) -> None:
+        self.sequences = sequences = instance.sequences
+        self.parameters_version = instance.parameters_version
+        self.latency = latency = instance.latency
+        self.latency_bound = instance.latency_bound
+        self.budget = float(instance.token_budget)
+        slots, share = instance.max_num_seqs, 1.0 / instance.engines
+        self.slots = slots * share
+        self.context_share = share
+        self.batch = batch = sequences * share
+        if sequences > slots:
+            self.context_share = share * slots / sequences
+            self.batch = batch = self.slots
+        self.step_s, self.token_s = latency.step_line(batch)
+        self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+
+
 class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
+        "_load",
         "_waiting_seen",
         "admin",
         "blocks",
@@ -120,6 +151,7 @@ class Instance:
         "kv_prompt_tokens",
         "kv_tokens",
         "latency",
+        "latency_bound",
         "leases",
         "longest_request_tokens",
         "max_num_seqs",
@@ -182,6 +214,7 @@ class Instance:
         self.latency: LatencyModel = self.nominal
         #: What derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
+        self.latency_bound = self.latency
         #: How often they have changed: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
@@ -217,6 +250,7 @@ class Instance:
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
+        self._load: EngineLoad | None = None
 
     # --- limits ---
 
@@ -232,7 +266,19 @@ class Instance:
 
     def own_batch(self, sequences: int) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
-        return max(1.0, sequences / self.engines)
+        return 1.0 if sequences <= self.engines else sequences / self.engines
+
+    @property
+    def load(self) -> EngineLoad:
+        """Load of each of its engines now."""
+        load = self._load
+        if (
+            load is None
+            or load.sequences != self.sequences
+            or load.parameters_version != self.parameters_version
+        ):
+            load = self._load = EngineLoad(self)
+        return load
 
     @property
     def kv_utilization(self) -> float:
@@ -282,6 +328,7 @@ class Instance:
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
         if parameters != self.parameters:
             self.parameters = parameters
+            self.latency_bound = self.latency.lower_bound()
             self.parameters_version += 1
             self.changes.count += 1
 

@@ -22,7 +22,8 @@ COUNTS = {
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
     "refused-in-stream": Verdict.WELL,
-    "not-handed-over": Verdict.NOTHING, "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
+    "not-handed-over": Verdict.NOTHING,
+    "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
     "stopped": Verdict.NOTHING,
 }  # fmt: skip
 
