@@ -291,7 +291,7 @@ def _check_group(
 
 
 def _check_kv_links(cluster: SplitCluster, plan: SplitPlan) -> None:
-    """Layer by layer: the machine that computed a layer's KV cache sends it to the one that decodes with it."""
+    """Layer by layer: the stage that computed its KV cache sends it to the stage that decodes with it."""
     layer_bytes = cluster.kv_bytes_per_token * cluster.workload.prompt_tokens / cluster.layers
     links: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in plan.flows.items():

@@ -435,7 +435,7 @@ def _link_seconds(market: Market, model: Model, stages: Sequence[Stage], across:
 def pipeline_latency(
     shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
 ) -> LatencyModel:
-    """The latency model of a pipeline as one engine; `latencies`: the whole model on the GPUs of each stage."""
+    """The latency model of a pipeline as one engine; `latencies` are of the whole model on each stage."""
     count = len(shares)
 
     def round_s(values: Sequence[float], link_s: float = 0.0) -> float:

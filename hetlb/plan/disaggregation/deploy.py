@@ -70,11 +70,12 @@ def _command(cluster: Cluster, instance: Instance) -> str:
         words += ["--pipeline-parallel-size", str(len(stages))]
     machines = [cluster.machines[m] for m, _ in instance.gpus]
     words += ["--gpu-memory-utilization", f"{min(m.gpu_memory_utilization for m in machines):g}"]
-    words += ["--max-model-len", str(max(2, cluster.workload.longest_tokens))]
+    if len(cluster.workload.rows) > 1:  # of a trace: the longest request is known
+        words += ["--max-model-len", str(cluster.workload.longest_tokens)]
     words += ["--port", str(instance.port)]
     variables = {}
     layers = [stage.layers for stage in stages]
-    if max(layers) - min(layers) > 1:
+    if len(set(layers)) > 1:
         variables["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
     if group.role is not Role.BOTH:
         config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLE[group.role]}
