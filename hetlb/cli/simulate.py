@@ -291,6 +291,7 @@ def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
         "predictor": study.setup.predictor,
         "iteration": study.rule.value,
         "bound": ran.bound,
+        "steady_bound": ran.steady_bound,
         "split": ran.split,
     }
 
@@ -324,7 +325,7 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        key: median(table[key] for table in tables)
+        key: None if tables[0][key] is None else median(table[key] for table in tables)
         for key in tables[0]
         if not isinstance(tables[0][key], str)
     }
@@ -337,8 +338,8 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
         words = [] if len(rates) == 1 else [_rate_in_words(rate)]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
-        reference = here[0]["bound"]["total_token_throughput"]
-        table = runs_table(here, reference_tok_s=reference, title=", ".join(words) or None)
+        reference = here[0]["steady_bound"]["total_token_throughput"]
+        table = runs_table(here, steady_tok_s=reference, title=", ".join(words) or None)
         if rate != rates[-1]:
             table.caption = None  # the same under each
         console.print(table)
