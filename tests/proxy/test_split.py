@@ -204,8 +204,8 @@ async def test_what_cannot_be_split_goes_to_one_engine(tmp_path: Path, body: dic
 async def test_stop_words_minimum_and_usage_are_those_of_the_client(tmp_path: Path) -> None:
     async with rig(tmp_path) as fleet:
         body = {
-            "model": "m", "prompt": [1] * 400, "max_tokens": 9, "min_tokens": 5, "stop": ["zzz"], "stream": True,
-            "stream_options": {"include_usage": True},
+            "model": "m", "prompt": [1] * 400, "max_tokens": 9, "min_tokens": 5, "stop": ["zzz"], "stream":
+            True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         async with fleet.session.post(fleet.url + "/v1/completions", json=body) as reply:
             events = [json.loads(line[6:]) async for line in reply.content if line.startswith(b"data: {")]
