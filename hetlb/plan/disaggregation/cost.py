@@ -21,25 +21,40 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol
 
-from hetlb.config.profile import Profile
-from hetlb.errors import ProfileError
+import msgspec
+
+from hetlb.config.profile import (
+    BetterPrefill,
+    DecodeCoefficients,
+    EngineInfo,
+    Hardware,
+    ModelInfo,
+    PrefillCoefficients,
+    Profile,
+    Source,
+)
+from hetlb.core.latency import LatencyModel
 from hetlb.plan.configurations import (
     ACTIVATION_BYTES,
     LinkSeconds,
     hidden_size,
+    pipeline_latency,
     pipeline_profile,
-    roofline_profile,
 )
 from hetlb.plan.configurations import Stage as ModelStage
-from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Role, Stage
+from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Machine, Role, Stage
 from hetlb.plan.disaggregation.rates import rate
-from hetlb.plan.throughput import engine_spec
+from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineLimits
 
 #: The most GPUs and stages of one group.
 MOST_GPUS = 16
 MOST_STAGES = 8
 #: Divisions of the layers: shares of proportion to speed, the rest to memory.
 _BLENDS = (1.0, 0.75, 0.5, 0.25, 0.0)
+#: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
+_INSIDE_LATENCY_S = 5e-6
+#: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
+_CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
 
@@ -178,34 +193,16 @@ def divide(weights: Sequence[float], layers: int) -> tuple[int, ...]:
 
 
 class ProfileCost:
-    """Rates by latency profiles; profiles of GPUs that have none are estimated from their roofline."""
+    """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._profiles: dict[tuple[int, int], Profile | None] = {}
+        self._profiles: dict[tuple[int, int], tuple[Profile, LatencyModel] | None] = {}
         self._degrees: dict[int, frozenset[int]] = {}
         self._layer_s: dict[tuple[int, int, Role], float] = {}
 
-    def stage_profile(self, machine: int, degree: int) -> Profile | None:
-        """The profile of the whole model on `degree` GPUs of a machine, None if nothing says."""
-        key = self._cluster.kinds[machine], degree
-        if key not in self._profiles:
-            of = self._cluster.machines[machine]
-            found = (of.profiles or {}).get(degree)
-            if found is None and of.roofline is not None:
-                found = roofline_profile(
-                    self._cluster.model,
-                    of.gpu,
-                    of.roofline,
-                    of.memory_bytes,
-                    degree,
-                    self._cluster.links.bytes_per_s[machine][machine] or 25e9,
-                )
-            self._profiles[key] = found
-        return self._profiles[key]
-
     def degrees(self, machine: int) -> frozenset[int]:
-        """Degrees with a profile; any power of two where there is a roofline."""
+        """Degrees with a profile; any power of two where peak figures are known."""
         if machine not in self._degrees:
             of = self._cluster.machines[machine]
             found = {degree for degree in of.profiles or {} if degree <= of.gpus}
@@ -214,60 +211,121 @@ class ProfileCost:
             self._degrees[machine] = frozenset(found)
         return self._degrees[machine]
 
+    def _whole(self, stage: Stage) -> tuple[Profile, LatencyModel]:
+        """The whole model on the GPUs of a stage."""
+        key = self._cluster.kinds[stage.machine], stage.gpus
+        found = self._profiles.get(key)
+        if found is None:
+            machine = self._cluster.machines[stage.machine]
+            profile = (machine.profiles or {}).get(stage.gpus)
+            if profile is None:
+                link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
+                profile = estimated_profile(self._cluster, machine, stage.gpus, link)
+            found = self._profiles[key] = profile, profile.latency
+        return found
+
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
-        """Time of a full prefill iteration or of a decode step (or both) of the whole model."""
+        """Time of one request's prefill, its decode steps, or both, by the whole model."""
         key = self._cluster.kinds[machine], degree, role
         if key not in self._layer_s:
-            profile = self.stage_profile(machine, degree)
-            assert profile is not None
-            latency = profile.latency
-            prompt = self._cluster.workload.prompt_tokens
-            prefill_s = latency.prefill_s(prompt)
-            decode_s = latency.step_s(_SPEED_BATCH, _SPEED_BATCH * _SPEED_CONTEXT)
-            shares = {Role.PREFILL: (1.0, 0.0), Role.DECODE: (0.0, 1.0)}.get(
-                role, (1.0, self._cluster.workload.output_tokens / _SPEED_BATCH)
-            )
-            self._layer_s[key] = shares[0] * prefill_s + shares[1] * decode_s
+            latency, workload = self._whole(Stage(machine, degree, 1))[1], self._cluster.workload
+            seconds = 0.0
+            if role is not Role.DECODE:
+                seconds += latency.prefill_s(workload.prompt_tokens)
+            if role is not Role.PREFILL:
+                steps = workload.output_tokens / _SPEED_BATCH
+                seconds += steps * latency.step_s(_SPEED_BATCH, _SPEED_BATCH * _SPEED_CONTEXT)
+            self._layer_s[key] = seconds
         return self._layer_s[key]
 
-    def profile(self, stages: Sequence[Stage], kv_tokens: int) -> Profile:
-        """The profile of a whole group."""
-        known = [self.stage_profile(stage.machine, stage.gpus) for stage in stages]
-        profiles = [each for each in known if each is not None]
-        cluster = self._cluster
-        layers = cluster.layers
-        machines = [cluster.machines[stage.machine] for stage in stages]
-        model_stages = [
-            ModelStage(machine.gpu, stage.gpus, Fraction(stage.layers, layers))
-            for machine, stage in zip(machines, stages, strict=True)
-        ]
-        rates, size = cluster.links.bytes_per_s, hidden_size(cluster.model) * ACTIVATION_BYTES
-        token_s = math.fsum(size / max(rates[a.machine][b.machine], 1.0) for a, b in pairwise(stages))
-        batch_s = cluster.links.latency_s * (len(stages) - 1)
-        name = "-".join([*dict.fromkeys(m.gpu.lower() for m in machines), f"tp{stages[0].gpus}"])
-        name += f"-pp{len(stages)}" if len(stages) > 1 else ""
-        if len(stages) > 1:
-            return pipeline_profile(
-                name, cluster.model, model_stages, profiles, kv_tokens, LinkSeconds(token_s, batch_s)
-            )
-        import msgspec
-
-        profile = profiles[0]
-        stated = profile.engine.kv_cache_tokens
-        engine = msgspec.structs.replace(
-            profile.engine,
-            kv_cache_tokens=kv_tokens if stated is None else min(stated, kv_tokens),
-            tensor_parallel_size=stages[0].gpus,
+    def _links(self, stages: Sequence[Stage]) -> LinkSeconds:
+        rates, size = self._cluster.links.bytes_per_s, hidden_size(self._cluster.model) * ACTIVATION_BYTES
+        pairs = [(a.machine, b.machine) for a, b in pairwise(stages)]
+        return LinkSeconds(
+            math.fsum(size / max(rates[i][j], 1.0) for i, j in pairs),
+            math.fsum(self._cluster.links.latency_s for i, j in pairs if i != j),
         )
-        return msgspec.structs.replace(profile, engine=engine)
 
     def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
-        """Requests/s by the composed profile; 0 where its limits hold no request."""
-        try:
-            spec = engine_spec(self.profile(stages, kv_cache_tokens))
-        except ProfileError:
+        """Requests/s by the composed latency model; 0 where its limits hold no request."""
+        whole = [self._whole(stage) for stage in stages]
+        if len(stages) == 1:
+            latency = whole[0][1]
+        else:
+            shares = [stage.layers / self._cluster.layers for stage in stages]
+            latency = pipeline_latency(shares, [each for _, each in whole], self._links(stages))
+        engines = [profile.engine for profile, _ in whole]
+        stated = engines[0].kv_cache_tokens if len(stages) == 1 else None
+        tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
+        if tokens < 16:
             return 0.0
-        return rate(role, spec.latency, spec.limits, self._cluster.workload, self._cluster.slo)
+        batched = min(e.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for e in engines)
+        limits = EngineLimits(
+            kv_cache_tokens=tokens,
+            max_num_seqs=min(e.max_num_seqs or DEFAULT_MAX_NUM_SEQS for e in engines),
+            max_num_batched_tokens=batched * len(stages),
+        )
+        return rate(role, latency, limits, self._cluster.workload, self._cluster.slo)
+
+    def profile(self, stages: Sequence[Stage], kv_cache_tokens: int) -> Profile:
+        """The latency profile of a group, for the simulator and for a fleet file."""
+        cluster = self._cluster
+        machines = [cluster.machines[stage.machine] for stage in stages]
+        profiles = [self._whole(stage)[0] for stage in stages]
+        if len(stages) == 1:
+            stated = profiles[0].engine.kv_cache_tokens
+            engine = msgspec.structs.replace(
+                profiles[0].engine,
+                kv_cache_tokens=kv_cache_tokens if stated is None else min(stated, kv_cache_tokens),
+                tensor_parallel_size=stages[0].gpus,
+            )
+            return msgspec.structs.replace(profiles[0], engine=engine)
+        name = "-".join([*dict.fromkeys(m.gpu.lower() for m in machines), f"tp{stages[0].gpus}"])
+        model_stages = [
+            ModelStage(machine.gpu, stage.gpus, Fraction(stage.layers, cluster.layers))
+            for machine, stage in zip(machines, stages, strict=True)
+        ]
+        return pipeline_profile(
+            f"{name}-pp{len(stages)}",
+            cluster.model,
+            model_stages,
+            profiles,
+            kv_cache_tokens,
+            self._links(stages),
+        )
+
+
+def estimated_profile(cluster: Cluster, machine: Machine, degree: int, link_bytes_per_s: float) -> Profile:
+    """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
+    table, model = machine.roofline, cluster.model
+    assert table is not None, "expected a machine with a profile of this degree or peak figures"
+    assert model.parameters is not None
+    flops = degree * table.flops * table.flops_efficiency
+    bandwidth = degree * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
+    overhead_s = table.overhead_ms / 1e3
+    size = hidden_size(model) * ACTIVATION_BYTES
+    exchanged_s = 4.0 * cluster.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
+    token_s = 2.0 * model.parameters / flops + exchanged_s
+    floor_s = cluster.weight_bytes / bandwidth + overhead_s
+    return Profile(
+        version=2,
+        name=f"{machine.gpu.lower()}-tp{degree}-estimated",
+        prefill=PrefillCoefficients(k1=token_s, k2=0.0, k3=0.0, k4=floor_s),
+        decode=DecodeCoefficients(
+            k5=cluster.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
+        ),
+        better_prefill=BetterPrefill(floor_s=floor_s, token_s=token_s, attention_s=0.0, p=_CORNER),
+        hardware=Hardware(gpu=machine.gpu, gpus=degree, memory_bytes=machine.memory_bytes),
+        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        engine=EngineInfo(tensor_parallel_size=degree),
+        source=Source(
+            kind="roofline",
+            measured=False,
+            system=machine.gpu,
+            note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
+            f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
+        ),
+    )
 
 
 # --- appendix A -----------------------------------------------------------------------------------------
@@ -325,13 +383,14 @@ class PaperCost:
             return 0.0
         links = self._cluster.links
         size = tokens * self._hidden * ACTIVATION_BYTES
-        each = links.latency_s + size / (stage.gpus * links.bytes_per_s[stage.machine][stage.machine])
+        each = _INSIDE_LATENCY_S + size / (stage.gpus * links.bytes_per_s[stage.machine][stage.machine])
         return (stage.gpus - 1) * each * 4.0 * stage.layers * times
 
     def _pp_s(self, stages: Sequence[Stage], tokens: float, times: float) -> float:
         links, size = self._cluster.links, tokens * self._hidden * ACTIVATION_BYTES
         return times * math.fsum(
-            links.latency_s + size / max(links.bytes_per_s[a.machine][b.machine], 1.0)
+            (links.latency_s if a.machine != b.machine else _INSIDE_LATENCY_S)
+            + size / max(links.bytes_per_s[a.machine][b.machine], 1.0)
             for a, b in pairwise(stages)
         )
 
