@@ -33,8 +33,9 @@ _HEAT = (0.05, 0.0005)
 _ROUND = 1500
 #: Weight of capacity that nothing uses: a direction where the throughput has none.
 _SLACK_WEIGHT = 0.02
-#: Share of the time for the program.
-_PROGRAM_SHARE = 0.25
+#: Shares of the time that is left: for the templates, for each of the two programs; and the least seconds.
+_TEMPLATES_SHARE, _PROGRAM_SHARE = 0.25, 0.15
+_LEAST_S = 0.3
 #: The search ends when the throughput has reached this share of the bound.
 _ENOUGH = 1.0 - 1e-4
 #: Candidates that are kept for a judge.
@@ -113,17 +114,14 @@ class Search:
 
     def _starts(self, limits: SolveLimits) -> list[_State]:
         states = []
-        now = time.monotonic()
         if self._guided:
-            whole = min(limits.deadline, now + 1e6) - now
-            share = SolveLimits(1e-3, now + whole * _PROGRAM_SHARE, limits.seed, limits.interrupt)
-            templates = Templates(self._table, share)
-            both = templates.solve(share, (Role.BOTH,))
+            templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
+            both = templates.solve(self._part(limits, _PROGRAM_SHARE), (Role.BOTH,))
             if both is not None:
                 state = self._state(templates.place(both))
                 self._found.colocated = state.plan or self._plan(state)
                 states.append(state)
-            solved = templates.solve(share, self._roles)
+            solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
             if solved is not None:
                 states.append(self._state(templates.place(solved)))
                 if templates.complete:
@@ -140,6 +138,13 @@ class Search:
             if state.throughput > 0.0 and all(r in self._roles for _, r in state.parts):
                 self._keep(state)
         return [state for state in states if all(r in self._roles for _, r in state.parts)]
+
+    @staticmethod
+    def _part(limits: SolveLimits, share: float) -> SolveLimits:
+        """Limits of a part of the search: a share of what is left, but time enough for a small problem."""
+        now = time.monotonic()
+        left = min(limits.deadline - now, 1e6)
+        return SolveLimits(1e-3, now + max(_LEAST_S, left * share), limits.seed, limits.interrupt)
 
     # --- evaluation ---
 
