@@ -320,8 +320,8 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
     if (simulated := document["simulated"]) is not None:
         served = simulated["request_throughput"]
         lines.append(
-            f"in simulation under hetlb: {served:.4g} requests/s ({served / rate:.1%} of the plan), first token "
-            f"after {simulated['mean_ttft_ms']:.0f} ms, {simulated['mean_tpot_ms']:.1f} ms per token"
+            f"in simulation under hetlb: {served:.4g} requests/s ({served / rate:.1%} of the plan), first "
+            f"token after {simulated['mean_ttft_ms']:.0f} ms, {simulated['mean_tpot_ms']:.1f} ms per token"
         )
         if colocated is not None and "simulated" in colocated:
             lines.append(
