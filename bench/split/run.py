@@ -2,8 +2,7 @@
 
     python bench/split/run.py PART [PART ...] [--out bench/results/split.json]
 
-Parts: exhaustive, twenty, scale64, scale320, swaps, paper. Every part takes less than five minutes on one
-core and replaces its entry in the file.
+Every part takes less than five minutes on one core and replaces its entry in the file.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from typing import Any
 import clusters
 
 from hetlb.plan.check import check_split
-from hetlb.plan.disaggregation.cluster import Cluster, Role
+from hetlb.plan.disaggregation.cluster import Cluster, Plan, Role, Slo
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.plan.disaggregation.search import Found, Search
+from hetlb.plan.disaggregation.simulation import LOAD, simulate_plan
 from hetlb.plan.highs import SolveLimits
 
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
@@ -116,7 +116,7 @@ def scale64() -> Any:
 
 def scale320() -> Any:
     """320 GPUs."""
-    return [_scale(320, 60.0), _scale(320, 180.0)]
+    return [_scale(320, 60.0), _scale(320, 120.0)]
 
 
 def swaps() -> Any:
@@ -150,8 +150,8 @@ def paper() -> Any:
             of = clusters.setting(name, workload)
             entry = figures[name] = {}
             for label, cost in (("profiles", ProfileCost(of)), ("paper", PaperCost(of))):
-                split, _ = search(of, cost, 2.0, roles=SPLIT_ROLES)
-                any_role, _ = search(of, cost, 2.0)
+                split, _ = search(of, cost, 1.0, roles=SPLIT_ROLES)
+                any_role, _ = search(of, cost, 1.0)
                 entry[f"{label}_split"] = best(split) * of.workload.output_tokens
                 entry[f"{label}_any"] = best(any_role) * of.workload.output_tokens
                 colocated = any_role.colocated
@@ -162,7 +162,122 @@ def paper() -> Any:
     return rows
 
 
-PARTS = {part.__name__: part for part in (exhaustive, twenty, sixty, scale64, scale320, swaps, paper)}
+def simulated() -> Any:
+    """Plans in simulation: planned and served, their order, and the best plan without splitting."""
+    rows = []
+    for name, workload in CASES:
+        of = clusters.setting(name, workload)
+        cost = ProfileCost(of)
+        found, _ = search(of, cost, 3.0, kept=2000)
+        ranked = apart([plan for plan in found.plans if plan.splits], 5)
+        served = [simulate_plan(of, plan, cost).request_throughput for plan in ranked]
+        colocated = found.colocated
+        assert colocated is not None
+        rate = LOAD * max([colocated.throughput, *(plan.throughput for plan in ranked[:1])])
+        other = {
+            policy: simulate_plan(of, colocated, cost, policy=policy, rate=rate).request_throughput
+            for policy in ("hetlb", "rr")
+        }
+        planned = [plan.throughput for plan in ranked]
+        split = served[0] if served else 0.0
+        rows.append(
+            {
+                "setting": name,
+                "workload": workload,
+                "planned_req_s": planned,
+                "simulated_req_s": served,
+                "simulated_over_planned": served[0] / planned[0] if served else None,
+                "tau": tau(planned, served) if len(planned) > 2 else None,
+                "colocated_planned_req_s": colocated.throughput,
+                "colocated_simulated_req_s": other,
+                "over_hetlb": split / other["hetlb"],
+                "over_rr": split / other["rr"],
+                "says": "split" if split > 1.01 * other["hetlb"] else "do not split",
+            }
+        )
+    return rows
+
+
+CASES = [
+    *(("het1", workload) for workload in clusters.WORKLOADS),
+    ("het2", "online"),
+    ("het3", "online"),
+    ("het4", "online"),
+    ("het5", "online"),
+    ("homogeneous", "online"),
+]
+
+
+def apart(plans: list[Plan], count: int) -> list[Plan]:
+    """The best plans whose throughputs are at least 3 % apart: nearer ones are the same to a simulation."""
+    found: list[Plan] = []
+    for plan in plans:
+        if len(found) < count and (not found or plan.throughput < 0.97 * found[-1].throughput):
+            found.append(plan)
+    return found
+
+
+def tau(one: list[float], other: list[float]) -> float:
+    """Kendall's rank correlation."""
+    pairs = [(a, b) for a in range(len(one)) for b in range(a)]
+    agree = sum((one[a] - one[b]) * (other[a] - other[b]) > 0 for a, b in pairs)
+    return 2.0 * agree / len(pairs) - 1.0
+
+
+PROMPTS = (64, 256, 1024, 4096, 12288)
+OUTPUTS = (16, 64, 256, 1024)
+KINDS = (("H100", "H100"), ("H100", "A100"), ("H100", "L40"))
+#: (bytes/s between machines, seconds to the first token, seconds per token).
+TERMS = (
+    (0.625e9, math.inf, math.inf),
+    (12.5e9, math.inf, math.inf),
+    (0.625e9, 5.0, 0.03),
+    (12.5e9, 5.0, 0.03),
+)
+
+
+def regions() -> Any:
+    """Requests/s of the best split plan and the best without, over lengths, GPUs, links and latency limits."""
+    panels = []
+    for first, second in KINDS:
+        for between, ttft_s, tpot_s in TERMS:
+            grid = []
+            for prompt in PROMPTS:
+                row = []
+                for output in OUTPUTS:
+                    of = clusters.cluster(
+                        [clusters.machine("a", first, 2), clusters.machine("b", second, 2)],
+                        clusters.LLAMA_8B,
+                        (prompt, output),
+                        between=between,
+                        slo=Slo(ttft_s, tpot_s),
+                    )
+                    table = GroupTable(of, ProfileCost(of))
+                    split = Exhaustive(table, SPLIT_ROLES).run(SolveLimits())
+                    whole = Exhaustive(table, (Role.BOTH,)).run(SolveLimits())
+                    row.append(
+                        [
+                            0.0 if split is None else split.throughput,
+                            0.0 if whole is None else whole.throughput,
+                        ]
+                    )
+                grid.append(row)
+            panels.append(
+                {
+                    "gpus": [f"2 {first}", f"2 {second}"],
+                    "between_bytes_per_s": between,
+                    "ttft_s": ttft_s if ttft_s < math.inf else None,
+                    "tpot_s": tpot_s if tpot_s < math.inf else None,
+                    "split_and_whole_req_s": grid,
+                }
+            )
+    return {"prompts": PROMPTS, "outputs": OUTPUTS, "panels": panels}
+
+
+PARTS = {
+    part.__name__: part
+    for part in (exhaustive, twenty, sixty, scale64, scale320, swaps, paper, simulated, regions)
+}
 
 
 def main() -> None:

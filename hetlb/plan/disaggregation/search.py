@@ -38,7 +38,7 @@ _TEMPLATES_SHARE, _PROGRAM_SHARE = 0.25, 0.15
 _LEAST_S = 0.3
 #: The search ends when the throughput has reached this share of the bound.
 _ENOUGH = 1.0 - 1e-4
-#: Candidates that are kept for a judge.
+#: Plans that are kept, for a judge.
 _KEPT = 24
 
 
@@ -75,6 +75,7 @@ class Search:
         *,
         roles: Sequence[Role] = tuple(Role),
         guided: bool = True,
+        kept: int = _KEPT,
         seed: int = 0,
         progress: Callable[[float, float], object] = lambda best, bound: None,
     ) -> None:
@@ -82,6 +83,7 @@ class Search:
         self._network = Network(table.cluster)
         self._roles = tuple(roles)
         self._guided = guided
+        self._most_kept = kept
         self._rng = random.Random(seed)
         self._progress = progress
         self._kept: dict[tuple[Part, ...], Plan] = {}
@@ -174,12 +176,12 @@ class Search:
 
     def _keep(self, state: _State) -> None:
         worst = min((plan.throughput for plan in self._kept.values()), default=0.0)
-        if len(self._kept) >= _KEPT and state.throughput <= worst:
+        if len(self._kept) >= self._most_kept and state.throughput <= worst:
             return
         key = tuple(sorted(p for p in state.parts if self._table.capacity(*p) > 0.0))
         if key and key not in self._kept:
             self._kept[key] = state.plan or self._plan(state)
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > self._most_kept:
                 del self._kept[min(self._kept, key=lambda each: self._kept[each].throughput)]
 
     # --- a round of annealing ---
