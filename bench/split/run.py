@@ -237,7 +237,7 @@ TERMS = (
 
 
 def regions() -> Any:
-    """Requests/s of the best split plan and the best without, over lengths, GPUs, links and latency limits."""
+    """Requests/s of the best plan with and without splitting: lengths, GPUs, links, latency limits."""
     panels = []
     for first, second in KINDS:
         for between, ttft_s, tpot_s in TERMS:
