@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     table = GroupTable(cluster, cost)
     with interrupt.catching(), _bar() as show:
         found = _exhaustive(table, limits) if args.exhaustive else _search(table, limits, args.seed, show)
+    if not found.plans and interrupt.requested:
+        raise KeyboardInterrupt
     if not found.plans:
         raise ConfigError(_nothing_fits(args.config, cluster))
     solve_s = time.monotonic() - began

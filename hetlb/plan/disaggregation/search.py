@@ -33,6 +33,8 @@ _HEAT = (0.05, 0.0005)
 _ROUND = 1500
 #: Weight of capacity that nothing uses: a direction where the throughput has none.
 _SLACK_WEIGHT = 0.02
+#: Up to so many GPUs, partitions into several numbers of groups are starts; the program is better in any case.
+_SMALL_GPUS = 64
 #: Shares of the time that is left: for the templates, for each of the two programs; and the least seconds.
 _TEMPLATES_SHARE, _PROGRAM_SHARE = 0.25, 0.15
 _LEAST_S = 0.3
@@ -129,7 +131,8 @@ class Search:
                 if templates.complete:
                     self._found.bound = solved.bound
         count = group_count(self._table.cluster)
-        sizes = {count, max(2, count // 2), max(2, count * 2 // 3)} if self._guided else {count}
+        few = self._guided and self._table.cluster.gpus <= _SMALL_GPUS
+        sizes = {count, max(2, count // 2), max(2, count * 2 // 3)} if few else {count}
         for size in sizes:
             if limits.over and states:
                 break
