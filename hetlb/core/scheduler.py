@@ -125,8 +125,8 @@ class _Ready:
     """
 
     __slots__ = (
-        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "parts", "roles",
-        "throttled",
+        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "mixed", "parts",
+        "roles", "throttled",
     )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], now: float) -> None:
@@ -145,6 +145,8 @@ class _Ready:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
         #: Those that may get a part of a split request, [] where none is split.
         self.parts = up if _splits(up) else []
+        #: True if none of these has a role of its own.
+        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
         #: Those that get no whole request, and why: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         self.excluded.update(self.roles)
@@ -991,7 +993,7 @@ class Scheduler:
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
             ctx = self._question(request, predicted, waiting, now, None, long)
-            choice = self._policy.choose_split(ctx, parts, self._transfers)
+            choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
             if choice is None:
                 return None
             if choice.prefill >= 0:

@@ -2,9 +2,14 @@
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `mooncake`: the fetch may come first and waits for the prompt; `/query` is the bootstrap server.
+<<<<<<< HEAD
+`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease is wrong text
+with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their port.
+=======
 `shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
 text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
 port.
+>>>>>>> split
 """
 
 from __future__ import annotations
@@ -77,6 +82,9 @@ class KvExchange:
         self._address = address
         self._loop = loop
         self._time_scale = time_scale
+        #: Cleared, it answers no other server, as a stopped process does.
+        self.answering = asyncio.Event()
+        self.answering.set()
         self._held: dict[str, _Held] = {}
         #: Keys whose lease has ended, and fetches that came before their prompt was read.
         self._gone: set[str] = set()
@@ -165,6 +173,7 @@ class KvExchange:
 
     async def pull(self, engine_id: str, key: str) -> str:
         """A server asks for a prompt: `ready`, `expired` (and it reads what is there now), or `unknown`."""
+        await self.answering.wait()
         if engine_id != self.engine_id:
             return "unknown"
         if key in self._gone:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.block_index import KvEventBatch
+from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -527,9 +528,14 @@ class Driver(ExchangeDriver):
             and each.spec.kv_transfer is not None
             and each.serves(model)
         ]
-        if not able:
-            return  # it is kept until its lease ends
-        asked = next((each for each in able if each.name == hold.target), able[0])
+        able.sort(key=lambda each: each.name != hold.target)
+        self._release_by(able, hold, body)
+
+    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
+        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        if not able or hold.ended:
+            return
+        asked, *others = able
         if asked.incarnation not in self._pools:
             self.open_pool(asked.incarnation, asked.name, asked.spec.url)
 
@@ -539,11 +545,11 @@ class Driver(ExchangeDriver):
         def done(head: ResponseHead, answer: bytes) -> None:
             self._releases.discard(call)
             if head.status == 400:
-                self._totals.handed_over("released")
                 self.hold_released(hold)
 
         def failed(end: End | None, detail: str) -> None:
             self._releases.discard(call)
+            self._release_by(others, hold, body)
 
         call = SideCall(self._pools[asked.incarnation], b"POST", lines, body, done, failed)
         self._releases.add(call)

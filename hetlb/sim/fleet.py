@@ -318,7 +318,7 @@ class FleetSimulation:
             prefix_keys=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
             tenant=planned.tenant,
             splittable=planned.generates and planned.sequences == 1,
-            streamed=planned.generates,
+            streamed=True,
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:

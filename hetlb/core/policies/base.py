@@ -269,9 +269,9 @@ class Policy:
         return index, work_s, lambda: candidates
 
     def choose_split(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
     ) -> SplitChoice | None:
-        """Where a request goes that may be split, None for nowhere now. `instances` have any role.
+        """Instances for a request that may be split, None for none now. `mixed`: all have the role `both`.
 
         A policy that does not weigh transfers splits only where no instance takes whole requests.
         """

@@ -75,9 +75,14 @@ _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
 
 #: So many of the best prefill and decode instances are combined.
-_FINALISTS: Final = 4
+_FINALISTS: Final = 2
+#: A pair must cost less than this share of what one instance costs: it takes places at two, and may fail.
+_WORTH: Final = 0.9
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
+
+#: What a second of a decode step counts for in the first token of a decode leg.
+_START_WEIGHT: Final = (_FIRST_TOKEN_WEIGHT + 1.0) * DECODE_START_STEPS
 
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
@@ -396,65 +401,95 @@ class _Evaluation:
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += mix.speed(instances[i])
 
-    def best_whole(self) -> tuple[int, float] | None:
-        """The instance with room and the lowest score of those that take whole requests, and that score."""
-        ctx = self._ctx
-        whole = [
-            i
-            for i, instance in enumerate(self.instances)
-            if instance.spec.role is Role.BOTH
-            or (
-                instance.spec.role is Role.DECODE
-                and ctx.request.prompt_tokens - cached_at(ctx, instance) <= OWN_READ_TOKENS
-            )
-        ]
+    def best_whole(self, mixed: bool) -> tuple[int, float] | None:
+        """The instance with room and the lowest score of those that take whole requests, and that score.
+
+        `mixed`: all do.
+        """
+        whole: list[int] | None = None
+        if not mixed:
+            prompt = self._ctx.request.prompt_tokens
+            whole = [
+                i
+                for i, instance in enumerate(self.instances)
+                if instance.spec.role is Role.BOTH
+                or (
+                    instance.spec.role is Role.DECODE
+                    and prompt - cached_at(self._ctx, instance) <= OWN_READ_TOKENS
+                )
+            ]
         index = self.lowest(whole)
         return None if index is None else (index, self._scores[index].score)
 
-    def best_pair(self, transfers: TransferTimes, below: float) -> tuple[int, int, float, bool] | None:
+    def best_pair(
+        self, transfers: TransferTimes, below: float, mixed: bool
+    ) -> tuple[int, int, float, bool] | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
 
         The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
         only the few best are combined: a decision's cost must not grow with the square of the fleet. With the
         indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        `mixed`: all have the role `both`.
         """
-        scores, instances, prompt = self._scores, self.instances, self._prompt
+        scores, instances, together = self._scores, self.instances, self._together
         sources: list[tuple[float, int]] = []
         targets: list[tuple[float, int]] = []
+        least_source = least_target = math.inf
         for i, each in enumerate(scores):
-            if each.state == _ROOM:
-                role = instances[i].spec.role
-                joining_s = self._joining_s(each)
-                if role is not Role.DECODE:
-                    sources.append((self._reading_score(each, joining_s), i))
-                if role is not Role.PREFILL:
-                    start_s = DECODE_START_STEPS * each.step_s
-                    score = (_FIRST_TOKEN_WEIGHT + 1.0) * start_s + each.decode_s + joining_s
-                    targets.append((score, i))
-        if not (sources and targets):
+            if each.state != _ROOM:
+                continue
+            more_s = each.step_s - each.now_s
+            joining_s = each.load.batch * together * more_s if more_s > 0.0 else 0.0
+            role = Role.BOTH if mixed else instances[i].spec.role
+            if role is not Role.DECODE:
+                # Until it is settled, a lower bound.
+                reading_s = each.others_s - joining_s
+                score = (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
+                sources.append((score, i))
+                if score < least_source:
+                    least_source = score
+            if role is not Role.PREFILL:
+                score = _START_WEIGHT * each.step_s + each.decode_s + joining_s
+                targets.append((score, i))
+                if score < least_target:
+                    least_target = score
+        if least_source + least_target >= below:
             return None
-        targets = nsmallest(_FINALISTS, targets)
+        return self._combine(transfers, below, nsmallest(_FINALISTS, sources), nsmallest(_FINALISTS, targets))
+
+    def _combine(
+        self,
+        transfers: TransferTimes,
+        below: float,
+        sources: list[tuple[float, int]],
+        targets: list[tuple[float, int]],
+    ) -> tuple[int, int, float, bool] | None:
+        """The best pair of these, by score ascending."""
+        scores, instances, prompt = self._scores, self.instances, self._prompt
         usual_s = self._fleet.first_token_s
         found: tuple[int, int, float, bool] | None = None
-        for bound, i in nsmallest(_FINALISTS, sources):
-            if bound + targets[0][0] >= below:
-                break
+        for reading, i in sources:
             source = scores[i]
-            self._settle(source)
-            reading = self._reading_score(source, self._joining_s(source))
             for decoding, j in targets:
-                if i == j or reading + decoding >= below:
+                if i == j:
                     continue
+                if reading + decoding >= below:
+                    break
                 sent = prompt - cached_at(self._ctx, instances[j])
                 transfer_s = transfers.estimate_s(instances[i], instances[j], sent)
+                if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
+                    continue
+                if not source.exact:
+                    self._settle(source)
+                    reading_s = source.others_s - self._joining_s(source)
+                    reading = (_FIRST_TOKEN_WEIGHT + 1.0) * source.charged_s + max(0.0, reading_s)
                 first_s = source.charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
                 score = reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s
                 if first_s > _LATE * usual_s > 0.0:
                     score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
                 if score >= below:
                     continue
-                timely = self._in_time(instances[j], first_s + scores[j].decode_s)
-                if timely:
+                if self._in_time(instances[j], first_s + scores[j].decode_s):
                     found, below = (i, j, score, True), score
                 elif found is None:
                     found = i, j, score, False
@@ -464,11 +499,6 @@ class _Evaluation:
         """Seconds by which one more sequence delays those that decode there."""
         more_s = each.step_s - each.now_s
         return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
-
-    def _reading_score(self, each: _InstanceScore, joining_s: float) -> float:
-        """What reading the prompt there costs."""
-        reading_s = each.others_s - joining_s
-        return (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
 
     def _in_time(self, target: Instance, whole_s: float) -> bool:
         """Whether an answer comes well before the lease on the KV blocks ends, where that matters.
@@ -550,12 +580,11 @@ class Hetlb(Policy):
         return index, work_s, evaluation.candidates
 
     def choose_split(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
     ) -> SplitChoice | None:
-        mixed = all(instance.spec.role is Role.BOTH for instance in instances)
         evaluation = _Evaluation(ctx, instances, mixed)
-        whole = evaluation.best_whole()
-        pair = evaluation.best_pair(transfers, math.inf if whole is None else whole[1])
+        whole = evaluation.best_whole(mixed)
+        pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
         if pair is not None and pair[3]:
             prefill, decode, score, _ = pair
             names = f"{instances[prefill].name} > {instances[decode].name}"

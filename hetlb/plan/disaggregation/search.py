@@ -33,7 +33,7 @@ _HEAT = (0.05, 0.0005)
 _ROUND = 1500
 #: Weight of capacity that nothing uses: a direction where the throughput has none.
 _SLACK_WEIGHT = 0.02
-#: Up to so many GPUs, partitions into several numbers of groups are starts; the program is better in any case.
+#: Up to so many GPUs, partitions into several numbers of groups are starts.
 _SMALL_GPUS = 64
 #: Shares of the time that is left: for the templates, for each of the two programs; and the least seconds.
 _TEMPLATES_SHARE, _PROGRAM_SHARE = 0.25, 0.15
