@@ -51,7 +51,8 @@ def main() -> None:
         axis.imshow([[gain(*cell) for cell in row] for row in cells], cmap="RdBu", vmin=-1, vmax=1)
         for y, row in enumerate(cells):
             for x, cell in enumerate(row):
-                axis.text(x, y, words(*cell), ha="center", va="center", fontsize=7)
+                colour = "white" if abs(gain(*cell)) > 0.6 else "black"
+                axis.text(x, y, words(*cell), ha="center", va="center", fontsize=7, color=colour)
         axis.set_xticks(range(len(outputs)), [str(each) for each in outputs], fontsize=8)
         axis.set_yticks(range(len(prompts)), [str(each) for each in prompts], fontsize=8)
         if index // columns == 0:
