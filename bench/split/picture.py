@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("bench/results/split.json"))
     parser.add_argument("--out", type=Path, default=Path("docs/img/split-regions.png"))
     args = parser.parse_args()
-    result = json.loads(args.results.read_text())["regions"]["result"]
-    prompts, outputs, panels = result["prompts"], result["outputs"], result["panels"]
+    panels = json.loads(args.results.read_text())["regions"]
+    prompts, outputs = panels[0]["prompts"], panels[0]["outputs"]
     kinds = list(dict.fromkeys(" + ".join(panel["gpus"]) for panel in panels))
     columns = len(panels) // len(kinds)
     figure, axes = plt.subplots(len(kinds), columns, figsize=(3.3 * columns, 3.0 * len(kinds)), squeeze=False)
