@@ -101,8 +101,8 @@ def show(document: Mapping[str, Any]) -> str:
     headings = ["machine", *(f"TP {tp}" for tp in DEGREES), "estimated", "simulated", "tau"]
     return "\n\n".join(
         [
-            "Thousands of tokens/s, estimated / simulated / simulated without the drain, first seed; orders and "
-            "Kendall's tau of both seeds:",
+            "Thousands of tokens/s, estimated / simulated / simulated without the drain, first seed; "
+            "orders and Kendall's tau of both seeds:",
             table(headings, rows),
             "![Section 5.1](img/paper-5.1.png)",
         ]

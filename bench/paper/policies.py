@@ -1,9 +1,9 @@
 """Sections 5.2 and 5.3: the paper's scheduler, its baselines and `hetlb` on two unequal fleets.
 
-As the text says: 4,000 requests drawn from the data set, the predictor draws from a normal distribution, round
-robin and weighted round robin deal by chance (`random`); dealing strictly in turn (`rr`, `wrr`) stands beside
-it. How slow a V100 is, and in 5.3 how long the answers are, is not known: both are swept. Every policy meets the
-same requests at the same times; three seeds.
+As the text says: 4,000 requests drawn from the data set, the predictor draws from a normal distribution,
+round robin and weighted round robin deal by chance (`random`); dealing strictly in turn (`rr`, `wrr`) stands
+beside it. How slow a V100 is, and in 5.3 how long the answers are, is not known: both are swept. Every policy
+meets the same requests at the same times; three seeds.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def _show_case(case: Mapping[str, Any]) -> str:
         "ends at once, s",
     ]
     return (
-        f"**{case['key']}**, medians of {len(SEEDS)} seeds. Each alone, summed: {case['steady_bound_tok_s']:,.0f} "
-        f"tokens/s while full, {case['bound_tok_s']:,.0f} with its own drain.\n\n{table(headings, rows)}"
+        f"**{case['key']}**, medians of {len(SEEDS)} seeds. Each alone, summed: "
+        f"{case['steady_bound_tok_s']:,.0f} tokens/s while full, {case['bound_tok_s']:,.0f} with its own drain.\n\n{table(headings, rows)}"
     )
 
 
