@@ -502,11 +502,15 @@ def print_result(found: Found, document: Mapping[str, Any]) -> None:
     """Tables and commands."""
     console = Console(highlight=False)
     console.print(_table(found))
-    for machine, alike in _kinds(found.plans):
-        evaluated = found.evaluated[machine.name]
-        at_rate = bool(evaluated) and evaluated[0].worth is not None
-        if evaluated and (at_rate or found.choice.layouts.get(machine.name, evaluated[0].layout)[1:]):
-            console.print(_layouts_table(found, machine, alike))
+    for plan in found.plans:
+        machine, evaluated = plan.machine, found.evaluated[plan.machine.name]
+        chosen = found.choice.layouts.get(machine.name)
+        uniform = (Part(plan.best.tensor_parallel_size),) * plan.best.instances if plan.best else None
+        first = next(each for each, _ in _kinds(found.plans) if each.kind == machine.kind)
+        if chosen is not None and machine is first and (evaluated[0].worth or chosen != uniform):
+            console.print(_layouts_table(found, machine, dict(_kinds(found.plans))[machine]))
+    if any(part.pipeline_parallel_size > 1 for each in found.choice.layouts.values() for part in each):
+        print("pipelines are composed from profiles of tensor parallelism: estimates, not measurements")
     sample = found.sample
     print(
         f"estimated on {len(sample.rows)} of {sample.total} rows of the trace; "

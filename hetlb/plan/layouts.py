@@ -178,7 +178,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """A fleet under the router. `goodput_req_s`: the rate times the share of requests that met the targets."""
+    """A fleet under the router. `goodput_req_s`: the rate times the share of requests that met the limits."""
 
     total_token_throughput: float
     goodput_req_s: float
