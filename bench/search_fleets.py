@@ -1,7 +1,7 @@
 """Layouts of whole fleets chosen together against each machine's own best: `python bench/search_fleets.py`.
 
-Machines of measured grids with Llama-3.1-8B; rates from light to more than can be served, targets on the first
-token and on each further one, real chat lengths. `hetlb search` chooses on one seed; both choices are then
+Machines of measured grids with Llama-3.1-8B; rates from light to nearly full, targets on the first token and
+on each further one, real chat lengths. `hetlb search` chooses on one seed; both choices are then
 simulated under the router on seeds that the choice has not seen. Writes bench/results/search-fleets.json.
 """
 

@@ -24,7 +24,7 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
-from hetlb.plan.configurations import LinkSeconds, Stage, pipeline_profile
+from hetlb.plan.configurations import LinkSeconds, Stage, divide_layers, pipeline_profile
 from hetlb.plan.market import Model
 from hetlb.plan.simulation import capacity
 from hetlb.plan.throughput import SloLimits, engine_spec
@@ -143,7 +143,8 @@ def _profile(model: PlanModel, machine: Machine, part: Part, profile: Profile, t
     links = LinkSeconds(
         token_s=(stages - 1) * 2.0 * hidden / _LINK_BYTES_S, batch_s=(stages - 1) * _LINK_BATCH_S
     )
-    held = [Stage(machine.gpu, part.tensor_parallel_size, Fraction(1, stages))] * stages
+    shares = divide_layers([Fraction(1)] * stages, info)
+    held = [Stage(machine.gpu, part.tensor_parallel_size, share) for share in shares]
     name = f"{profile.name}-pp{stages}"
     return pipeline_profile(name, info, held, [profile] * stages, tokens, links)
 
