@@ -27,8 +27,8 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "driver", "ends", "exchange", "predicted_duration", "prefix_keys", "router",
-            "scheduling", "token_estimator", "upstream",
+            "connection", "driver", "ends", "exchange", "exchange_states", "predicted_duration",
+            "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
         )
     ),
     *(
@@ -39,7 +39,7 @@ COMPILED = (
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "history", "request_record")
+        for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
     "workers/relay_driver.py",
     "workers/relay_host.py",

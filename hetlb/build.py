@@ -1,4 +1,4 @@
-"""Which build of hetlb runs: compiled or interpreted."""
+"""The build of hetlb that runs: compiled or interpreted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLOWDOWN = 3
 
 
 def compiled() -> bool:
-    """Whether the hot path is compiled (hatch_build.py at the root lists its modules)."""
+    """True if the hot path is compiled (hatch_build.py at the root lists its modules)."""
     found = find_spec("hetlb.proxy.http.http1")
     return found is not None and str(found.origin).endswith(tuple(EXTENSION_SUFFIXES))
 

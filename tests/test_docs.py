@@ -18,7 +18,8 @@ from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet import FleetFile, ModelTable
 from hetlb.config.profile import Profile
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
+from hetlb.core.policies.base import COMBINE_FORMS
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.core.types import Outcome, RejectReason
 from hetlb.proxy.http.error_responses import REJECTIONS

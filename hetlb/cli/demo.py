@@ -160,7 +160,7 @@ class _Demo:
         return {name: engine.urls[0] for name, engine in engines.items()}
 
     async def _profile(self, name: str, url: str) -> None:
-        """What the proxy will know of an engine: measured here, not what the engine is timed by."""
+        """Profile one engine: the proxy gets what is measured here, not what the engine is timed by."""
         await self._helpers.run(
             f"profiling {name}", "profile", "--url", url, "--out", str(self._profiles[name]),
             "--name", name, "--grid", str(self._grid), "--repeats", "1",

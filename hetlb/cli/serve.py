@@ -16,7 +16,7 @@ import uvloop
 
 from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
@@ -47,16 +47,6 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
-    if fleet.proxy.workers > 1 and fleet.policy.state_file is not None:
-        raise InputError(
-            f"{fleet.where}policy.state_file: expected one process, got {fleet.proxy.workers} workers"
-        )
-    if fleet.proxy.workers > 1:
-        for source in fleet.engines.values():
-            if source.kv_events is not None:
-                raise InputError(
-                    f"{source.key}.kv_events: expected one process, got {fleet.proxy.workers} workers"
-                )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0

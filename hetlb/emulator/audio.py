@@ -106,7 +106,7 @@ def _content(part: Part) -> bytes:
 
 
 def _seconds(recording: bytes) -> float:
-    """How long a recording lasts: by its head if it is WAV, else by its size."""
+    """Duration of a recording: by its head if it is WAV, else by its size."""
     try:
         with wave.open(io.BytesIO(recording)) as sound:
             return float(sound.getnframes() / sound.getframerate())

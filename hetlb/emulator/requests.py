@@ -69,7 +69,7 @@ class Generation(msgspec.Struct, kw_only=True):
     reasoning: float = 0.0
 
     def reasoning_tokens(self, output_tokens: int) -> int:
-        """How many of the first output tokens are reasoning."""
+        """Count of the first output tokens that are reasoning."""
         if self.tool is not None:
             return min(output_tokens, REASONING_BEFORE_CALL if self.reasoning else 0)
         return int(output_tokens * self.reasoning)
@@ -261,7 +261,7 @@ class Reader:
         )
 
     def _stops_after(self, data: dict[str, Any]) -> int | None:
-        """Where `vllm_xargs.output_tokens` says that the model stops: the emulator's stand-in for EOS."""
+        """Tokens after which `vllm_xargs.output_tokens` says that the model stops: the stand-in for EOS."""
         extra = data.get("vllm_xargs")
         if not isinstance(extra, dict) or (stops := extra.get("output_tokens")) is None:
             return None

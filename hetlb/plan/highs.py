@@ -62,7 +62,7 @@ class SolveLimits:
 
     @property
     def over(self) -> bool:
-        """Whether the time is up or an interrupt came."""
+        """True if the time is up or an interrupt came."""
         return time.monotonic() >= self.deadline or (self.interrupt is not None and self.interrupt.requested)
 
 

@@ -166,7 +166,7 @@ class Supervisor:
 
     @property
     def _ends(self) -> bool:
-        """Whether a signal asked for the end."""
+        """True if a signal asked for the end."""
         return signal.SIGTERM in self._signals or signal.SIGINT in self._signals
 
     def _check_start(self, deadline: float) -> None:
@@ -418,7 +418,7 @@ class Supervisor:
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
     def _connected(self) -> bool:
-        """Whether clients are connected now."""
+        """True if clients are connected now."""
         asked_at = time.monotonic()
         relays = [relay for relay in self._relays if relay.up and self._send(relay, "ping")]
         self._until(lambda: all(relay.heard_at >= asked_at for relay in relays), SILENT_S)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
-from loadtest.test_figures import record, result
+from loadtest.test_metrics import record, result
 
 from hetlb.loadtest.compare import FIGURES, comparisons
 from hetlb.loadtest.htmlreport import report

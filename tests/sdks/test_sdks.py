@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Weat
 ANTHROPIC_TOOL = {"name": "weather", "description": "Weather", "input_schema": SCHEMA}
 USER: list[Any] = [{"role": "user", "content": "What is the weather like?"}]
 WORDS = " t0 t1 t2 t3 t4 t5 t6 t7"
-#: Fields that differ between any two answers. vLLM puts the fingerprint of a stream on the event with the usage,
+#: Fields that differ between any two answers. vLLM puts the fingerprint of a stream on the event with usage,
 #: which hetlb asks for and keeps from clients that did not.
 VARIES = {
     "id", "_request_id", "call_id", "item_id", "tool_call_id", "created", "created_at", "completed_at",

@@ -99,7 +99,7 @@ class PathScheduler:
 
     @property
     def reads_hops(self) -> bool:
-        """Whether the policy is to be told how long hops take."""
+        """True if the policy is to be told how long hops take."""
         return self._policy.reads_hops
 
     def kv_usage(self) -> float:
@@ -137,7 +137,7 @@ class PathScheduler:
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
-        """A lease ended; what it booked is given back, and whoever waits may be placed.
+        """A lease ended; what it booked is given back, and a waiting request may be placed.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
         queue: its next path reads the prompt and the tokens so far.
@@ -190,7 +190,7 @@ class PathScheduler:
     # --- inside ---
 
     def _fits(self, request: Request) -> bool:
-        """Whether some path could ever hold the prompt and one token."""
+        """True if some path could ever hold the prompt and one token."""
         reached = {0}
         for stage in sorted(self._network.stages, key=lambda stage: stage.end):
             roomy = (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers
