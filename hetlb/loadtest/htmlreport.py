@@ -130,8 +130,8 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
     title = f"SUSPECT: {len(suspect)} of {len(runs)} runs"
     opening = " open" if len(suspect) <= _OPEN_GROUPS else ""
     return (
-        f'<div class="banner"><p class="SUSPECT">{title}: there the client was not fit to measure. Do not rely on '
-        f"what is marked.</p><details{opening}><summary>Reasons</summary><ul>{reasons}</ul></details></div>"
+        f'<div class="banner"><p class="SUSPECT">{title}: there the client was not fit to measure. '
+        f"Do not rely on what is marked.</p><details{opening}><summary>Reasons</summary><ul>{reasons}</ul></details></div>"
     )
 
 
