@@ -91,6 +91,15 @@ test-helm: .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'
 	$(BIN)/python -m pytest tests/test_helm.py
 
+# An environment of its own: these packages pin versions of those that hetlb uses.
+.venv-sdks/.done: pyproject.toml
+	test -x .venv-sdks/bin/python || $(PYTHON) -m venv .venv-sdks
+	.venv-sdks/bin/python -m pip install -q --disable-pip-version-check -e '.[sdks]' hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-sdks: .venv-sdks/.done
+	HETLB_ALL_SDKS=1 .venv-sdks/bin/python -m pytest tests/sdks
+
 mutation: .venv/.dev
 	$(BIN)/python bench/mutation/run.py
 
@@ -113,4 +122,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf build dist .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-compiled .venv-sdks .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
