@@ -28,7 +28,9 @@ MAY_IMPORT = {
     "emulator": {"core", "config", "sim"},
     "loadtest": {"core", "config", "workload"},
     "demo": set(),
+    "stage": {"core", "config"},
     "cli": {
+        "stage",
         "core",
         "config",
         "workload",

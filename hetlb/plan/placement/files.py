@@ -50,7 +50,7 @@ def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
     `ConfigError`.
     """
     model = _read_model(files.model)
-    times = _read_times(files.layer_times)
+    times = read_layer_times(files.layer_times)
     kinds = _read_limits(files.limits, times)
     nodes = _read_nodes(files.nodes, kinds)
     links = _read_links(files.links, {node.name for node in nodes}, pruned=pruned)
@@ -137,8 +137,10 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[_Row]:
         raise ConfigError(f"{path}: expected comma-separated values: {caught}") from caught
 
 
-def _read_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
-    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
+def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
+    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine. Raises
+    `ConfigError`.
+    """
     points: dict[tuple[str, str], dict[float, float]] = {}
     for row in _rows(path, TIME_COLUMNS):
         phase = row.text("phase")
