@@ -83,6 +83,8 @@ class Batcher:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Work] = deque()
         self.leases: dict[int, StageLease] = {}
+        #: Leases of the batch that runs: their blocks stay until it is done.
+        self._running: list[StageLease] = []
         #: Bytes of rows that wait.
         self.waiting_bytes = 0
 
@@ -105,17 +107,28 @@ class Batcher:
         self.waiting_bytes += len(rows)
 
     def close(self, lease_id: int) -> None:
-        """Free what a lease holds. Its passes are dropped; unknown ids are ignored."""
+        """Free what a lease holds, behind the batch that runs if it is part of it. Its passes are dropped;
+        unknown ids are ignored.
+        """
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             lease.closed = True
-            self._pool.release(lease.table)
+            if lease not in self._running:
+                self._pool.release(lease.table)
+
+    def done(self) -> None:
+        """The batch formed last has run."""
+        running, self._running = self._running, []
+        for lease in running:
+            if lease.closed:
+                self._pool.release(lease.table)
 
     def form(self, accepts: Callable[[StageLease], bool]) -> tuple[list[Work], list[GivenUp]]:
         """The next batch, and leases that were closed here for it.
 
-        `accepts` says whether what comes out for a lease can be sent on now.
+        `accepts` says whether what comes out for a lease can be sent on now. Call `done` when the batch has run.
         """
+        assert not self._running
         batch: dict[int, Work] = {}
         given_up: list[GivenUp] = []
         left: deque[Work] = deque()
@@ -150,6 +163,7 @@ class Batcher:
         for work in batch.values():
             work.lease.computed += work.count
             self.waiting_bytes -= len(work.rows)
+        self._running = [work.lease for work in batch.values()]
         return list(batch.values()), given_up
 
     def _make_room(

@@ -171,6 +171,8 @@ class _Call:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.prompt_tokens = sum(map(len, prompts))
+        #: Length of the text so far by sequence, for `text_offset`.
+        self.offsets: dict[int, int] = {}
 
     @property
     def logprobs(self) -> int:
@@ -460,7 +462,7 @@ class OpenAIServer:
         text = "".join(choice.text)
         found: dict[str, Any] = {
             "index": index,
-            "logprobs": self._logprobs(call, choice.tokens),
+            "logprobs": self._logprobs(call, index, choice.tokens),
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
         }
@@ -504,7 +506,7 @@ class OpenAIServer:
     def _streamed(self, call: _Call, index: int, piece: Piece) -> dict[str, Any]:
         choice = _delta(index, {"content": piece.text}) if call.chat else {"index": index, "text": piece.text}
         choice |= {
-            "logprobs": self._logprobs(call, [piece.token]),
+            "logprobs": self._logprobs(call, index, [piece.token]),
             "finish_reason": piece.finish,
             "stop_reason": piece.stop_reason,
         }
@@ -523,7 +525,7 @@ class OpenAIServer:
         }
         return b"data: %b\n\n" % msgspec.json.encode(body)
 
-    def _logprobs(self, call: _Call, tokens: list[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, call: _Call, index: int, tokens: list[Token]) -> dict[str, Any] | None:
         """Log probabilities as the endpoint writes them."""
         if call.logprobs < 0:
             return None
@@ -536,11 +538,16 @@ class OpenAIServer:
                     {**_entry(*each[0]), "top_logprobs": [_entry(*e) for e in each[1:]]} for each in entries
                 ]
             }
+        at, offsets = call.offsets.get(index, 0), []
+        for each in entries:
+            offsets.append(at)
+            at += len(each[0][0])
+        call.offsets[index] = at
         return {
             "tokens": [each[0][0] for each in entries],
             "token_logprobs": [each[0][1] for each in entries],
-            "top_logprobs": [dict(each[1:] or each[:1]) for each in entries],
-            "text_offset": [],
+            "top_logprobs": [dict(each) for each in entries],
+            "text_offset": offsets,
         }
 
 

@@ -165,7 +165,7 @@ class StageWorker:
             if self._coordinators.get(session) is channel:
                 del self._coordinators[session]
                 for lease in [each for each in self._batcher.leases if each >> _SESSION_SHIFT == session]:
-                    self._batcher.close(lease)
+                    self._close(lease)
 
     async def _serve_peer(self, channel: Channel) -> None:
         async for frame in channel.frames():
@@ -208,8 +208,9 @@ class StageWorker:
         return inside and (own.first == 0) == (each.hop == 0)
 
     def _close(self, lease: int) -> None:
-        """Free a lease, and drop what may still come for it."""
+        """Free a lease, and drop what may still come for it. Others may run in its room."""
         self._batcher.close(lease)
+        self._wake_up()
         self._void[lease] = None
         if len(self._void) > _MOST_VOID:
             self._void.popitem(last=False)
@@ -255,7 +256,10 @@ class StageWorker:
                 continue
             began = loop.time()
             try:
-                results = await loop.run_in_executor(self._thread, self._runner.run, works)
+                try:
+                    results = await loop.run_in_executor(self._thread, self._runner.run, works)
+                finally:
+                    self._batcher.done()
             except Exception as error:  # out of memory, a fault of the device: the next batch may do
                 log.exception("a batch of %d requests failed", len(works))
                 self._give_up([work.lease.id for work in works], f"its batch failed: {error}")
