@@ -8,13 +8,18 @@
 #   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
+#   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
+#   make docs       the documentation site, into build/site; a dead link is an error
+#   make man        the manual page, into build/hetlb.1
+#   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
+#   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
 #   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -22,7 +27,7 @@ BIN := .venv/bin
 	$(PYTHON) -m venv .venv
 
 .venv/.run: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[tools]'
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/bin/python
@@ -62,6 +67,28 @@ test-vllm: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python -m pytest -m vllm tests/vllm
 
+.venv/.build: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check build
+	@touch $@
+
+# The pure wheel is built from the source package, so that both are known to work.
+wheel: .venv/.build
+	$(BIN)/python -m build -o dist
+	HETLB_COMPILE=1 $(BIN)/python -m build -w -o dist
+	@ls -l dist
+
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+man: .venv/.dev
+	@mkdir -p build
+	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
+	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
+
+test-helm: .venv/.dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'
+	$(BIN)/python -m pytest tests/test_helm.py
+
 mutation: .venv/.dev
 	$(BIN)/python bench/mutation/run.py
 
@@ -84,4 +111,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import msgspec
 import uvloop
 
+from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
+
+logger = logging.getLogger("hetlb.serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +104,7 @@ async def _run(service: Service) -> None:
         await service.start()
         tune_gc()
         print(service.ready_line, flush=True)
+        logger.info(version_line())
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

@@ -24,7 +24,7 @@ from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
@@ -228,7 +228,7 @@ def make_study(
     prefix_cache: bool = False,
     restarts_s: tuple[float, ...] = (),
 ) -> Study:
-    """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
+    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     name = models[0] if model is None else model
     if name not in models:
@@ -291,6 +291,7 @@ def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
         "predictor": study.setup.predictor,
         "iteration": study.rule.value,
         "bound": ran.bound,
+        "steady_bound": ran.steady_bound,
         "split": ran.split,
     }
 
@@ -324,7 +325,7 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        key: median(table[key] for table in tables)
+        key: None if tables[0][key] is None else median(table[key] for table in tables)
         for key in tables[0]
         if not isinstance(tables[0][key], str)
     }
@@ -337,8 +338,8 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
         words = [] if len(rates) == 1 else [_rate_in_words(rate)]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
-        reference = here[0]["bound"]["total_token_throughput"]
-        table = runs_table(here, reference_tok_s=reference, title=", ".join(words) or None)
+        reference = here[0]["steady_bound"]["total_token_throughput"]
+        table = runs_table(here, steady_tok_s=reference, title=", ".join(words) or None)
         if rate != rates[-1]:
             table.caption = None  # the same under each
         console.print(table)

@@ -15,8 +15,8 @@ from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.types import Capacity, InstanceSpec
 from hetlb.errors import ConfigError
@@ -32,7 +32,7 @@ class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the proxy accepts requests; with `tls` it speaks TLS there and nothing else."""
+    """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -66,7 +66,7 @@ class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which policy, and its parameters.
+    """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
@@ -101,13 +101,13 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How instances that come back are trusted again. `slow_start_s` 0: at once."""
+    """Return of instances to full load. `slow_start_s` 0: at once."""
 
     slow_start_s: NonNegative = 30.0
 
 
 class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How engines are watched."""
+    """Intervals and limits of probes and scrapes."""
 
     interval_s: Positive = 1.0
     timeout_s: Positive = 2.0
@@ -164,7 +164,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where spans of requests go: a collector's address (OTLP over HTTP).
+    """Collector of spans: its address (OTLP over HTTP).
 
     `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
     clients that do not say whether theirs is.
@@ -176,7 +176,7 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where vLLM publishes its KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
+    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
 
     endpoint: str
     topic: str = ""
@@ -201,7 +201,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
+    """Rule by which a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
 
     `tokens`: every image alike. `patch`, `merge`: a token for `merge` x `merge` patches of so many pixels a
     side, after a resize to `min_pixels` .. `max_pixels` or to `longest_edge`. `tile`, `tile_tokens`,
@@ -251,7 +251,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a secret stands: a file or an environment variable. `key` names it in errors."""
+    """Source of a secret: a file or an environment variable. `key` names it in errors."""
 
     key: str
     file: Path | None = None
@@ -259,7 +259,7 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the key and the authorities of one instance stand. `key` names the instance in errors.
+    """Sources of the key and the authorities of one instance. `key` names the instance in errors.
 
     `kv_events` is where it publishes KV events, None where it does not.
     """
@@ -299,12 +299,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """How an error about this fleet begins."""
+        """Beginning of an error about this fleet."""
         return f"{self.path}: " if self.path else ""
 
     @property
     def base(self) -> Path:
-        """What paths in the file are relative to."""
+        """Folder that paths in the file are relative to."""
         return self.path.parent if self.path else Path()
 
     @property
@@ -390,7 +390,7 @@ def _check_endpoint(url: str, where: str) -> None:
 
 
 def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
-    """Where the secret of `{key}_file` or `{key}_env` stands, None without either. Raises `ConfigError`."""
+    """The source that `{key}_file` or `{key}_env` names, None without either. Raises `ConfigError`."""
     if file is not None and env is not None:
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
@@ -413,7 +413,7 @@ _ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0
 
 
 def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
-    """Where KV events are read. Raises `ConfigError` unless the addresses can be connected to."""
+    """The source of KV events, checked. Raises `ConfigError` unless the addresses can be connected to."""
     if stated is None:
         return None
     table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated

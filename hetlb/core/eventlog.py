@@ -1,4 +1,4 @@
-"""What the scheduler saw and decided, as JSON lines; and the same facts fed to a scheduler again.
+"""Event log: facts and decisions of the scheduler as JSON lines, and a replay of them.
 
 A log holds everything a decision depends on (the set-up with its seed, then every fact with its
 time), so that replaying it gives the same decisions, to the last bit. The first line is the set-up; every
@@ -17,8 +17,7 @@ from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, K
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -266,7 +265,7 @@ class Replayed(PickleByFields):
 
     @property
     def same(self) -> bool:
-        """Whether the decisions agree."""
+        """True if the decisions agree."""
         return self.recorded == [encode_command(command) for command in self.commands]
 
 

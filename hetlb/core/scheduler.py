@@ -3,7 +3,7 @@
 No I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
 what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
 leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
-for a while (it has just come back, is busy, has failed) restrains nobody where all are alike. Queues are
+for a while (it has just come back, is busy, has failed) throttles none where all are alike. Queues are
 bounded. The proxy drives this object from real traffic, the simulator from a heap, a replay from a file.
 """
 
@@ -24,7 +24,7 @@ from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import ChangeCounter, Instance
 from hetlb.core.policies.base import Policy, SchedulingContext, best, paper_terms
-from hetlb.core.policies.baselines import make_policy
+from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
@@ -89,7 +89,7 @@ def _with_excluded(
 
 @mypyc_attr(acyclic=True)
 class _Decision:
-    """What a policy chose for a request, before anything is booked."""
+    """Decision of a policy for a request, before anything is booked."""
 
     __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "work_s")
 
@@ -134,7 +134,7 @@ class _Ready:
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Whether somebody may not stand like the others: then every request is looked at by itself.
+        #: True if an instance is throttled: then every request is looked at by itself.
         self.throttled = any(instance.throttled(now) for instance in self.able)
         #: Whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
@@ -142,7 +142,7 @@ class _Ready:
         )
         #: Lengths that instances can take, ascending: the index of one is the class of an instance.
         self.limits = sorted({_longest(instance) for instance in instances})
-        #: A prompt longer than this, with one token of output if there is any, fits nobody.
+        #: A prompt longer than this, with one token of output if there is any, fits no instance.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
 
     def fit_of(self, request: Request) -> int:
@@ -167,7 +167,7 @@ def _longest(instance: Instance) -> float:
 
 
 def _why_not(instance: Instance) -> str:
-    """Why an instance can take no request now, "" if it can."""
+    """Reason an instance can take no request now, "" if it can."""
     if instance.admin is not AdminState.READY:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
@@ -181,7 +181,7 @@ def _prompt_needs(request: Request) -> int:
 
 
 class _Attempts:
-    """Where a request that is being retried was sent before, and how often it may have been run there."""
+    """Earlier destinations of a request that is being retried, and how often it may have been run."""
 
     __slots__ = ("runs", "tried", "turned_away")
 
@@ -369,7 +369,7 @@ class Scheduler:
     def _ended_badly(
         self, instance: Instance, outcome: Outcome, now: float, server_error: bool
     ) -> list[Command]:
-        """What the end of a lease says about its instance."""
+        """Effect of the end of a lease on the health of its instance."""
         health, says = instance.health, verdict(outcome, server_error)
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
@@ -514,7 +514,7 @@ class Scheduler:
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """When `on_tick` is due, None while nothing waits for time to pass."""
+        """Time at which `on_tick` is due, None while nothing waits for time to pass."""
         return self._last_tick + TICK_S if len(self._queue) else None
 
     def on_tick(self, now: float) -> list[Command]:
@@ -531,7 +531,7 @@ class Scheduler:
         return commands
 
     def _waited(self, entry: Queued, now: float) -> Reject | None:
-        """How a request is turned down that has waited for too long, None if it has not."""
+        """Rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
             return Reject(
@@ -647,13 +647,13 @@ class Scheduler:
         return [ready.instances for ready in self._ready.values() if instance in ready.instances]
 
     def _has_another(self, instance: Instance) -> bool:
-        """Whether some other instance could take over what this one is answering."""
+        """True if some other instance could take over what this one is answering."""
         return any(
             other is not instance and other.routable for pool in self._pools(instance) for other in pool
         )
 
     def _may_eject(self, instance: Instance) -> bool:
-        """Whether failed answers may take an instance out: of every model it serves enough must be left.
+        """True if failed answers may take an instance out: of every model it serves enough must be left.
 
         What has left for other reasons (drained, refused, not answering) is no capacity to begin with.
         """
@@ -701,7 +701,9 @@ class Scheduler:
         return chosen, excluded, availabilities
 
     def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
-        """Who is there, has not had the request and is large enough, and why each other one is not."""
+        """Instances that are there, have not had the request and are large enough, and a reason for each
+        other one.
+        """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
         if attempts is None and request.pinned is None:
@@ -752,7 +754,7 @@ class Scheduler:
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
+        if demand.mix.empty and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
         held = (
@@ -763,7 +765,7 @@ class Scheduler:
         return SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
 
     def _exact(self, request: Request, held: Held | None) -> Held:
-        """What is held of a prompt, with the exact figures of engines that publish KV events."""
+        """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
         if held is None:
             held = Held()
         for instance in self._telling:
@@ -867,7 +869,7 @@ class Scheduler:
     def _lease(
         self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
     ) -> Lease:
-        """What a request takes on an instance: its prefixes are used from now on."""
+        """Lease of a request on an instance: its prefixes are used from now on."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
@@ -1019,11 +1021,11 @@ class Scheduler:
         return other if other is not None and other.instance is found.instance else found
 
     def _may_retry(self) -> bool:
-        """Whether the budget of retries that may run twice allows one more."""
+        """True if the budget of retries that may run twice allows one more."""
         return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """What becomes of a request that an engine did not answer."""
+        """Retry or reject a request that an engine did not answer."""
         request, predicted = lease.request, lease.predicted_output
         attempts = self._attempts.setdefault(request.id, _Attempts())
         attempts.tried.append(lease.instance)
@@ -1039,7 +1041,7 @@ class Scheduler:
                 if outcome is Outcome.NO_RESPONSE:
                     self._retrying.add(placed.lease.id)
                 return [placed]
-            # Somebody can take it, but not now: nobody has room, or too many are being tried again.
+            # An instance can take it, but not now: none has room, or too many are being tried again.
             if unsent:
                 self._attempts.pop(request.id)
             if self._queue.has_room(request):

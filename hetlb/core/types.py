@@ -28,7 +28,7 @@ MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
 class AdminState(StrEnum):
-    """What an operator asked for. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
+    """Administrative state. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
 
     READY = "ready"
     DRAIN = "drain"
@@ -36,7 +36,7 @@ class AdminState(StrEnum):
 
 
 class Health(StrEnum):
-    """What the evidence says. `SUSPECT` is used only while no instance that can take a request is `UP`."""
+    """Health by evidence. `SUSPECT` is used only while no instance that can take a request is `UP`."""
 
     UP = "up"
     SUSPECT = "suspect"
@@ -44,7 +44,7 @@ class Health(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a request, or one lease of it, ended. Every accepted request has exactly one."""
+    """End of a request, or of one lease of it. Every accepted request has exactly one."""
 
     OK = "ok"
     UPSTREAM_ERROR = "upstream_error"
@@ -62,7 +62,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity(PickleByFields):
-    """What one instance can hold. `None` means not known yet.
+    """Limits of one instance. `None` means not known yet.
 
     `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
     `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
@@ -108,7 +108,7 @@ class InstanceSpec(PickleByFields):
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
-    """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
+    """One request as the scheduler sees it. It never holds the true output length, and is never changed.
 
     (Not frozen, and with a constructor that can be compiled: one is made for every request.)
 
@@ -308,7 +308,7 @@ class ModelsLearned(PickleByFields):
 
 
 class ProbeResult(StrEnum):
-    """What a probe of an engine found. A refused connection is proof of absence, a timeout is not."""
+    """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -351,7 +351,7 @@ class EngineSample(PickleByFields):
 
 
 class RejectReason(StrEnum):
-    """Why the scheduler turned a request down."""
+    """Reason for which the scheduler turned a request down."""
 
     UNKNOWN_MODEL = "unknown_model"
     TOO_LONG = "too_long"
@@ -437,7 +437,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of an engine that says it is busy: nobody else can take the request.
+    """Give the client the answer of an engine that says it is busy: no other instance can take the request.
 
     The lease goes on and ends as that of any other answer.
     """

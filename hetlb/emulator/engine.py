@@ -89,7 +89,7 @@ class EmulatedEngine:
 
     @property
     def url(self) -> str:
-        """Where it accepts; the true port once it has started."""
+        """Address of the server; the true port once it has started."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 

@@ -36,7 +36,7 @@ class Message:
 
 
 class Listener:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     __slots__ = ("_date", "_date_at", "connections", "handle", "keep_alive_s", "loop")
 

@@ -54,7 +54,7 @@ def quoted(text: str) -> str:
 
 
 class Out(Protocol):
-    """What a reply needs of its connection."""
+    """Interface of a reply's connection."""
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body."""
@@ -86,7 +86,7 @@ class Reply:
     PREFIX = ""
 
     def choice_type(self) -> type[ReplyChoice]:
-        """How the choices tell their tokens."""
+        """Class of the choices, by the way their tokens are sent."""
         return PlainChoice
 
     @property
@@ -117,7 +117,7 @@ class Reply:
         raise NotImplementedError
 
     def opening(self) -> bytes:
-        """What goes before the first token of a stream, framed."""
+        """Bytes before the first token of a stream, framed."""
         return b""
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
@@ -125,7 +125,7 @@ class Reply:
         raise NotImplementedError
 
     def closing(self) -> bytes:
-        """What ends a stream, framed."""
+        """Bytes that end a stream, framed."""
         return _DONE
 
     def usage_so_far(self, choice: ReplyChoice, extra: str = "") -> str:

@@ -109,7 +109,7 @@ def read_object(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _read_as_the_standard_library(body: bytes) -> Any:
-    """What vLLM's own parser makes of it: NaN passes, errors have its position and words."""
+    """Decode as vLLM's own parser does: NaN passes, errors have its position and words."""
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
@@ -204,7 +204,7 @@ def text_seed(text: str) -> int:
 
 
 def answer_length(seed: int, index: int) -> int:
-    """When an answer nobody limited ends: deterministic, log-normal, at least one token."""
+    """Length of an answer that no limit cuts: deterministic, log-normal, at least one token."""
     uniform = (zlib.crc32(b"%d/%d" % (seed, index)) + 0.5) / 2**32
     return max(1, round(math.exp(ANSWER_MU + ANSWER_SIGMA * _DIGITS.inv_cdf(uniform))))
 
@@ -431,7 +431,7 @@ class Reader:
         )
 
     def _stops_after(self, data: dict[str, Any]) -> int | None:
-        """Where `vllm_xargs.output_tokens` says that the model stops: the emulator's stand-in for EOS."""
+        """Tokens after which `vllm_xargs.output_tokens` says that the model stops: the stand-in for EOS."""
         extra = data.get("vllm_xargs")
         if not isinstance(extra, dict) or (stops := extra.get("output_tokens")) is None:
             return None

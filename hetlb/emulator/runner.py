@@ -95,7 +95,7 @@ class Runner:
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
-        self._idle: asyncio.Future[None] | None = None  # somebody waits for the engine to have no work
+        self._idle: asyncio.Future[None] | None = None  # a caller waits for the engine to have no work
 
     @property
     def running(self) -> int:

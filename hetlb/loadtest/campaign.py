@@ -24,7 +24,7 @@ from hetlb.workload.schedules import Ramp, Rate
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign gives; `comparison` and `search` as they stand in the document."""
+    """Result of a campaign; `comparison` and `search` as they stand in the document."""
 
     measured: list[Measured] = field(default_factory=list)
     comparison: list[dict[str, Any]] = field(default_factory=list)

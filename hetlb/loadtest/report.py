@@ -19,12 +19,15 @@ def runs_table(
     runs: Sequence[Mapping[str, Any]],
     *,
     reference_tok_s: float | None = None,
+    steady_tok_s: float | None = None,
     alone: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
 ) -> Table:
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
+    With `steady_tok_s`, that of all instances while each is full, `% of full` is the run's steady rate,
+    without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """
     names = list(dict.fromkeys(each["name"] for run in (*alone, *runs) for each in run["instances"]))
@@ -34,7 +37,10 @@ def runs_table(
     table.caption = "tokens/s: prompt and output"
     table.add_column("policy")
     table.add_column("tokens/s", justify="right")
-    if reference_tok_s:
+    if steady_tok_s:
+        table.add_column("% of\nfull", justify="right")
+        table.caption += "; % of full: while requests come, of what all reach alone"
+    elif reference_tok_s:
         table.add_column("% of\nsum", justify="right")
     for heading in ("TTFT\np50", "TTFT\np99", "TPOT\np50"):
         table.add_column(heading, justify="right")
@@ -48,7 +54,9 @@ def runs_table(
         table.add_column("failed", justify="right")
     for run in (*alone, *runs):
         cells = [str(run["policy"]), f"{run['total_token_throughput']:,.0f}"]
-        if reference_tok_s:
+        if steady_tok_s:
+            cells.append(percent(run["steady"]["total_token_throughput"] / steady_tok_s))
+        elif reference_tok_s:
             cells.append(percent(run["total_token_throughput"] / reference_tok_s))
         cells += [milliseconds(run[f"{key}_ms"]) for key in ("median_ttft", "p99_ttft", "median_tpot")]
         entries = {each["name"]: each for each in run["instances"]}
@@ -167,7 +175,7 @@ def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
-    """What a comparison compares."""
+    """Title of a comparison."""
     rounds = comparison["rounds"]
     return f"{comparison['policy']} against {comparison['baseline']}, rate {rate_text(comparison)}, " + (
         f"{rounds} paired rounds" if rounds > 1 else "one round"
@@ -209,7 +217,7 @@ def _table(title: str | None) -> Table:
 
 
 def _add_name_columns(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the runs apart."""
+    """Add the columns that tell the runs apart."""
     columns = ["policy"] if any(run["policy"] for run in runs) else []
     columns += ["rate", "round"] if any(run["round"] > 1 for run in runs) else ["rate"]
     for heading in columns:

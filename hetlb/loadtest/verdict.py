@@ -14,7 +14,7 @@ from typing import Any
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult, percentile
 
-#: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
+#: A measurement error below this is of no concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its

@@ -153,7 +153,7 @@ def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], prof
 
 
 def origin_of(profile: Profile) -> str:
-    """What the figures of a profile rest on, in a word."""
+    """Origin of the figures of a profile, in a word."""
     if profile.source is None:
         return "profile"
     return "measured" if profile.source.measured else profile.source.kind
@@ -280,7 +280,7 @@ def _candidate(
 
 
 def speed_of(profile: Profile) -> Fraction:
-    """How fast the GPUs of a profile are: one full iteration of prompts and one of decodes, per second."""
+    """Speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
     latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
     seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
     return Fraction(1.0 / seconds)
@@ -444,7 +444,7 @@ def pipeline_profile(
     shares = [float(stage.layers) for stage in stages]
 
     def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
-        """What one batch takes to come round, of one coefficient."""
+        """Seconds that one batch takes to come round, of one coefficient."""
         parts = [share * value for share, value in zip(shares, values, strict=True)]
         return max(count * max(parts), math.fsum(parts) + link_s)
 

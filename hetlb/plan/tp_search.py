@@ -1,4 +1,4 @@
-"""Which tensor-parallel degree per machine: the memory constraint and the exhaustive search of the paper.
+"""Search of the tensor-parallel degree of each machine: the paper's memory constraint, exhaustively.
 
 Every degree that divides the GPU count is ranked, the infeasible ones last with the reason and
 the missing bytes; what throughput a degree has is said by an estimator given as an argument, once per
@@ -22,7 +22,7 @@ Rows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PlanModel:
-    """What is to be served, and the longest request that must fit."""
+    """The model to be served, and the longest request that must fit."""
 
     name: str
     parameters: float
@@ -69,7 +69,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an instance of some degree has left for the KV cache. `missing_bytes` is 0 where it fits."""
+    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
 
     kv_bytes: Fraction
     kv_cache_tokens: int

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Control(Source, Protocol):
-    """What the admin listener may see and do."""
+    """Interface of the service for the admin listener."""
 
     @property
     def registration(self) -> bool: ...
@@ -135,7 +135,7 @@ def _has_token(request: web.Request, token: bytes) -> bool:
 
 
 def _from_a_page(request: web.Request) -> bool:
-    """Whether a web page sent this: from another origin, or under a name that somebody made lead here."""
+    """True if a web page sent this: from another origin, or under a name that only resolves to here."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True

@@ -41,6 +41,7 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
@@ -58,7 +59,6 @@ from hetlb.proxy.scheduling import (
 )
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
-from hetlb.proxy.telemetry.request_record import Phase
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
@@ -152,7 +152,7 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def retry_after_s(self, reject: Reject) -> float | None:
-        """When the client of a rejected request should come again, None where that would be of no use."""
+        """Seconds until the client of a rejected request should try again, None where that is of no use."""
 
     @abstractmethod
     def targets(self) -> Iterable[Target]:
@@ -172,11 +172,11 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def pinned_serves(self, pinned: str, model: str) -> bool:
-        """Whether the instance that a request is pinned to answers to a model."""
+        """True if the instance that a request is pinned to answers to a model."""
 
     @abstractmethod
     def serves(self, lease: Lease) -> bool:
-        """Whether the instance of a lease serves its model, as far as is known."""
+        """True if the instance of a lease serves its model, as far as is known."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
@@ -216,7 +216,7 @@ class ExchangeDriver(ABC):
             end = exchange.end
             assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
             self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
-        elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
+        elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.cancelled(exchange.request.id, ended_at)
         if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
@@ -225,7 +225,7 @@ class ExchangeDriver(ABC):
 
     def refused(self, outcome: Outcome) -> None:
         """A request was answered before it became one."""
-        self._totals.count(outcome, Phase.QUEUE.value)
+        self._totals.count(outcome, Phase.QUEUED.value)
 
     def settle(self) -> None:
         """Count and log the requests that ended since the last time."""
@@ -268,7 +268,7 @@ class ExchangeDriver(ABC):
         return {
             exchange.lease.instance
             for exchange in self.exchanges.values()
-            if exchange.lease is not None and exchange.phase is Phase.STREAM and exchange.since >= since
+            if exchange.lease is not None and exchange.phase is Phase.STREAMING and exchange.since >= since
         }
 
     def identify(self, own: str, table: ProxyTable | None = None) -> None:
@@ -484,7 +484,7 @@ class Driver(ExchangeDriver):
             self.change(AdminStateSet(instance, AdminState.MAINT))
 
     def _emits(self, name: str) -> bool:
-        """Whether part of an answer came from an instance lately."""
+        """True if part of an answer came from an instance lately."""
         return name in self.streaming(self.now() - EMITS_S)
 
     @property

@@ -34,7 +34,7 @@ class End:
 
     @property
     def counts_as(self) -> Verdict:
-        """What it says about the instance."""
+        """Verdict about the instance."""
         return verdict(self.told, self.server_error)
 
 

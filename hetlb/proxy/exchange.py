@@ -18,6 +18,22 @@ from typing import Final, Protocol
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
+from hetlb.proxy.exchange_states import (
+    COMMITTED,
+    DISPATCHED,
+    ENDED,
+    FIRST_BYTE,
+    HEARTBEAT,
+    RECONNECTING,
+    RETRIED,
+    STREAM_FOLLOWS,
+    TURNED_AWAY,
+    WRITTEN,
+    Phase,
+    Response,
+    ResponseTransition,
+    Transition,
+)
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.error_responses import Answer
@@ -26,12 +42,12 @@ from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
-from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
 
 
 class DriverSide(Protocol):
-    """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
+    """Interface of an exchange's driver: the clock, the scheduler, the connections."""
 
     @property
     def forward_rules(self) -> ForwardRules: ...
@@ -51,7 +67,7 @@ class DriverSide(Protocol):
 
 
 class ClientSide(Protocol):
-    """What an exchange needs of its client's connection."""
+    """Interface of an exchange's client connection."""
 
     @property
     def http11(self) -> bool: ...
@@ -76,6 +92,9 @@ _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
 _RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
+_NOTHING: Final = Response.NOTHING
+_HEARTBEATS: Final = Response.HEARTBEATS
+_STARTED: Final = Response.STARTED
 
 
 #: RFC 5842, 7.2.
@@ -88,10 +107,9 @@ class Exchange(RequestRecord):
 
     __slots__ = (
         "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
-        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine",
-        "_engine_label", "_fine",
-        "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning", "_watcher",
-        "_write", "end", "phase", "since",
+        "_closes", "_deadline_at", "_driver", "_dropped", "_engine", "_engine_label", "_fine", "_head",
+        "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning", "_watcher", "_write",
+        "end", "phase", "response", "since",
     )  # fmt: skip
 
     def __init__(
@@ -120,7 +138,8 @@ class Exchange(RequestRecord):
         self._call = call
         self._body = body
         self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
-        self.phase = Phase.QUEUE
+        self.phase = Phase.QUEUED
+        self.response = _NOTHING
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
         self._engine: EngineConnection | None = None
@@ -131,10 +150,9 @@ class Exchange(RequestRecord):
         self._fine: list[int] | None = None
         #: When it is of no use to wait any longer; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
-        #: `_early`: the head went out with a heartbeat, and nothing of an engine's answer since. `_dropped`:
-        #: an engine dropped it and may have run it.
-        #: `_closes`: the client was told that the connection ends with this answer.
-        self._committed = self._early = self._dropped = self._chunked_out = self._closes = False
+        #: `_dropped`: an engine dropped it and may have run it. `_closes`: the client was told that the
+        #: connection ends with this answer.
+        self._dropped = self._chunked_out = self._closes = False
         self._tail = b""
         #: Since when the client does not read, and for how long it did not before.
         self._held_since: float | None = None
@@ -155,13 +173,12 @@ class Exchange(RequestRecord):
         mixed: bool = False,
     ) -> None:
         """The scheduler chose an instance: go there."""
-        assert self.phase is Phase.QUEUE, f"dispatched in phase {self.phase}"
         self.lease = lease
         self.expected_s = expected_s
         self.expected_first_s = expected_first_s
         self.mixed = mixed
         self.dispatched_at = now
-        self._enter(Phase.CONNECT, now)
+        self._enter(DISPATCHED, now)
         self._driver.pool(lease).send(self)
 
     def turned_away(self) -> None:
@@ -170,7 +187,7 @@ class Exchange(RequestRecord):
         self._answer_head = self._answer_length = self.lease = None
         self.status = 0
         self.retries += 1
-        self._enter(Phase.QUEUE, self._now())
+        self._enter(TURNED_AWAY, self._now())
 
     def rejected(self, reject: Reject) -> None:
         """The scheduler turned the request down."""
@@ -190,7 +207,7 @@ class Exchange(RequestRecord):
         through.
         """
         self._engine = connection
-        self._enter(Phase.WAIT, self._now())
+        self._enter(WRITTEN, self._now())
         head, body = self._head, self._body
         lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
         if self.trace is not None:
@@ -228,7 +245,7 @@ class Exchange(RequestRecord):
         assert self.lease is not None
         self._dropped = True
         self._engine = None
-        self._enter(Phase.CONNECT, self._now())
+        self._enter(RECONNECTING, self._now())
         self._driver.pool(self.lease).send(self, fresh=True)
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
@@ -293,9 +310,9 @@ class Exchange(RequestRecord):
                 return
         else:
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-            if self._early:
-                return  # no part of a stream: it is told of when it is whole
-        if not self._committed:
+            if self.response is _HEARTBEATS:
+                return  # no part of a stream: an event reports it when it is whole
+        if self.response is _NOTHING:
             payload = self._commit() + self._frame(payload)
         elif self._chunked_out:
             payload = b"%x\r\n%b\r\n" % (len(payload), payload)
@@ -323,10 +340,10 @@ class Exchange(RequestRecord):
             if self.first_byte_at is None:
                 self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-        if self._early:
+        if self.response is _HEARTBEATS:
             self._answered_late(watcher)
             return
-        out = b"" if self._committed else self._commit()
+        out = b"" if self.response is not _NOTHING else self._commit()
         out += self._frame(payload) + b"0\r\n\r\n" if self._chunked_out else payload
         if out:
             self._write(out)
@@ -336,7 +353,7 @@ class Exchange(RequestRecord):
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
         self._engine = None
-        if self._committed and (not self._early or self._held_up):
+        if self.response is _STARTED or (self.response is _HEARTBEATS and self._held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
             self._answer(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
@@ -356,7 +373,7 @@ class Exchange(RequestRecord):
 
     @property
     def _whole(self) -> End:
-        """What the end of a whole answer says."""
+        """The end of the lease of a whole answer."""
         watcher = self._watcher
         if watcher is not None and watcher.failed:
             return ends.REFUSED_IN_STREAM if watcher.refused else ends.ERROR_EVENT
@@ -381,7 +398,7 @@ class Exchange(RequestRecord):
 
     @property
     def _unbegun(self) -> bool:
-        """Whether the engine has sent the head of a stream and not one byte of it."""
+        """True if the engine has sent the head of a stream and not one byte of it."""
         return self._watcher is not None and self.status == 200 and self.first_byte_at is None
 
     @property
@@ -391,12 +408,12 @@ class Exchange(RequestRecord):
 
     @property
     def plain(self) -> bool:
-        """Whether what comes of the answer is passed on as it stands."""
+        """True if what comes of the answer is passed on as it stands."""
         return self._watcher is None
 
     @property
     def events(self) -> int:
-        """How many events with text a stream has had so far."""
+        """Number of events with text of a stream so far."""
         return 0 if self._watcher is None else self._watcher.events
 
     # --- from the client's connection ---
@@ -428,7 +445,7 @@ class Exchange(RequestRecord):
 
     def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
         """Called about twice a second: end what has waited for too long, comfort who waits for a stream."""
-        if self.phase is Phase.QUEUE and self._too_late(now):
+        if self.phase is Phase.QUEUED and self._too_late(now):
             retry_after_s = self._driver.give_up(self)
             detail = "No instance became free in the time that the client waits."
             self._answer(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
@@ -437,18 +454,18 @@ class Exchange(RequestRecord):
             return  # `ClientConnection.sweep` ends a client that does not read
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
+        if self.phase is Phase.SENT and now - self.since > first_byte_s:
             self._stop_engine()
             text = "The instance did not begin to answer in time."
             self._answer(error_responses.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
-        elif self.phase is Phase.STREAM and now - self.since > idle_s:
+        elif self.phase is Phase.STREAMING and now - self.since > idle_s:
             self._stop_engine()
             self._break(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
-        if self._committed and not self._early:
+        if self.response is _STARTED:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self._answer(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
@@ -457,22 +474,27 @@ class Exchange(RequestRecord):
 
     @property
     def _delimited(self) -> bool:
-        """Whether the client can tell where the answer ended without the connection closing."""
+        """True if the client can tell where the answer ended without the connection closing."""
         return self._chunked_out or self._answer_length is not None
 
     @property
     def _held_up(self) -> bool:
-        """Whether the client did not read for so long that the answer may have broken off for it."""
+        """True if the client did not read for so long that the answer may have broken off for it."""
         return self._held_since is not None or self._held_s >= ends.HELD_UP_S
 
     @property
     def _may_have_run(self) -> bool:
-        """Whether an engine was sent the request and may have worked on it."""
-        return self._dropped or self.phase in (Phase.WAIT, Phase.STREAM)
+        """True if an engine was sent the request and may have worked on it."""
+        return self._dropped or self.phase in (Phase.SENT, Phase.STREAMING)
 
-    def _enter(self, phase: Phase, now: float) -> None:
-        self.phase = phase
+    def _enter(self, transition: Transition, now: float) -> None:
+        assert self.phase in transition.before, f"request {self.request.id}, {self.phase}: {transition.event}"
+        self.phase = transition.after
         self.since = now
+
+    def _respond(self, transition: ResponseTransition) -> None:
+        assert self.response in transition.before, f"{self.response}: {transition.event}"
+        self.response = transition.after
 
     def _first_byte(self, payload: bytes) -> None:
         now = self._now()
@@ -483,10 +505,11 @@ class Exchange(RequestRecord):
             if self.kind is _RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
                 self._driver.remember_response(made[1].decode("ascii"), self.lease.instance, self.tenant)
         if self._watcher is not None:
-            self._early = False
+            if self.response is _HEARTBEATS:
+                self._respond(STREAM_FOLLOWS)
             if self.request.sequences == 1:
                 self._fine = self._driver.gaps(self.request.model).fine
-        self._enter(Phase.STREAM, now)
+        self._enter(FIRST_BYTE, now)
 
     def _text_came(self, before: int) -> None:
         """More of a stream's text came, after `before` events of it. Called for about every token."""
@@ -504,8 +527,8 @@ class Exchange(RequestRecord):
         self._driver.gaps(self.request.model).long(now - self._text_at)
 
     def _too_late(self, now: float) -> bool:
-        """Whether the client is about to give up waiting."""
-        if self._early:
+        """True if the client is about to give up waiting."""
+        if self.response is _HEARTBEATS:
             return False  # heartbeats keep it from that
         if self._deadline_at is None:
             self._deadline_at = self.arrived_at + max(0.0, _patience_s(self._head) - _MARGIN_S)
@@ -514,7 +537,7 @@ class Exchange(RequestRecord):
     def _beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this commits the answer."""
         self._beat_at = now
-        if not self._early:
+        if self.response is not _HEARTBEATS:
             if not (self._call.stream and self.kind in _SSE_KINDS and self._client.http11):
                 return
             lines = [
@@ -527,7 +550,8 @@ class Exchange(RequestRecord):
             if not self._head.keep_alive:
                 lines.append(b"connection: close")
             self.status = 200
-            self._committed = self._early = self._chunked_out = True
+            self._respond(HEARTBEAT)
+            self._chunked_out = True
             self._write(b"\r\n".join(lines) + b"\r\n\r\n")
         self._write(self._frame(_HEARTBEAT))
 
@@ -550,7 +574,7 @@ class Exchange(RequestRecord):
         head, length, asked = self._answer_head, self._answer_length, self._head
         assert head is not None, "expected a head before a body"
         assert self.lease is not None
-        self._committed = True
+        self._respond(COMMITTED)
         out = b"%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
             response_lines(head),
             self.lease.instance.encode("ascii"),
@@ -604,7 +628,7 @@ class Exchange(RequestRecord):
     def _stop_engine(self) -> None:
         """Close the engine's connection, made or in the making: it stops working for this request."""
         self._drop_engine()
-        if self.lease is not None and self.phase is Phase.CONNECT:
+        if self.lease is not None and self.phase is Phase.CONNECTING:
             self._driver.pool(self.lease).cancel(self)
 
     def _try_again(self, end: End) -> None:
@@ -619,15 +643,15 @@ class Exchange(RequestRecord):
         assert lease is not None
         self.retries += 1
         self._dropped = self._dropped or dropped
-        self._enter(Phase.QUEUE, self._now())
+        self._enter(RETRIED, self._now())
         self._driver.lease_ended(lease, end.told, retry=True)
 
     def _answer(
         self, answer: Answer, message: str, retry_after_s: float | None = None, *, end: End | None = None
     ) -> None:
         """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
-        assert not self._committed or self._early, "expected an answer before the response began"
-        if self._early:
+        assert self.response is not _STARTED, "expected an answer before the response began"
+        if self.response is _HEARTBEATS:
             self.status = 200
             self._write(self._frame(error_responses.error_event(answer, message)))
             self._finish(end, answer.outcome, broken=True)
@@ -653,13 +677,13 @@ class Exchange(RequestRecord):
         """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
         if end is not ends.STOPPED and self._held_up:
             end = ends.HELD_UP
-        if not self._committed:
+        if self.response is _NOTHING:
             self._write(self._commit())
         if self._watcher is not None:
             rest += self._watcher.cut()
         if rest:
             self._write(self._frame(rest))
-        if self._watcher is not None or self._early:
+        if self._watcher is not None or self.response is _HEARTBEATS:
             event = error_responses.error_event(
                 error_responses.BROKEN_STREAM, f"The answer broke off: {detail}."
             )
@@ -676,11 +700,11 @@ class Exchange(RequestRecord):
         client_gone: bool = False,
     ) -> None:
         """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
-        assert self.phase is not Phase.DONE, f"request {self.request.id} ended twice"
-        self.ended_in, self.phase = self.phase, Phase.DONE
+        self.ended_at = self._now()
+        self.ended_in = self.phase
+        self._enter(ENDED, self.ended_at)
         self.end = end
         self.outcome = outcome if end is None else end.outcome
-        self.ended_at = self._now()
         watcher, lease = self._watcher, self.lease
         self.streamed = watcher is not None
         if watcher is not None and lease is not None and not lease.output_tokens:
@@ -696,7 +720,7 @@ class Exchange(RequestRecord):
 
 
 def _patience_s(head: RequestHead) -> float:
-    """How long the client says that it waits for an answer; infinity if it does not say."""
+    """Seconds that the client says it waits for an answer; infinity if it does not say."""
     patience_s = math.inf
     for name, value in head.headers:
         unit_s = _PATIENCE.get(name)

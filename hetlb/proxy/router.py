@@ -1,6 +1,6 @@
-"""What becomes of a whole request: an exchange that goes to an engine, or an answer of hetlb's own.
+"""Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
 
-Nothing is sent here and nothing is booked; whoever is refused gets one `GateError` that says why.
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
 Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
@@ -44,7 +44,7 @@ _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
 
 class FleetView(Protocol):
-    """What is answered without an engine."""
+    """Interface of the fleet for requests that are answered without an engine."""
 
     def models(self) -> list[dict[str, Any]]: ...
     def routable(self) -> bool: ...
@@ -57,7 +57,7 @@ class Router:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
-        #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
+        #: Tenants by the SHA-256 of their keys; None lets every client in.
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
@@ -71,7 +71,7 @@ class Router:
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> Tenant | None:
-        """Whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None:
             return None
@@ -89,7 +89,7 @@ class Router:
         return tenant
 
     def knows(self, path: str) -> bool:
-        """Whether something that takes a body is at a path."""
+        """True if something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
     def form(self, head: RequestHead) -> FormReader | None:
@@ -223,7 +223,7 @@ class Router:
         return exchange
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
-        """Whose share a request is of, where a header says it (of a key's owner, if there are keys)."""
+        """The tenant that a header names (one of a key's owner, if there are keys)."""
         assert self._tenant_header is not None
         name = head.fields.get(self._tenant_header)
         if name is None or _TENANT.fullmatch(name) is None:

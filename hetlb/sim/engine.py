@@ -113,7 +113,7 @@ class EngineLimits:
 
 
 class SequenceState(StrEnum):
-    """Where a sequence is. `PREFILL` and `DECODE` are what vLLM counts as running."""
+    """State of a sequence. `PREFILL` and `DECODE` are what vLLM counts as running."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -228,13 +228,13 @@ class IterationRun(NamedTuple):
         return steps
 
     def steps_completed(self, elapsed_s: float) -> int:
-        """How many steps have ended by `elapsed_s`."""
+        """Number of steps that have ended by `elapsed_s`."""
         steps = self.steps_until(elapsed_s)
         return steps if self.elapsed_s(steps) <= elapsed_s else steps - 1
 
 
 class Ended(NamedTuple):
-    """What the iterations that just ended did.
+    """Results of the iterations that just ended.
 
     In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
     every sequence in `EngineModel.decoding` and every one in `finished` (with output) has got one.
@@ -344,12 +344,12 @@ class EngineModel:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not (self._decoding or self._waiting or self._completing or self._partial or self._arriving)
 
     @property
     def _busy(self) -> bool:
-        """Whether a batch runs or, with asynchronous scheduling, is fixed."""
+        """True if a batch runs or, with asynchronous scheduling, is fixed."""
         return bool(
             self._stretch is not None or self._decoding or self._completing or self._partial or self._leaving
         )
@@ -389,7 +389,7 @@ class EngineModel:
 
     @property
     def admission_blocked(self) -> bool:
-        """Whether a sequence submitted now cannot start before the iterations in flight end.
+        """True if a sequence submitted now cannot start before the iterations in flight end.
 
         It waits behind a sequence that cannot be admitted until another finishes, or every place is taken;
         then an arrival needs no `cut`.
@@ -404,7 +404,7 @@ class EngineModel:
         return sequence._generated
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether the whole KV cache is enough for such a sequence."""
+        """True if the whole KV cache is enough for such a sequence."""
         return prompt_tokens + max(output_tokens, 1) <= self.limits.max_sequence_tokens
 
     # --- what comes in ---
@@ -466,7 +466,7 @@ class EngineModel:
     def begin_run(self, until_s: float = math.inf) -> IterationRun | None:
         """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
 
-        Alike: nobody finishes before the last one ends, nobody can be admitted, and every block needed is
+        Alike: no sequence finishes before the last one ends, none can be admitted, and every block needed is
         free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
         result is the same as that many calls of `begin_iteration` and `end_iteration`.
         """
@@ -626,7 +626,7 @@ class EngineModel:
         return demand
 
     def _last_leaves(self) -> bool:
-        """Whether the latest admitted is one that has finished, and put it at the end of those."""
+        """True if the latest admitted is one that has finished, and put it at the end of those."""
         self._leaving.sort(key=lambda each: each[0]._admission)
         last = self._leaving[-1][0]
         return not self._decoding or last._admission > next(reversed(self._decoding))._admission
@@ -843,7 +843,7 @@ class EngineModel:
         return blocks + sum(self._demand[start:]) + sum(self._demand[: end - size])
 
     def _affordable_steps(self, steps: int) -> int:
-        """How many of the next `steps` steps find every block they need free."""
+        """Number of the next `steps` steps that find every block they need free."""
         free = self.pool.free_blocks
         if self._block_demand(self._step, steps) <= free:
             return steps

@@ -68,7 +68,7 @@ class EngineSpec:
     max_model_len: int | None = None
 
     def fits(self, planned: PlannedRequest) -> bool:
-        """Whether it can run every sequence of a request to its end."""
+        """True if it can run every sequence of a request to its end."""
         tokens = planned.prompt_tokens + max(1, planned.answer_tokens)
         most = self.limits.max_sequence_tokens
         return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))
@@ -115,7 +115,7 @@ def _sequences(flight: _Flight) -> list[_Run]:
 
 @dataclass(slots=True)
 class FleetResult:
-    """What a run gives: a record per planned request, in plan order, and counts per instance."""
+    """Result of a run: a record per planned request, in plan order, and counts per instance."""
 
     records: list[RequestResult]
     outcomes: list[Outcome]
@@ -253,7 +253,7 @@ class FleetSimulation:
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
-        """What the scheduler is told of a planned request: never how long its answers will be.
+        """The request that the scheduler sees of a planned one: never the length of its answers.
 
         What its prompts begin with is named as the proxy does: nothing where there are several.
         """

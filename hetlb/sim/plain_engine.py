@@ -55,7 +55,7 @@ class PlainSequence:
 
     @property
     def done(self) -> bool:
-        """Whether no further batch is needed."""
+        """True if no further batch is needed."""
         return self.computed >= self.prompt and self.generated + self.expected >= self.output
 
     def key(self, end: int) -> Hashable:
@@ -87,7 +87,7 @@ class PlainBatch:
 
 @dataclass
 class PlainOutcome:
-    """What a batch gave: the numbers of the sequences that got a token, and of those that finished."""
+    """Result of a batch: the numbers of the sequences that got a token, and of those that finished."""
 
     tokens: list[int]
     finished: list[int]
@@ -256,7 +256,7 @@ class PlainEngine:
         return found
 
     def _fits(self, sequence: PlainSequence, found: list[int]) -> bool:
-        """Whether the whole sequence fits; blocks found that have no user are among the free ones."""
+        """True if the whole sequence fits; blocks found that have no user are among the free ones."""
         unused = sum(not self.users[block] for block in found)
         return self._blocks_for(sequence.tokens) - len(found) + unused <= len(self.free)
 

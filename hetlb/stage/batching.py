@@ -58,7 +58,7 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether a token is to be sampled behind its last row."""
+        """True if a token is to be sampled behind its last row."""
         return self.last and self.lease.next_url is None
 
 

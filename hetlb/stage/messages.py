@@ -48,17 +48,17 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True if the most likely token is taken."""
         return self.temperature < 1e-5
 
     @property
     def penalises(self) -> bool:
-        """Whether earlier tokens change the choice."""
+        """True if earlier tokens change the choice."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property
     def plain(self) -> bool:
-        """Whether the token is the largest logit and nothing else."""
+        """True if the token is the largest logit and nothing else."""
         return (
             self.greedy
             and not self.penalises

@@ -148,7 +148,7 @@ class CameBack(Message, tag=10, frozen=True):
 
 
 class ModelsRead(Message, tag=11, frozen=True):
-    """What an engine serves since its connections had to be made again: its `/v1/models` answer."""
+    """The `/v1/models` answer of an engine since its connections had to be made again."""
 
     instance: str
     body: bytes
@@ -211,7 +211,7 @@ class Abort(Message, tag=37, frozen=True):
 
 
 class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """How an instance is reached. Another `incarnation` is another server, even under the same name.
+    """Address of an instance. Another `incarnation` is another server, even under the same name.
 
     `registered` says that it stands in no file; `address` is then the one that its name was resolved to.
     """
@@ -231,7 +231,7 @@ class Instances(Message, tag=38, frozen=True):
 
 
 class View(Message, tag=39, frozen=True):
-    """What relays answer themselves: served names, `/v1/models` (a JSON array), readiness."""
+    """State that relays answer from: served names, `/v1/models` (a JSON array), readiness."""
 
     names: list[str]
     only_model: str
@@ -248,7 +248,7 @@ class Learnt(Message, tag=40, frozen=True):
 
 
 class Waiting(Message, tag=44, frozen=True):
-    """Whether requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
+    """True if requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
 
     requests: bool
 

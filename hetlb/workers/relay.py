@@ -107,7 +107,7 @@ class Relay:
         return self._models
 
     def routable(self) -> bool:
-        """Whether some instance takes requests."""
+        """True if some instance takes requests."""
         return self._routable and not self._stopping
 
     # --- life ---

@@ -106,7 +106,7 @@ class _Open:
     def __init__(self, link: RelayLink, request: Request, named: bool) -> None:
         self.link = link
         self.request = request
-        #: Whether it named its model.
+        #: True if it named its model.
         self.named = named
         self.lease: Lease | None = None
         self.lease_number = 0
@@ -150,7 +150,7 @@ class RelayHost:
         self._stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
-        #: Whether requests wait, as the relays know it.
+        #: True if requests wait, as the relays know it.
         self._waiting = False
         self._ticker: asyncio.TimerHandle | None = None
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -505,6 +505,6 @@ class RelayHost:
 
     @property
     def totals(self) -> Totals:
-        """What is counted here: decisions, ejections, reloads, the scheduler's calls."""
+        """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
         self.settle()
         return self._totals

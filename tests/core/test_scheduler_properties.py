@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (

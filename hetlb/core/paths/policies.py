@@ -41,7 +41,7 @@ class PathPolicy:
     """Base of all policies: the graph of stages that may follow each other, and which of them have room."""
 
     name = ""
-    #: Whether `hop_took` is to be called.
+    #: True if `hop_took` is to be called.
     reads_hops = False
 
     def __init__(

@@ -102,7 +102,7 @@ class PathScheduler:
 
     @property
     def passable(self) -> bool:
-        """Whether the stages that are up hold all layers."""
+        """True if the stages that are up hold all layers."""
         return self._covers(lambda stage: self._ledgers[stage.name].up)
 
     @property
@@ -112,7 +112,7 @@ class PathScheduler:
 
     @property
     def reads_hops(self) -> bool:
-        """Whether the policy is to be told how long hops take."""
+        """True if the policy is to be told how long hops take."""
         return self._policy.reads_hops
 
     def kv_usage(self) -> float:
@@ -150,7 +150,7 @@ class PathScheduler:
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
-        """A lease ended; what it booked is given back, and whoever waits may be placed.
+        """A lease ended; what it booked is given back, and a waiting request may be placed.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
         queue: its next path reads the prompt and the tokens so far.
@@ -223,11 +223,11 @@ class PathScheduler:
     # --- inside ---
 
     def _fits(self, request: Request) -> bool:
-        """Whether some path could ever hold the prompt and one token."""
+        """True if some path could ever hold the prompt and one token."""
         return self._covers(lambda stage: (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers)
 
     def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
-        """Whether usable stages can follow each other through all layers."""
+        """True if usable stages can follow each other through all layers."""
         reached, partial = {0}, self._network.partial_inference
         for stage in sorted(self._network.stages, key=lambda stage: stage.end):
             if usable(stage) and any(

@@ -138,7 +138,7 @@ class StageNetwork:
         return self.partial_inference and at > 0 and stage.first < at < stage.end
 
     def leads_out(self, stage: StageSpec) -> bool:
-        """Whether tokens come out behind `stage`."""
+        """True if tokens come out behind `stage`."""
         return stage.end == self.layers and (stage.name, SINK) in self.links
 
     def message_bytes(self, sender: str, receiver: str) -> int:

@@ -1,4 +1,4 @@
-"""What every policy is made of: the ctx it is asked, the paper's terms, the choice it gives.
+"""Base of every policy: the context of a decision, the paper's terms, the decision.
 
 A policy sees only instances that can take the request (the scheduler has filtered), the lowest
 score wins and ties go to the first in file order. `choose` changes nothing but the policy's random draws;
@@ -116,7 +116,7 @@ def paper_terms(
 
 @mypyc_attr(acyclic=True)
 class SchedulingContext:
-    """What a policy is asked: where one request should go, now, given what else is asked for.
+    """Context of one decision: the request, the time, and what else is asked for.
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
@@ -156,7 +156,7 @@ class SchedulingContext:
         self.availabilities = availabilities
 
 
-#: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what
+#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
@@ -165,9 +165,9 @@ class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
     name: ClassVar[str]
-    #: Whether it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
+    #: True if it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
     reads_demand: ClassVar[bool] = False
-    #: Whether a request may be left waiting although an instance could take it. The others are asked only
+    #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
     #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
@@ -198,7 +198,9 @@ class Policy:
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
     ) -> Queued:
-        """Which of `entries` (the head of the queue first) should go to `chosen`, where the head would go."""
+        """The request among `entries` (the head of the queue first) that suits `chosen` best, the head's
+        choice.
+        """
         return entries[0]
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:

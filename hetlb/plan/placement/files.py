@@ -99,7 +99,7 @@ class _Row:
         return self._cells.get(column)
 
     def error(self, column: str, expected: str) -> ConfigError:
-        """What is wrong with a cell."""
+        """The error of a cell."""
         got = self._cells[column]
         return ConfigError(
             f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}"

@@ -43,7 +43,7 @@ class WorkerState:
 
 
 class MetricsSource(Protocol):
-    """What a scrape reads."""
+    """Interface of the service for a scrape."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -371,5 +371,5 @@ def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """The value of a label. Line ends and quotes would end it; control characters help nobody."""
+    """The value of a label. Line ends and quotes would end it; control characters are of no use."""
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

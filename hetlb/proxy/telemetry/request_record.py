@@ -6,24 +6,14 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hetlb.core.types import Lease, Outcome, Request
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 
 if TYPE_CHECKING:
     from hetlb.proxy.telemetry.tracing import Trace
-
-
-class Phase(StrEnum):
-    """State of a request: queued, connecting, sent, answered in part, ended."""
-
-    QUEUE = "queue"
-    CONNECT = "connect"
-    WAIT = "wait"
-    STREAM = "stream"
-    DONE = "done"
 
 
 class RequestRecord:
@@ -65,11 +55,11 @@ class RequestRecord:
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None
         #: Phase in which it got its outcome.
-        self.ended_in = Phase.QUEUE
+        self.ended_in = Phase.QUEUED
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
         self.status = self.retries = 0
-        #: Whether the answer was a stream of server-sent events; set at the end.
+        #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
         self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.

@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def sampled(self) -> bool:
-        """Whether its spans are kept."""
+        """True if its spans are kept."""
         return bool(self.flags & _SAMPLED)
 
     @property
@@ -80,7 +80,7 @@ class Trace:
 
 
 _CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
-#: What somebody else's trace left behind means nothing in another one.
+#: State that another vendor's trace left behind means nothing in this one.
 _BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
 
 
@@ -254,7 +254,7 @@ def check_installed(where: str) -> None:
 
 
 def spans_url(endpoint: str) -> str:
-    """Where spans are posted: a collector's address, with the usual path unless it has one."""
+    """Address for spans: a collector's, with the usual path unless it has one."""
     return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
 
 
