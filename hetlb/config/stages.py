@@ -12,6 +12,7 @@ from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, short
 from hetlb.core.paths.scheduler import PATH_POLICIES
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
+from hetlb.plan.placement.files import read_flows, read_links
 
 
 class StageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,29 +22,13 @@ class StageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     url: str
 
 
-class StageLinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One link; `source` and `sink` stand for the proxy."""
-
-    sender: str = msgspec.field(name="from")
-    receiver: str = msgspec.field(name="to")
-    bytes_per_s: Positive
-    latency_s: NonNegative = 0.0
-
-
-class StageFlowTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Tokens/s on one link, which `scheduler: iwrr` follows (`flows` of `hetlb place --json`)."""
-
-    sender: str = msgspec.field(name="from")
-    receiver: str = msgspec.field(name="to")
-    tokens_per_s: Positive
-
-
 class StagesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Stages of one model.
 
     `folder` has its config.json, tokenizer and chat template. All workers are linked to each other and to the
-    proxy with `bytes_per_s` and `latency_s`; `links` states others. `high_water` is the share of a KV cache
-    that expected use may reach. `reconnect_s` is the pause between attempts to reach a worker.
+    proxy with `bytes_per_s` and `latency_s`; `links` is a CSV file that states others. `flows` is a plan
+    (`hetlb place --json`) whose flows `scheduler: iwrr` follows. `high_water` is the share of a KV cache that
+    expected use may reach. `reconnect_s` is the pause between attempts to reach a worker.
     """
 
     folder: str
@@ -57,8 +42,8 @@ class StagesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_model_len: PositiveInt | None = None
     bytes_per_s: Positive = 1.25e9
     latency_s: NonNegative = 0.0005
-    links: tuple[StageLinkTable, ...] = ()
-    flows: tuple[StageFlowTable, ...] = ()
+    links: str | None = None
+    flows: str | None = None
     reconnect_s: Positive = 1.0
 
 
@@ -89,8 +74,8 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
         raise ConfigError(
             f"{key}.scheduler: expected one of {', '.join(PATH_POLICIES)}, got {short(table.scheduler)}"
         )
-    if table.scheduler == "iwrr" and not table.flows:
-        raise ConfigError(f"{key}.flows: expected the flows that scheduler iwrr follows, got none")
+    if table.scheduler == "iwrr" and table.flows is None:
+        raise ConfigError(f"{key}.flows: expected the plan that scheduler iwrr follows, got none")
     workers: dict[str, str] = {}
     for w, worker in enumerate(table.workers):
         at = f"{key}.workers[{w}]"
@@ -102,14 +87,6 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
         if table.ca_file is not None and not url.startswith("https://"):
             raise ConfigError(f"{at}.url: expected https:// with {key}.ca_file, got {short(worker.url)}")
         workers[worker.name] = url
-    for kind in ("links", "flows"):
-        for i, each in enumerate(getattr(table, kind)):
-            for end, name in (("from", each.sender), ("to", each.receiver)):
-                if name not in workers and name != (SOURCE if end == "from" else SINK):
-                    raise ConfigError(
-                        f"{key}.{kind}[{i}].{end}: expected a worker or "
-                        f"{SOURCE if end == 'from' else SINK}, got {short(name)}"
-                    )
     return StageGroup(
         name=table.name,
         model=model,
@@ -122,10 +99,8 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
         high_water=table.high_water,
         max_model_len=table.max_model_len,
         link=LinkSpec(table.bytes_per_s, table.latency_s),
-        links={
-            (each.sender, each.receiver): LinkSpec(each.bytes_per_s, each.latency_s) for each in table.links
-        },
-        flows={(each.sender, each.receiver): each.tokens_per_s for each in table.flows},
+        links={} if table.links is None else read_links(base / table.links, set(workers)),
+        flows={} if table.flows is None else read_flows(base / table.flows, set(workers)),
         reconnect_s=table.reconnect_s,
     )
 

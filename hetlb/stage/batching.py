@@ -126,7 +126,7 @@ class Batcher:
     def form(self, accepts: Callable[[StageLease], bool]) -> tuple[list[Work], list[GivenUp]]:
         """The next batch, and leases that were closed here for it.
 
-        `accepts` says whether what comes out for a lease can be sent on now. Call `done` when the batch has run.
+        `accepts` is true for a lease whose output can be sent on now. Call `done` when the batch has run.
         """
         assert not self._running
         batch: dict[int, Work] = {}

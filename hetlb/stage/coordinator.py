@@ -53,7 +53,7 @@ _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Receiver(Protocol):
-    """What becomes of a sequence."""
+    """Taker of the tokens of a sequence."""
 
     def token(self, token: Token) -> bool:
         """The next token; False ends the sequence."""
@@ -228,7 +228,7 @@ class Coordinator:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """Nobody wants the rest of an answer. Harmless after its end."""
+        """Drop the rest of an answer. Harmless after its end."""
         if self._sequences.pop(sequence.id, None) is not None:
             self._end(sequence, Outcome.CLIENT_GONE)
             self._flush()
@@ -420,7 +420,7 @@ class Coordinator:
             self._stranded = loop.call_later(NO_PATH_S, self._strand)
 
     def _strand(self) -> None:
-        """No path came up in time: whoever waits for one is told."""
+        """Fail the requests that wait: no path came up in time."""
         for sequence in [each for each in self._sequences.values() if each.lease is None]:
             message = "The stages that are up do not hold all layers."
             self._fail(sequence, RejectReason.NO_INSTANCE, message, Outcome.NO_INSTANCE)

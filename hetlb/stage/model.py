@@ -73,7 +73,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Segment:
-    """What attention needs of the works that pass the layers [first, end) together.
+    """Positions and block tables of the works that pass the layers [first, end) together.
 
     Decodes come first. `slots` (layers, T); `tables` (layers, D, columns); `prompts` by work: its rows, its
     tables (layers, columns), its first position.

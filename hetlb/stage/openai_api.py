@@ -63,7 +63,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Fields(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+    """Fields that both endpoints take."""
 
     model: str | None = None
     n: int | None = None
@@ -146,7 +146,7 @@ class _Answer:
 
 
 class _Choice:
-    """What a plain answer collects of one sequence."""
+    """One sequence of a plain answer, collected."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -342,7 +342,7 @@ class OpenAIServer:
             raise _bad(f"Expected token ids from 0 to {size - 1}.", param)
 
     def _ending(self, call: _Call, prompt: list[int]) -> Ending:
-        """What ends an answer to a prompt. Raises `Refused` where there is no room for one."""
+        """End of an answer to a prompt. Raises `Refused` where there is no room for one."""
         fields, longest = call.fields, self._coordinator.max_model_len
         stated = fields.max_tokens
         if isinstance(fields, ChatFields):

@@ -16,7 +16,7 @@ from hetlb.stage.messages import Welcome
 
 @dataclass(slots=True)
 class StageCounters:
-    """What a stage has done since it started. Tokens are those that passed it."""
+    """Work of a stage since it started. Tokens are those that passed it."""
 
     batches: int = 0
     busy_s: float = 0.0

@@ -148,7 +148,7 @@ class TextModel:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What ends an answer: `tokens` (of the model, and the client's own), texts, length."""
+    """Conditions that end an answer: tokens of the model and of the client, texts, length."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -160,7 +160,7 @@ class Ending:
 
 @dataclass(slots=True)
 class Piece:
-    """What one token added to an answer. `finish` is `stop` or `length` on the last one."""
+    """Addition of one token to an answer. `finish` is `stop` or `length` on the last one."""
 
     text: str
     token: Token

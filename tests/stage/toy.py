@@ -1,5 +1,6 @@
-"""A model in integers, exact and without torch, over the real paged KV cache: every layer of every token depends
-on all tokens before it, so a wrong block, position or order changes the answer.
+"""A model in integers, exact and without torch, over the real paged KV cache.
+
+Every layer of every token depends on all tokens before it: a wrong block or position changes the answer.
 
 Layer l makes x[i] into (7 x[i] + (l + 1) * (x[0] + ... + x[i]) + i) mod 997; its cache holds x.
 """

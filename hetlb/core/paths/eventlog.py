@@ -1,4 +1,4 @@
-"""What the scheduler of pipelines saw and decided, as JSON lines.
+"""Event log of the scheduler of pipelines: what it saw and decided, as JSON lines.
 
 The first line is the network, every further one a fact with the commands that it led to. No prompt is in it.
 `dispatches` reads the paths back, each with the network as it was then.
