@@ -193,5 +193,5 @@ def decode(frame: bytes) -> tuple[Message, memoryview]:
     view = memoryview(frame)
     try:
         return _decoder.decode(view[_LENGTH.size : end]), view[end:]
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"expected a message: {error}") from error

@@ -61,6 +61,13 @@ def write_times(path: Path) -> Path:
     return path
 
 
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """The line that says that it is ready."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        return lines.readline()
+
+
 class StageProcess:
     """One `hetlb stage`."""
 
@@ -80,8 +87,7 @@ class StageProcess:
 
     def ready(self) -> str:
         """Wait for its address."""
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().split()[-1]
+        self.url = _first_line(self.process).split()[-1]
         return self.url
 
     def restart(self) -> None:
@@ -96,6 +102,8 @@ class StageProcess:
         return float(re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.MULTILINE)[0])
 
     def stop(self) -> None:
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         self.process.kill()
         self.process.wait(10)
 
@@ -155,8 +163,7 @@ def rig(
             [sys.executable, "-m", "hetlb", "serve", "--config", str(file), "--event-log", str(events)],
             env=environment(), stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert proxy.stdout is not None
-        url, admin = re.findall(r"http://[\d.:]+", proxy.stdout.readline())
+        url, admin = re.findall(r"http://[\d.:]+", _first_line(proxy))
         yield Rig(url, admin, stages, events.with_name("events.jsonl.stages"))
     finally:
         if proxy is not None:
