@@ -1,4 +1,4 @@
-"""Paged KV and batching: blocks are never shared or lost, passes run in order, budgets hold, the oldest proceeds."""
+"""Paged KV and batching: blocks are never shared or lost, passes run in order, the oldest lease proceeds."""
 
 from __future__ import annotations
 

@@ -58,16 +58,16 @@ def answer(prompt: Sequence[int], count: int, sampling: Sampling | None = None) 
         x = np.array(tokens, dtype=np.int64)
         for layer in range(LAYERS):
             x = (7 * x + (layer + 1) * np.cumsum(x) + np.arange(len(x))) % PRIME
-        token = pick(int(x[-1]), sampling or Sampling(len(prompt)), output, len(tokens) - 1)
+        token = pick(int(x[-1]), sampling or Sampling(len(prompt)), output, len(tokens) - 1).token
         tokens.append(token)
         output.append(token)
     return output
 
 
-def pick(value: int, sampling: Sampling, output: Sequence[int], position: int) -> int:
+def pick(value: int, sampling: Sampling, output: Sequence[int], position: int) -> Sampled:
     """The token for the last value of a row; never the one that ends an answer."""
     logits = ((np.arange(VOCABULARY - 1) * 31 + value) % (VOCABULARY - 1)).astype(np.float32) / 8.0
-    return choose(np.append(logits, np.float32(-100.0)), sampling, output, position)[0]
+    return Sampled(*choose(np.append(logits, np.float32(-100.0)), sampling, output, position))
 
 
 class ToyRunner:
@@ -106,7 +106,7 @@ class ToyRunner:
             return x.astype("<i8").tobytes()
         if not work.samples:
             return b""
-        return Sampled(pick(int(x[-1]), lease.sampling, lease.output, position + count - 1))
+        return pick(int(x[-1]), lease.sampling, lease.output, position + count - 1)
 
 
 def make_worker(
