@@ -23,7 +23,17 @@ from hetlb.config.stages import StageGroup
 from hetlb.core.paths.eventlog import RecordingPathScheduler
 from hetlb.core.paths.ledger import PathDispatch, PathLease
 from hetlb.core.paths.scheduler import PathCommand, PathScheduler
-from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec, StageNetwork, StageSpec
+from hetlb.core.paths.stages import (
+    SINK,
+    SOURCE,
+    BatchLimits,
+    Curve,
+    Edge,
+    LinkSpec,
+    StageNetwork,
+    StageSpec,
+    decode_curve,
+)
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import Outcome, Reject, RejectReason, Request
 from hetlb.stage.channel import Channel, ChannelError, connect
@@ -446,8 +456,8 @@ def _stage(name: str, welcome: Welcome) -> StageSpec:
         name=name,
         first=welcome.first,
         end=welcome.end,
-        prompt=_curve(welcome.prompt_times),
-        decode=_curve(welcome.decode_times),
+        prompt=Curve(*zip(*welcome.prompt_times, strict=True)),
+        decode=decode_curve(welcome.decode_times),
         kv_token_layers=welcome.kv_token_layers,
         batch=BatchLimits(
             prompts=welcome.max_num_seqs,
@@ -456,7 +466,3 @@ def _stage(name: str, welcome: Welcome) -> StageSpec:
             decode_context=welcome.kv_token_layers,
         ),
     )
-
-
-def _curve(points: list[tuple[float, float]]) -> Curve:
-    return Curve(tuple(x for x, _ in points), tuple(y for _, y in points))

@@ -1,7 +1,6 @@
 """Measurement of a stage by itself at start: seconds of one layer by tokens of a batch.
 
-The times are those that `core.paths.stages.StageSpec` takes: a batch costs, per layer, `prompt` of its prompt
-tokens and `decode` of its decoding requests.
+A batch costs, per layer, the time of its prompt tokens and the time of its decoding requests.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ def measure(
     prompts = bench.curve([(n, 1, n, 0) for n in _steps(16, most, 4)])
     seats = min(max_num_seqs, pool.token_layers // ((context + pool.block_size) * (end - first)))
     decodes = bench.curve([(n, n, 1, context) for n in _steps(1, max(1, seats), 2)])
-    # The stage model counts a single decode twice (Helix's rule, `sim.pipelines`).
-    decodes = [(n, seconds / 2.0 if n == 1 else seconds) for n, seconds in decodes]
     if len(decodes) == 1:
-        decodes.append((2.0, 2.0 * decodes[0][1]))
+        decodes.append((2.0, decodes[0][1]))
     return [(0.0, 0.0), *prompts], [(0.0, 0.0), *decodes]
 
 

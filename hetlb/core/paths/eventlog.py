@@ -7,6 +7,7 @@ The first line is the network, every further one a fact with the commands that i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, Final
@@ -19,11 +20,15 @@ from hetlb.core.types import Outcome, Request, RequestId
 
 PATH_LOG_FORMAT: Final = "hetlb-paths"
 PATH_LOG_VERSION: Final = 1
+_NICS: Final = ("nic_in_bytes_per_s", "nic_out_bytes_per_s")
 
 
 def _network(network: StageNetwork) -> dict[str, Any]:
     raw = asdict(network)
     raw["links"] = [[*edge, link.bytes_per_s, link.latency_s] for edge, link in network.links.items()]
+    for stage in raw["stages"]:  # JSON has no infinity
+        for key in _NICS:
+            stage[key] = None if math.isinf(stage[key]) else stage[key]
     raw["flows"] = [[*edge, rate] for edge, rate in network.flows.items()]
     return raw
 
@@ -32,7 +37,8 @@ def _read_network(raw: dict[str, Any]) -> StageNetwork:
     stages = []
     for each in raw["stages"]:
         curves = {key: Curve(tuple(each[key]["xs"]), tuple(each[key]["ys"])) for key in ("prompt", "decode")}
-        stages.append(StageSpec(**{**each, **curves, "batch": BatchLimits(**each["batch"])}))
+        nics = {key: math.inf if each[key] is None else each[key] for key in _NICS}
+        stages.append(StageSpec(**{**each, **curves, **nics, "batch": BatchLimits(**each["batch"])}))
     links = {(a, b): LinkSpec(rate, latency) for a, b, rate, latency in raw["links"]}
     flows = {(a, b): rate for a, b, rate in raw["flows"]}
     return StageNetwork(**{**raw, "stages": tuple(stages), "links": links, "flows": flows})
@@ -101,6 +107,11 @@ class RecordingPathScheduler(PathScheduler):
 
 def _line(document: dict[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":")) + "\n"
+
+
+def is_path_log(first_line: str) -> bool:
+    """True for the first line of such a log."""
+    return first_line.startswith(f'{{"format":"{PATH_LOG_FORMAT}"')
 
 
 def dispatches(lines: Iterable[str]) -> Iterator[tuple[int, StageNetwork, tuple[Hop, ...]]]:
