@@ -344,7 +344,7 @@ class Demand:
         return slots.rate()
 
     def _silent(self, rate: float, now: float) -> bool:
-        """Whether arrivals at this rate have stopped: their slots notice it only when half of them are empty.
+        """True if arrivals at this rate have stopped: their slots notice it only when half of them are empty.
 
         Poisson arrivals are silent for so long once in e^16 requests.
         """

@@ -127,7 +127,7 @@ def degrees(machine: Machine) -> list[int]:
 
 
 def misfit(model: PlanModel, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
-    """Why an instance of these degrees does not run on a machine, whatever its speed; empty where it does."""
+    """Reason for which an instance of these degrees cannot run on a machine; empty where it can."""
     if model.shape is not None and (why := refusal(model.shape, degree, pipeline_parallel_size)):
         return f"vLLM refuses it: {why}"
     room = memory(model, machine, degree * pipeline_parallel_size)
