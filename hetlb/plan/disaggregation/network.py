@@ -26,9 +26,14 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """KV transfer between two groups: bytes per request over every link of machines, requests/s at most."""
+    """KV transfer between two groups.
+
+    Bytes per request over every link between machines, seconds per request inside machines, and requests/s at
+    most.
+    """
 
     link_bytes: tuple[tuple[tuple[int, int], float], ...]
+    inside_s: float
     capacity: float
 
 
@@ -58,7 +63,7 @@ class Network:
     def _find_route(self, sender: Group, receiver: Group) -> Route:
         rates, size = self._cluster.links.bytes_per_s, self._cluster.kv_bytes / self._cluster.layers
         links: dict[tuple[int, int], float] = {}
-        capacity = math.inf
+        inside_s = 0.0
         for machine, gpus, first, end in layer_ranges(sender):
             for other, others, start, stop in layer_ranges(receiver):
                 overlap = min(end, stop) - max(first, start)
@@ -68,10 +73,11 @@ class Network:
                     links[machine, other] = links.get((machine, other), 0.0) + overlap * size
                 else:
                     lanes = min(gpus, others)
-                    capacity = min(capacity, lanes * rates[machine][machine] / (overlap * size))
+                    inside_s = max(inside_s, overlap * size / (lanes * rates[machine][machine]))
+        capacity = 1.0 / inside_s if inside_s > 0.0 else math.inf
         for (machine, other), sent in links.items():
             capacity = min(capacity, rates[machine][other] / sent)
-        return Route(tuple(links.items()), capacity)
+        return Route(tuple(links.items()), inside_s, capacity)
 
     @staticmethod
     def bound(groups: Sequence[Group]) -> float:
