@@ -212,7 +212,7 @@ ConnectorName: TypeAlias = Literal["nixl", "mooncake", "shared-storage"]
 
 
 class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How instances of a model hand KV blocks over: the connector of vLLM, and what is known of it.
+    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and what is known of it.
 
     `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
     seconds in vLLM. The others are the first estimate of a transfer's time.

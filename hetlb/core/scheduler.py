@@ -448,7 +448,7 @@ class Scheduler:
         return instance
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """A prefill instance was told that nobody will fetch a prompt."""
+        """A prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
         self._let_go(hold)

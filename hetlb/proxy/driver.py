@@ -201,7 +201,7 @@ class ExchangeDriver(ABC):
     # --- prefill at one instance, decode at another: where the scheduler is in this process ---
 
     def kv_transfer(self, lease: Lease) -> KvTransfer:
-        """How KV blocks come from the instance of a lease."""
+        """Hand-over of KV blocks from the instance of a lease."""
         raise NotImplementedError
 
     def bootstrap(self, lease: Lease) -> EnginePool | None:
