@@ -60,7 +60,7 @@ _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
 
 
 class CostModel(Protocol):
-    """What a cost model says of stages. Seconds, requests/s, tokens."""
+    """Cost model of stages. Seconds, requests/s, tokens."""
 
     def degrees(self, machine: int) -> frozenset[int]:
         """Tensor-parallel degrees for which a machine's speed is known."""
