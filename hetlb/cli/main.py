@@ -23,6 +23,7 @@ COMMANDS = {
     "simulate": "a fleet in virtual time, or a replay of a recorded event log",
     "profile": "latency profiles: make one, show one, compare two",
     "search": "the tensor-parallel degree that suits every machine of a cluster",
+    "stage": "a worker that holds some layers of a model",
     "place": "layers of a model over machines none of which holds it",
     "split": "groups of GPUs for prefill and for decode, their parallelism, the KV flows between them",
     "rent": "which GPUs to rent for a budget, divided into which instances, and which requests go where",

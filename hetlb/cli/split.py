@@ -29,6 +29,7 @@ from hetlb.plan.disaggregation.deploy import Instance, commands, lay_out, write_
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.plan.disaggregation.files import load_split
 from hetlb.plan.disaggregation.search import Found, Search
+from hetlb.plan.disaggregation.simulation import LOAD, Judged, can_judge, different, judge, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.workload.traces import read_trace
 
@@ -38,6 +39,8 @@ _MOST_ROWS = 20_000
 _MOST_EXHAUSTIVE = 8
 #: Seconds for the search where none are given: for so many GPUs, per GPU beyond, and at most.
 _SMALL_GPUS, _SMALL_S, _GPU_S, _MOST_S = 24, 4.0, 0.75, 240.0
+#: What a plan that splits counts in simulation: it has more that can fail, so it must serve a good deal more.
+_WORTH = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cost-model", choices=("profiles", "paper"), help="profiles (default), or HexGen-2's appendix A")
     add("--exhaustive", action="store_true", help=f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)")
     add("--time-limit", type=float, metavar="S", help="seconds for the search (4 up to 24 GPUs, then more)")
+    add(
+        "--simulate", type=int, default=4, metavar="N", help="plans that simulation chooses from (4; 0: none)"
+    )
     add("--seed", type=int, default=0, metavar="N", help="of search and simulation (0)")
     add("--write-fleet", type=Path, metavar="FLEET.yaml", help="the plan as a fleet file")
     add("--json", action="store_true", help="one JSON document on stdout")
@@ -63,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         rows = every[:: max(1, math.ceil(len(every) / _MOST_ROWS))]
     cluster = load_split(args.config, rows)
     cost = _cost_model(args, cluster)
+    if args.simulate < 0:
+        raise InputError(f"--simulate: expected a number of plans from 0, got {args.simulate}")
     if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE} GPUs, got {cluster.gpus}")
     began = time.monotonic()
@@ -71,15 +79,16 @@ def run(args: argparse.Namespace) -> int:
     table = GroupTable(cluster, cost)
     with interrupt.catching(), _bar() as show:
         found = _exhaustive(table, limits) if args.exhaustive else _search(table, limits, args.seed, show)
+    if not found.plans and interrupt.requested:
+        raise KeyboardInterrupt
     if not found.plans:
         raise ConfigError(_nothing_fits(args.config, cluster))
-    plan = found.plans[0]
     solve_s = time.monotonic() - began
-    for each in (plan, found.colocated):
-        if each is not None:
-            check_split(cluster, each, cost.capacity)
+    for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
+        check_split(cluster, each, cost.capacity)
+    plan, simulated = _judged(args, cluster, found, interrupt)
     instances = lay_out(cluster, plan)
-    document = document_of(cluster, plan, found, instances, solve_s)
+    document = document_of(cluster, plan, found, instances, solve_s) | simulated
     document |= {"cost_model": args.cost_model or "profiles", "interrupted": interrupt.requested}
     if args.write_fleet is not None:
         write_fleet(args.write_fleet, cluster, plan, instances, ProfileCost(cluster))
@@ -138,6 +147,51 @@ def _exhaustive(table: GroupTable, limits: SolveLimits) -> Found:
     return Found([best], colocated, best.throughput if search.complete else math.inf)
 
 
+def _judged(
+    args: argparse.Namespace, cluster: Cluster, found: Found, interrupt: Interrupt
+) -> tuple[Plan, dict[str, Any]]:
+    """The best plan in simulation, and the figures of it and of the plan without splitting."""
+    best, colocated = found.plans[0], found.colocated
+    figures: dict[str, Any] = {
+        "simulated": None,
+        "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
+    }
+    if args.simulate == 0 or interrupt.requested or not can_judge(cluster, best):
+        return best, figures
+    cost, limits = ProfileCost(cluster), SolveLimits(interrupt=interrupt)
+    plans = different(found.plans, args.simulate)
+    with interrupt.catching():
+        judged = judge(cluster, plans, cost, limits, seed=args.seed)
+        if colocated is not None and not limits.over:
+            # At the load of the best split plan: what it does not serve of that, it cannot.
+            rate = LOAD * max(best.throughput, colocated.throughput)
+            by_policy = {
+                policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=args.seed)
+                for policy in ("hetlb", "rr")
+            }
+            judged.append(Judged(colocated, by_policy["hetlb"]))
+            figures["colocated"]["simulated"] = {
+                policy: each.request_throughput for policy, each in by_policy.items()
+            }
+    chosen = max(
+        judged, key=lambda each: each.simulated.request_throughput * (_WORTH if each.plan.splits else 1.0)
+    )
+    result = chosen.simulated
+    figures["simulated"] = {
+        "request_throughput": result.request_throughput,
+        "output_throughput": result.output_throughput,
+        "mean_ttft_ms": result.ttft_s * 1e3,
+        "mean_tpot_ms": result.tpot_s * 1e3,
+        "policy": "hetlb",
+        "requests": result.requests,
+        "candidates": [
+            {"throughput_req_s": each.plan.throughput, "simulated_req_s": each.simulated.request_throughput}
+            for each in judged
+        ],
+    }
+    return chosen.plan, figures
+
+
 def _nothing_fits(path: Path, cluster: Cluster) -> str:
     """One line that says what is missing."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
@@ -161,7 +215,6 @@ def document_of(
     rates = {Role.PREFILL: 0.0, Role.DECODE: 0.0, Role.BOTH: 0.0}
     for group in plan.groups:
         rates[group.role] += group.capacity
-    colocated = found.colocated
     split_s = math.fsum(plan.flows.values())
     return {
         "throughput_req_s": plan.throughput,
@@ -193,8 +246,6 @@ def document_of(
             }
             for (sender, receiver), rate in plan.flows.items()
         ],
-        "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
-        "simulated": None,
         "solve_s": solve_s,
         "commands": commands(cluster, instances),
         "workload": {
@@ -267,6 +318,17 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
         other = colocated["throughput_req_s"]
         gain = f"{rate / other - 1:+.1%}" if other > 0 else "it serves nothing"
         lines.append(f"without splitting: {other:.4g} requests/s (this plan: {gain})")
+    if (simulated := document["simulated"]) is not None:
+        served = simulated["request_throughput"]
+        lines.append(
+            f"in simulation under hetlb: {served:.4g} requests/s ({served / rate:.1%} of the plan), first "
+            f"token after {simulated['mean_ttft_ms']:.0f} ms, {simulated['mean_tpot_ms']:.1f} ms per token"
+        )
+        if colocated is not None and "simulated" in colocated:
+            lines.append(
+                "without splitting, in simulation: "
+                + ", ".join(f"{each:.4g} under {policy}" for policy, each in colocated["simulated"].items())
+            )
     if document["bound_req_s"] is not None:
         lines.append(f"no plan serves more than {document['bound_req_s']:.4g} requests/s in this cost model")
     if document["interrupted"]:

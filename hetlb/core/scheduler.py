@@ -186,7 +186,7 @@ def _longest(instance: Instance) -> float:
 
 
 def _splits(instances: Sequence[Instance]) -> bool:
-    """Whether one of them can prefill for another one."""
+    """True if one of them can prefill for another one."""
     linked = [each for each in instances if each.spec.kv_transfer is not None]
     sources = [each for each in linked if each.spec.role is not Role.DECODE]
     return any(
@@ -448,7 +448,7 @@ class Scheduler:
         return instance
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """A prefill instance was told that nobody will fetch a prompt."""
+        """A prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
         self._let_go(hold)

@@ -137,7 +137,7 @@ class Runner:
         self._wake_up()
 
     def release_held(self, choice: Choice) -> None:
-        """The KV cache of a prompt is kept for nobody else any more."""
+        """The KV cache of a prompt is no longer kept for another engine."""
         self.model.release_held(choice)
         self._wake_up()
 

@@ -439,7 +439,7 @@ def pipeline_latency(
     count = len(shares)
 
     def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
-        """What one batch takes to come round, of one coefficient."""
+        """Seconds that one batch takes to come round, of one coefficient."""
         parts = [share * value for share, value in zip(shares, values, strict=True)]
         return max(count * max(parts), math.fsum(parts) + link_s)
 

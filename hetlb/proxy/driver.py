@@ -131,7 +131,7 @@ class ExchangeDriver(ABC):
 
     @property
     def splits(self) -> bool:
-        """Whether some requests are prefilled at one instance and decoded at another."""
+        """True if some requests are prefilled at one instance and decoded at another."""
         return False
 
     @property
@@ -201,7 +201,7 @@ class ExchangeDriver(ABC):
     # --- prefill at one instance, decode at another: where the scheduler is in this process ---
 
     def kv_transfer(self, lease: Lease) -> KvTransfer:
-        """How KV blocks come from the instance of a lease."""
+        """Hand-over of KV blocks from the instance of a lease."""
         raise NotImplementedError
 
     def bootstrap(self, lease: Lease) -> EnginePool | None:
@@ -229,7 +229,7 @@ class ExchangeDriver(ABC):
         self._totals.handed_over(result)
 
     def stood_still_since(self, then: float) -> bool:
-        """Whether this process did not run for a while since then."""
+        """True if this process did not run for a while since then."""
         return self.stalls.since(then)
 
     # --- requests ---

@@ -322,7 +322,7 @@ class Exchange(RequestRecord):
             self._unsplit(ends.DROPPED, "decode_failed")
 
     def _first_of_decode(self, payload: bytes, *, whole: bool) -> bytes | None:
-        """What goes on of the first part of the decode leg's answer, None if nothing does for now."""
+        """The part of the decode leg's first bytes that goes on, None if nothing does for now."""
         handover = self._handover
         assert handover is not None
         payload, good, why = handover.first(

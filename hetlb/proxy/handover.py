@@ -62,7 +62,7 @@ _bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
 
 
 def may_split(kind: Kind, path: str, body: bytes) -> bool:
-    """Whether a request with one prompt and one sequence can be split."""
+    """True if a request with one prompt and one sequence can be split."""
     return kind in SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
 
 
@@ -126,7 +126,7 @@ class SideCall:
         self._pool.send(self)
 
     def abort(self) -> None:
-        """Have the engine stop working for it. Nobody is told."""
+        """Have the engine stop working for it. No outcome is reported."""
         self._over = True
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -189,7 +189,7 @@ class SideCall:
 
 
 class SplitExchange(Protocol):
-    """What a hand-over tells the request that it is for."""
+    """Interface of the request that a hand-over is for."""
 
     def prefilled(self) -> None: ...
     def prefill_refused(self, head: ResponseHead, body: bytes) -> None: ...
@@ -326,7 +326,8 @@ class HandOver:
     def first(
         self, payload: bytes, now: float, status: int, stream: bool, whole: bool
     ) -> tuple[bytes, bool, str]:
-        """What came first of the decode leg's answer, whether it may go on, and why it is of no use.
+        """The first bytes of the decode leg's answer, whether they may go on, and the reason if they are of
+        no use.
 
         ("", False, "") where it takes more to tell.
         """
@@ -350,7 +351,7 @@ class HandOver:
         return payload, True, ""
 
     def take_pending(self) -> tuple[bytes, bool]:
-        """What came of the decode leg's answer before that of the prefill leg, and whether it was all."""
+        """Bytes of the decode leg's answer that came before the prefill leg's, and whether they were all."""
         pending, whole = self._pending, self._pending_end
         self._pending, self._pending_end = b"", False
         return pending, whole

@@ -168,7 +168,7 @@ OWN_READ_TOKENS: Final = 256
 
 @mypyc_attr(acyclic=True)
 class SplitChoice:
-    """Where a request goes that may be split: instances of its prefill and of its decode, by index.
+    """Instances of the prefill and of the decode of a request that may be split, by index.
 
     They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
     are in seconds, `first_s` until the token of the prefill leg and `decode_first_s` from the dispatch of the

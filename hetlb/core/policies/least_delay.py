@@ -365,7 +365,8 @@ class _Evaluation:
             return
         availabilities = ctx.availabilities
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        fresh = ctx.waiting == 0
+        # One that waited is not fresh, even as the last of the queue.
+        fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
         speed = 0.0
         soonest_s = least_decode_s = math.inf
@@ -501,7 +502,7 @@ class _Evaluation:
         return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
 
     def _in_time(self, target: Instance, whole_s: float) -> bool:
-        """Whether an answer comes well before the lease on the KV blocks ends, where that matters.
+        """True if an answer comes well before the lease on the KV blocks ends, where that matters.
 
         The first token of an answer that is sent as a whole is not seen, so nothing else shows that they were
         fetched in time.

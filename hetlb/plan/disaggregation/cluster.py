@@ -10,24 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
 from hetlb.config.profile import Profile
+from hetlb.core.types import Role
 from hetlb.plan.market import Model, RooflineTable
+
+__all__ = ["Cluster", "Composition", "Group", "Links", "Machine", "Plan", "Role", "Slo", "Stage", "Workload"]
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
 Composition: TypeAlias = tuple[tuple[int, int], ...]
-
-
-class Role(StrEnum):
-    """Phases that a group serves."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -91,6 +85,12 @@ class Workload:
         """Mean tokens in the KV cache of a sequence that decodes: prompts weigh as long as they stay."""
         steps = math.fsum(o for _, o in self.rows)
         return math.fsum(o * (i + (o + 1) / 2) for i, o in self.rows) / steps
+
+    @cached_property
+    def final_tokens(self) -> float:
+        """Mean tokens of a sequence at its end, weighted as `context_tokens` is."""
+        steps = math.fsum(o for _, o in self.rows)
+        return math.fsum(o * (i + o) for i, o in self.rows) / steps
 
     @cached_property
     def longest_tokens(self) -> int:

@@ -19,6 +19,9 @@ from hetlb.plan.disaggregation.cluster import Cluster, Group, Plan, Role
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import Dinic
 
+#: Share of a link that a plan uses: transfers come at random, and a scheduler that chooses request by request
+#: does not spread them as evenly as a flow does.
+LINK_SHARE = 0.9
 #: Flows below this share of the total are rounding.
 _LEAST_SHARE = 1e-9
 _ROUNDING = 1e-9
@@ -26,9 +29,14 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """KV transfer between two groups: bytes per request over every link of machines, requests/s at most."""
+    """KV transfer between two groups.
+
+    Bytes per request over every link between machines, seconds per request inside machines, and requests/s at
+    most.
+    """
 
     link_bytes: tuple[tuple[tuple[int, int], float], ...]
+    inside_s: float
     capacity: float
 
 
@@ -45,6 +53,7 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._rates = tuple(tuple(LINK_SHARE * rate for rate in row) for row in cluster.links.bytes_per_s)
         self._routes: dict[tuple[object, object], Route] = {}
 
     def route(self, sender: Group, receiver: Group) -> Route:
@@ -56,9 +65,9 @@ class Network:
         return found
 
     def _find_route(self, sender: Group, receiver: Group) -> Route:
-        rates, size = self._cluster.links.bytes_per_s, self._cluster.kv_bytes / self._cluster.layers
+        rates, size = self._rates, self._cluster.kv_bytes / self._cluster.layers
         links: dict[tuple[int, int], float] = {}
-        capacity = math.inf
+        inside_s = 0.0
         for machine, gpus, first, end in layer_ranges(sender):
             for other, others, start, stop in layer_ranges(receiver):
                 overlap = min(end, stop) - max(first, start)
@@ -68,10 +77,11 @@ class Network:
                     links[machine, other] = links.get((machine, other), 0.0) + overlap * size
                 else:
                     lanes = min(gpus, others)
-                    capacity = min(capacity, lanes * rates[machine][machine] / (overlap * size))
+                    inside_s = max(inside_s, overlap * size / (lanes * rates[machine][machine]))
+        capacity = 1.0 / inside_s if inside_s > 0.0 else math.inf
         for (machine, other), sent in links.items():
             capacity = min(capacity, rates[machine][other] / sent)
-        return Route(tuple(links.items()), capacity)
+        return Route(tuple(links.items()), inside_s, capacity)
 
     @staticmethod
     def bound(groups: Sequence[Group]) -> float:
@@ -99,7 +109,7 @@ class Network:
         for pair, flow in flows.items():
             for link, size in routes[pair].link_bytes:
                 used[link] = used.get(link, 0.0) + flow * size
-        rates = self._cluster.links.bytes_per_s
+        rates = self._rates
         return any(rate > rates[i][j] * (1.0 + _ROUNDING) for (i, j), rate in used.items())
 
     def _program(
@@ -117,7 +127,7 @@ class Network:
         for pair, route in routes.items():
             for link, size in route.link_bytes:
                 by_link.setdefault(link, []).append((columns[pair], size))
-        rates = self._cluster.links.bytes_per_s
+        rates = self._rates
         for (i, j), entries in by_link.items():
             # In units of the link, so that all coefficients are near 1.
             rate = max(rates[i][j], 1.0)

@@ -21,7 +21,7 @@ from hetlb.plan.disaggregation.cluster import Cluster, Composition, Role
 
 #: Memory of a replica beyond its weights, as a share of them: what the number of groups is computed with.
 _KV_SHARE = 0.5
-_SWAPS_PER_GPU = 40
+_SWAPS_PER_GPU = 20
 
 
 def group_count(cluster: Cluster) -> int:

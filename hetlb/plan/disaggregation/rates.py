@@ -16,9 +16,8 @@ from hetlb.core.latency import LatencyModel
 from hetlb.plan.disaggregation.cluster import Role, Slo, Workload
 from hetlb.sim.engine import EngineLimits
 
-#: Share of the KV cache that running sequences use on average: admission stops at the first that finds no
-#: room.
-_KV_SHARE = 0.97
+#: Above so many prompts per iteration their number is taken to be the mean.
+_MANY = 8.0
 
 
 def rate(role: Role, latency: LatencyModel, limits: EngineLimits, workload: Workload, slo: Slo) -> float:
@@ -48,7 +47,7 @@ def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload,
     def step_s(batch: float) -> float:
         return latency.step_s(batch, batch * context)
 
-    batch = _largest_batch(_full_batch(limits, context), slo.tpot_s, step_s)
+    batch = _largest_batch(_full_batch(limits, workload), slo.tpot_s, step_s)
     return batch / (workload.output_tokens * step_s(batch)) if batch > 0 else 0.0
 
 
@@ -60,7 +59,7 @@ def both_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload, s
         """Seconds per output token of each of `batch` sequences."""
         return _request_s(latency, limits, workload, batch) * batch / output
 
-    most = _largest_batch(_full_batch(limits, context), slo.tpot_s, token_s)
+    most = _largest_batch(_full_batch(limits, workload), slo.tpot_s, token_s)
     if most <= 0:
         return 0.0
     throughput = 1.0 / _request_s(latency, limits, workload, most)
@@ -77,28 +76,62 @@ def _request_s(latency: LatencyModel, limits: EngineLimits, workload: Workload, 
     prompt, output, budget = workload.prompt_tokens, workload.output_tokens, limits.max_num_batched_tokens
     # What prompts need beside the decodes may be more than fits: then fewer decode.
     batch = min(batch, budget / (1.0 + prompt / output))
-    cached = batch * workload.context_tokens
-    steps = output / batch
-    room = max(1.0, budget - batch)
-    parts = max(1.0, math.ceil(prompt / room)) if prompt / room > 1.0 else 1.0
-    if parts <= steps:
-        part = prompt / parts
-        mixed_s = latency.mixed_step_s(part, 1.0, part, batch, cached, workload.attended / parts)
-        return parts * mixed_s + (steps - parts) * latency.step_s(batch, cached)
-    tokens = prompt / steps
-    mixed_s = latency.mixed_step_s(
-        tokens,
-        max(1.0, 1.0 / steps),
-        min(prompt, tokens),
-        batch,
-        cached,
-        tokens * workload.attended / prompt,
-    )
-    return steps * mixed_s
+    cached, room = batch * workload.context_tokens, max(1.0, budget - batch)
+    arriving = batch / output  # prompts per iteration, as many as answers end
+
+    def iteration_s(tokens: float) -> float:
+        if tokens <= 0.0:
+            return latency.step_s(batch, cached)
+        attended = tokens * workload.attended / prompt
+        prompts = max(1.0, tokens / prompt)
+        return latency.mixed_step_s(tokens, prompts, min(prompt, tokens), batch, cached, attended)
+
+    if arriving > _MANY and arriving * prompt < 0.7 * room:
+        return iteration_s(arriving * prompt) / arriving
+    # Answers end at random: the prompts that begin with an iteration are Poisson, what exceeds the room is
+    # left to later ones, and the time is convex in the tokens.
+    loads = _token_loads(arriving, prompt, room)
+    return math.fsum(share * iteration_s(tokens) for tokens, share in loads) / arriving
 
 
-def _full_batch(limits: EngineLimits, context: float) -> float:
-    return min(float(limits.max_num_seqs), _KV_SHARE * limits.kv_cache_tokens / context)
+def _token_loads(arriving: float, prompt: float, room: float) -> list[tuple[float, float]]:
+    """Prompt tokens of an iteration with their shares, where `arriving` prompts come per iteration.
+
+    A Poisson number of prompts, cut at the room; its parameter is such that all tokens that come are
+    computed.
+    """
+    wanted = arriving * prompt
+    low, high = arriving, arriving
+    while _mean(_cut_poisson(high, prompt, room)) < 0.995 * wanted and high < 64.0:
+        low, high = high, high * 1.5 + 0.5
+    for _ in range(8):
+        middle = (low + high) / 2.0
+        if _mean(_cut_poisson(middle, prompt, room)) < 0.995 * wanted:
+            low = middle
+        else:
+            high = middle
+    return _cut_poisson(high, prompt, room)
+
+
+def _cut_poisson(mean: float, prompt: float, room: float) -> list[tuple[float, float]]:
+    """(tokens, share) for 0, 1, ... prompts; all that would exceed the room in the last entry."""
+    found, weight, left, number = [], math.exp(-mean), 1.0, 0
+    while number * prompt < room and left > 1e-3:
+        found.append((number * prompt, weight))
+        left -= weight
+        number += 1
+        weight *= mean / number
+    found.append((min(room, number * prompt), max(0.0, left)))
+    return found
+
+
+def _mean(loads: list[tuple[float, float]]) -> float:
+    return math.fsum(tokens * share for tokens, share in loads)
+
+
+def _full_batch(limits: EngineLimits, workload: Workload) -> float:
+    """Sequences that run at once, each with room to its end: what finds none is preempted."""
+    return min(float(limits.max_num_seqs), limits.kv_cache_tokens / workload.final_tokens)
 
 
 def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float]) -> float:

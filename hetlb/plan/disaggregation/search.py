@@ -33,11 +33,15 @@ _HEAT = (0.05, 0.0005)
 _ROUND = 1500
 #: Weight of capacity that nothing uses: a direction where the throughput has none.
 _SLACK_WEIGHT = 0.02
-#: Share of the time for the program.
-_PROGRAM_SHARE = 0.25
+#: Up to so many GPUs, partitions into several numbers of groups are starts.
+_SMALL_GPUS = 64
+#: Shares of the time that is left, most of which is not needed: for the templates, the program without
+#: splitting and the one with it; and the least seconds.
+_TEMPLATES_SHARE, _COLOCATED_SHARE, _PROGRAM_SHARE = 0.3, 0.2, 0.6
+_LEAST_S = 0.3
 #: The search ends when the throughput has reached this share of the bound.
 _ENOUGH = 1.0 - 1e-4
-#: Candidates that are kept for a judge.
+#: Plans that are kept, for a judge.
 _KEPT = 24
 
 
@@ -74,6 +78,7 @@ class Search:
         *,
         roles: Sequence[Role] = tuple(Role),
         guided: bool = True,
+        kept: int = _KEPT,
         seed: int = 0,
         progress: Callable[[float, float], object] = lambda best, bound: None,
     ) -> None:
@@ -81,6 +86,7 @@ class Search:
         self._network = Network(table.cluster)
         self._roles = tuple(roles)
         self._guided = guided
+        self._most_kept = kept
         self._rng = random.Random(seed)
         self._progress = progress
         self._kept: dict[tuple[Part, ...], Plan] = {}
@@ -113,23 +119,21 @@ class Search:
 
     def _starts(self, limits: SolveLimits) -> list[_State]:
         states = []
-        now = time.monotonic()
         if self._guided:
-            whole = min(limits.deadline, now + 1e6) - now
-            share = SolveLimits(1e-3, now + whole * _PROGRAM_SHARE, limits.seed, limits.interrupt)
-            templates = Templates(self._table, share)
-            both = templates.solve(share, (Role.BOTH,))
+            templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
+            both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
             if both is not None:
                 state = self._state(templates.place(both))
                 self._found.colocated = state.plan or self._plan(state)
                 states.append(state)
-            solved = templates.solve(share, self._roles)
+            solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
             if solved is not None:
                 states.append(self._state(templates.place(solved)))
                 if templates.complete:
                     self._found.bound = solved.bound
         count = group_count(self._table.cluster)
-        sizes = {count, max(2, count // 2), max(2, count * 2 // 3)} if self._guided else {count}
+        few = self._guided and self._table.cluster.gpus <= _SMALL_GPUS
+        sizes = {count, max(2, count // 2), max(2, count * 2 // 3)} if few else {count}
         for size in sizes:
             if limits.over and states:
                 break
@@ -140,6 +144,13 @@ class Search:
             if state.throughput > 0.0 and all(r in self._roles for _, r in state.parts):
                 self._keep(state)
         return [state for state in states if all(r in self._roles for _, r in state.parts)]
+
+    @staticmethod
+    def _part(limits: SolveLimits, share: float) -> SolveLimits:
+        """Limits of a part of the search: a share of what is left, but time enough for a small problem."""
+        now = time.monotonic()
+        left = min(limits.deadline - now, 1e6)
+        return SolveLimits(1e-3, now + max(_LEAST_S, left * share), limits.seed, limits.interrupt)
 
     # --- evaluation ---
 
@@ -169,12 +180,12 @@ class Search:
 
     def _keep(self, state: _State) -> None:
         worst = min((plan.throughput for plan in self._kept.values()), default=0.0)
-        if len(self._kept) >= _KEPT and state.throughput <= worst:
+        if len(self._kept) >= self._most_kept and state.throughput <= worst:
             return
         key = tuple(sorted(p for p in state.parts if self._table.capacity(*p) > 0.0))
         if key and key not in self._kept:
             self._kept[key] = state.plan or self._plan(state)
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > self._most_kept:
                 del self._kept[min(self._kept, key=lambda each: self._kept[each].throughput)]
 
     # --- a round of annealing ---

@@ -63,7 +63,7 @@ class EventFields(msgspec.Struct):
 
 
 class PrefillFields(msgspec.Struct):
-    """What the answer of a prefill instance says about fetching its KV blocks."""
+    """Fields of a prefill instance's answer about fetching its KV blocks."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
 
