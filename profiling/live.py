@@ -4,11 +4,11 @@
     python profiling/live.py run KIT --out OUT [--minutes 30]
 
 `pack` fills the folder KIT with all that must be carried: wheels of hetlb and its dependencies, with `--vllm`
-those of vLLM too (about 5 GB; leave it out where the machine has vLLM), and folders of models. A model is its
-config.json and a tokenizer made here: vLLM fills in weights (`--load-format dummy`), since times do not depend
-on their values. `run` makes a virtual environment from the wheels, starts vLLM for one model and degree after the
-other, small degrees first, and runs `hetlb profile` against it. Each profile is in OUT as soon as it is made;
-what does not start is skipped and its log kept; nothing is begun that the remaining minutes do not hold.
+those of vLLM too (about 5 GB; not needed where the machine has it), and folders of models. A model is its
+config.json and a tokenizer made here: vLLM makes up the weights (`--load-format dummy`), since times do not
+depend on their values. `run` makes a virtual environment from the wheels, starts vLLM for one model and degree
+after the other, small degrees first, and runs `hetlb profile` against it. Each profile is in OUT as soon as it
+is made; what does not start is skipped and its log kept; nothing is begun that the time left does not hold.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def test_a_kit_profiles_a_model_without_weights(tmp_path: Path) -> None:
     shim.chmod(0o755)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import live; sys.executable = sys.argv[2]; "
-        "from pathlib import Path; sys.exit(live.run(Path(sys.argv[3]), Path(sys.argv[4]), 3.5, [], sys.argv[5:]))"
+        "from pathlib import Path; kit, out = Path(sys.argv[3]), Path(sys.argv[4]); "
+        "sys.exit(live.run(kit, out, 3.5, [], sys.argv[5:]))"
     )
     server = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
