@@ -93,12 +93,12 @@ def experiments() -> dict[str, Experiment]:
             "5.3",
             tuple(name for name in names if name != "SI"),
             (2.0, 1.0, 1.0, 1.0, 1.0),
-            (8.0, 16.0, 24.0, math.inf),
+            (8.0, 16.0, math.inf),
             (16.0, 33.6),
             tuple(
                 _five(slowness, output)
                 for output in (MEAN_OUTPUT, 400.0, 800.0)
-                for slowness in (1.0, 1.5, 2.0, 3.0)
+                for slowness in (1.0, 1.5, 2.0)
             ),
         ),
     }
