@@ -23,7 +23,7 @@ from pathlib import Path
 from hetlb.config.profile import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec

@@ -129,7 +129,7 @@ def _model_config(path: Path) -> dict[str, Any]:
 
 
 def model_shape(path: Path, config: str | None) -> ModelShape | None:
-    """What vLLM must split evenly, None without a `config.json`. Raises `ConfigError`."""
+    """Sizes that vLLM must split evenly, None without a `config.json`. Raises `ConfigError`."""
     if config is None:
         return None
     try:

@@ -51,7 +51,7 @@ class HealthParams(PickleByFields):
 
 
 class Verdict(StrEnum):
-    """What the end of a lease says about its instance."""
+    """Meaning of the end of a lease for its instance."""
 
     WELL = "as a success"
     ABSENT = "as a refused connection"
@@ -70,7 +70,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 def verdict(outcome: Outcome, server_error: bool) -> Verdict:
-    """What a lease that ended in `outcome` says; `server_error`: a whole answer of 500 or more."""
+    """Verdict of a lease that ended in `outcome`; `server_error`: a whole answer of 500 or more."""
     if server_error and outcome is Outcome.UPSTREAM_ERROR:
         return Verdict.ERROR
     return _VERDICTS.get(outcome, Verdict.NOTHING)
@@ -182,11 +182,11 @@ class HealthTracker:
 
     @property
     def clean(self) -> bool:
-        """Whether it is up and no success could make it any better."""
+        """True if it is up and no success could make it any better."""
         return self._clean
 
     def saved(self) -> dict[str, object]:
-        """How it stands, for `restore` in another process with the same clock."""
+        """State for `restore` in another process with the same clock."""
         return {name: getattr(self, name) for name in _STATE}
 
     def restore(self, saved: Mapping[str, object]) -> None:
@@ -293,24 +293,24 @@ class HealthTracker:
 
     @property
     def ejected_for_failures(self) -> bool:
-        """Whether it is out because of its answers, not because nobody is there."""
+        """True if it is out because of its answers, not because its process is gone."""
         return self.state is Health.EJECTED and self._half_open
 
     # --- doubt ---
 
     def on_probation(self, now: float) -> bool:
-        """Whether it failed so often of late that it gets one request at a time, with pauses."""
+        """True if it failed so often of late that it gets one request at a time, with pauses."""
         return self._failures >= PROBATION_AFTER and self._remembered(now) >= PROBATION_AFTER
 
     def held(self, now: float) -> bool:
-        """Whether it is on probation and its pause is not over."""
+        """True if it is on probation and its pause is not over."""
         if now >= self._held_until or (self._skip is not None and self._skipped >= self._skip):
             return False
         return self.on_probation(now)
 
     @property
     def probation_reason(self) -> str:
-        """What the doubt rests on."""
+        """Evidence that the probation rests on."""
         return f"{self._failures} answers failed in a row"
 
     def on_dispatched(self, now: float) -> None:

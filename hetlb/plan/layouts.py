@@ -188,7 +188,7 @@ class Worth:
 
     @property
     def figure(self) -> float:
-        """What is maximised: goodput at a rate, else tokens/s."""
+        """The figure that is maximised: goodput at a rate, else tokens/s."""
         return self.goodput_req_s if self.goodput_req_s > 0 else self.total_token_throughput
 
 
@@ -213,7 +213,7 @@ class Fleet:
     seed: int = 0
 
     def running(self, machine: Machine) -> Mapping[Part, Instance]:
-        """What can run on a machine."""
+        """Instances that can run on a machine."""
         return self.instances[machine.kind]
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:

@@ -25,7 +25,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What is split over GPUs. `feed_forward` are (key, size) pairs.
+    """Sizes of a model that are split over GPUs. `feed_forward` are (key, size) pairs.
 
     `kv_heads` is 0 for a latent cache (MLA), `vocab_size` where it is not known. `block` is (rows, columns)
     of a block of quantised weights, 1 where they have none.
@@ -97,7 +97,7 @@ def _block(raw: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, int]
 
 
 def refusal(shape: ModelShape, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> str:
-    """Why vLLM does not start with these degrees; empty where it does."""
+    """Reason for which vLLM does not start with these degrees; empty where it does."""
     t = tensor_parallel_size
     if pipeline_parallel_size > shape.layers:
         return f"{shape.layers} layers are fewer than {pipeline_parallel_size} pipeline stages"

@@ -23,7 +23,7 @@ Rows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PlanModel:
-    """What is to be served, and the longest request that must fit."""
+    """The model to be served, and the longest request that must fit."""
 
     name: str
     parameters: float
@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an instance of some degree has left for the KV cache. `missing_bytes` is 0 where it fits."""
+    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
 
     kv_bytes: Fraction
     kv_cache_tokens: int
@@ -127,7 +127,7 @@ def degrees(machine: Machine) -> list[int]:
 
 
 def misfit(model: PlanModel, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
-    """Why an instance of these degrees does not run on a machine, whatever its speed; empty where it does."""
+    """Reason for which an instance of these degrees cannot run on a machine; empty where it can."""
     if model.shape is not None and (why := refusal(model.shape, degree, pipeline_parallel_size)):
         return f"vLLM refuses it: {why}"
     room = memory(model, machine, degree * pipeline_parallel_size)

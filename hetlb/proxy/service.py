@@ -73,7 +73,7 @@ _RESOLVE_S = 5.0
 
 
 class FleetDriver(Protocol):
-    """What a fleet's service needs of the driver of its scheduler."""
+    """Interface of the scheduler's driver for a fleet's service."""
 
     @property
     def totals(self) -> Totals: ...
@@ -91,8 +91,15 @@ class FleetService(ABC):
 
     driver: FleetDriver
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+    #: Descriptions of the stages that an instance is made of, by its name.
+    stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
+
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        """`load` reads the fleet file again at a reload."""
         self.fleet = fleet
+        self._load = load
         self._access = require_urls(fleet)
         #: How each instance is reached; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
@@ -203,7 +210,7 @@ class FleetService(ABC):
         self.admin_address = runner.addresses[0][:2]
 
     def _admin_context(self) -> ssl.SSLContext | None:
-        """What the admin listener begins with; every handshake then takes the certificate read last."""
+        """TLS context of the admin listener; every handshake then takes the certificate read last."""
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
             assert self._admin_tls is not None, "expected a listener with TLS"
@@ -235,7 +242,7 @@ class FleetService(ABC):
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
-        """Whether some instance takes requests."""
+        """True if some instance takes requests."""
         return self.readiness == "ready"
 
     def models(self) -> list[dict[str, Any]]:
@@ -290,7 +297,7 @@ class FleetService(ABC):
 
     @property
     def stopping(self) -> bool:
-        """Whether no further request is to be sent here."""
+        """True if no further request is to be sent here."""
         return self.stopping_soon
 
     @property
@@ -303,12 +310,12 @@ class FleetService(ABC):
 
     @property
     def admin_token(self) -> bytes | None:
-        """What the admin listener asks for, None where it is on loopback and asks for nothing."""
+        """Token of the admin listener, None where it is on loopback and asks for nothing."""
         return self._access.admin_token
 
     @property
     def registration(self) -> bool:
-        """Whether instances may be added and removed through the admin surface."""
+        """True if instances may be added and removed through the admin surface."""
         return self.fleet.admin.registration
 
     def now(self) -> float:
@@ -409,7 +416,7 @@ class FleetService(ABC):
         running = self.fleet
         if running.path is None:
             raise ConfigError("there is no file to reload: hetlb was started with --instance")
-        read = load_fleet(running.path)
+        read = self._load(running.path)
         # The listeners stay where they are, whatever the file says now.
         replace = msgspec.structs.replace
         return replace(
@@ -515,8 +522,10 @@ class Service(FleetService):
 
     driver: Driver
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        super().__init__(fleet, event_log)
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
         self.driver = Driver(
@@ -549,7 +558,7 @@ class Service(FleetService):
 
     @property
     def ready_line(self) -> str:
-        """What `hetlb serve` prints once requests are accepted."""
+        """The line that `hetlb serve` prints once requests are accepted."""
         return ready_line(self.address, self.server.tls, self.admin_address, self._admin_tls)
 
     # --- running ---
@@ -603,7 +612,7 @@ class Service(FleetService):
 
     @property
     def stopping(self) -> bool:
-        """Whether no further request is to be sent here."""
+        """True if no further request is to be sent here."""
         return self.stopping_soon or self.server.stopping
 
     @property

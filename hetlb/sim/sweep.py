@@ -58,7 +58,7 @@ class Load:
         return len(self.rows) if self.num_prompts is None else self.num_prompts
 
     def plan(self, rate: float | str, seed: int) -> list[PlannedRequest]:
-        """When each request is due. Raises `ValueError` for `TRACE` on rows without arrival times."""
+        """Due time of each request. Raises `ValueError` for `TRACE` on rows without arrival times."""
         return make_plan(
             self.rows,
             self.num_prompts,
@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What all runs of a sweep have in common. The set-up's own policy and seed are not used.
+    """Settings that all runs of a sweep have in common. The set-up's own policy and seed are not used.
 
     At each of `restarts_s` a scheduler that knows nothing takes over.
     """
@@ -97,7 +97,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Watched:
-    """What a picture shows of one run: latencies of the completed requests in seconds, and the fleet."""
+    """Data of a picture of one run: latencies of the completed requests in seconds, and the fleet."""
 
     ttft_s: list[float]
     tpot_s: list[float]
@@ -278,7 +278,7 @@ class _Workers:
         self._others = frozenset(multiprocessing.active_children())
         self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
-            # Not forked: whoever calls may have threads.
+            # Not forked: the caller may have threads.
             context = multiprocessing.get_context("spawn")
             self._done = context.RawArray(c_longlong, tasks)
             self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study, self._done))

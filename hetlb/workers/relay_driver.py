@@ -89,16 +89,18 @@ class RelayDriver(ExchangeDriver):
         #: What engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         self.on_reconnect = self.reconnected
-        #: Whether requests wait somewhere: what frees an instance is said at once then.
+        #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()
         self.only_model = ""
+        #: Tokens of a block of engines that publish KV events, as the scheduler process says.
+        self.engine_block_tokens = 0
 
     # --- the channel ---
 
     def live_leases(self) -> list[LiveLease]:
-        """What another scheduler process books again: leases on instances that are still in the fleet."""
+        """Leases that another scheduler process books again: those on instances still in the fleet."""
         now, live = self.now(), []
         for exchange in self.exchanges.values():
             lease = exchange.lease
@@ -152,6 +154,10 @@ class RelayDriver(ExchangeDriver):
     # --- facts ---
 
     @property
+    def block_tokens(self) -> int:
+        return self.engine_block_tokens
+
+    @property
     def models(self) -> Collection[str]:
         return self.served
 
@@ -168,7 +174,7 @@ class RelayDriver(ExchangeDriver):
         self._send(self._arrival(exchange))
 
     def _has_room(self) -> bool:
-        """Whether what waits without a scheduler process is within the queue's limits."""
+        """True if what waits without a scheduler process is within the queue's limits."""
         limits = self._limits
         waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUED]
         if limits.max_requests is not None and len(waiting) > limits.max_requests:

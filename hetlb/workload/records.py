@@ -1,4 +1,4 @@
-"""What happened to each request, and the figures made from it: one definition for proxy, simulator and bench.
+"""Record of each request, and the figures made from it: one definition for proxy, simulator and bench.
 
 Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
 milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
@@ -26,8 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hetlb.core.pickle_by_fields import PickleByFields
-
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
@@ -38,7 +36,7 @@ STEADY_FROM = 0.2
 
 
 @dataclass(slots=True)
-class RequestResult(PickleByFields):
+class RequestResult:
     """One request: times in seconds on one clock, None for what did not happen or was not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
@@ -82,7 +80,7 @@ class RequestResult(PickleByFields):
 
     @property
     def lateness_s(self) -> float | None:
-        """How late it was sent, None where it never was."""
+        """Delay of its sending after it was due, None where it never was sent."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
 
@@ -284,7 +282,7 @@ def _instance_figures(
     preemptions: Mapping[str, int],
     kv_peak: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """One entry per instance; what nobody counted is null."""
+    """One entry per instance; what was not counted is null."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)
@@ -309,7 +307,7 @@ def _ended_s(record: RequestResult) -> float | None:
 
 
 def _meets(record: RequestResult, slo_s: Mapping[str, float]) -> bool:
-    """Whether a completed request met every limit; an answer that came whole began when it ended."""
+    """True if a completed request met every limit; an answer that came whole began when it ended."""
     ttft, tpot = record.ttft_s, record.tpot_s
     measured = {
         "ttft": record.e2el_s if ttft is None else ttft,
