@@ -131,7 +131,8 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
     opening = " open" if len(suspect) <= _OPEN_GROUPS else ""
     return (
         f'<div class="banner"><p class="SUSPECT">{title}: there the client was not fit to measure. '
-        f"Do not rely on what is marked.</p><details{opening}><summary>Reasons</summary><ul>{reasons}</ul></details></div>"
+        f"Do not rely on what is marked.</p><details{opening}><summary>Reasons</summary>"
+        f"<ul>{reasons}</ul></details></div>"
     )
 
 
