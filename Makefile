@@ -18,6 +18,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Tests wait for sockets and processes half of their time: one process more than there are cores.
+JOBS ?= $(shell expr $$(nproc) + 1)
 
 .PHONY: wheel docs man test-helm test-sdks demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
@@ -44,15 +46,15 @@ demo: .venv/.run
 	@$(BIN)/hetlb demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow and not vllm'
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
