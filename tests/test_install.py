@@ -17,7 +17,7 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.demo.__file__).parent
-BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion")
+BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion", "stage")
 #: Commands that need the extra `tools`; those that are neither have an extra of their own.
 TOOLS_COMMANDS = {"bench", "demo", "place", "profile", "rent", "search", "split"} & COMMANDS.keys()
 #: Largest installed tree without the tools, in bytes.

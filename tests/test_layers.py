@@ -29,7 +29,9 @@ MAY_IMPORT = {
     "emulator": {"core", "config", "sim"},
     "loadtest": {"core", "config", "workload"},
     "demo": set(),
+    "stage": {"core", "config"},
     "cli": {
+        "stage",
         "core",
         "config",
         "workload",

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
+    if fleet.stages and fleet.proxy.workers > 1:
+        raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
@@ -68,7 +70,26 @@ def _allow_many_connections() -> None:
 
 
 async def _serve(fleet: Fleet, event_log: Path | None) -> None:
-    service = Service(fleet, event_log)
+    if fleet.stages:
+        await _serve_with_stages(fleet, event_log)
+    else:
+        await _run(Service(fleet, event_log))
+
+
+async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
+    from hetlb.stage.group import StageGroups
+
+    groups = StageGroups(fleet, event_log)
+    try:
+        await groups.start()
+        service = Service(groups.located(fleet), event_log, groups.reload)
+        service.stages = groups.documents
+        await _run(service)
+    finally:
+        await groups.close()
+
+
+async def _run(service: Service) -> None:
     try:
         await service.start()
         tune_gc()

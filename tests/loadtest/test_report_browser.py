@@ -1,4 +1,4 @@
-"""The report in a browser: no table is cut at any width, what rests on a SUSPECT run is marked there."""
+"""The report in a browser: no table is cut at any width, and what rests on a SUSPECT run is marked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ CUT = """() => {
   document.querySelectorAll('details').forEach(each => each.open = true);
   const found = [...document.querySelectorAll('.table, figure, details, section, .banner')]
     .filter(each => each.scrollWidth > each.clientWidth + 1)
-    .map(each => `${each.className} ${each.scrollWidth} > ${each.clientWidth}: ${each.textContent}`);
+    .map(each => `${each.className} ${each.scrollWidth} > ${each.clientWidth}: `
+      + each.textContent.slice(0, 80));
   const root = document.documentElement;
   return root.scrollWidth > root.clientWidth ? [`page ${root.scrollWidth}`, ...found] : found;
 }"""
