@@ -32,7 +32,7 @@ from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, PlanError, ProfileError, TraceError
 from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
-from hetlb.plan.check import check_path
+from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep

@@ -13,7 +13,7 @@ from stage.toy import answer
 
 from hetlb.core.paths.eventlog import dispatches
 from hetlb.core.types import RejectReason
-from hetlb.plan.check import check_path
+from hetlb.plan.placement.check_path import check_path
 from hetlb.stage.channel import ChannelError, connect
 from hetlb.stage.coordinator import Sequence as Asked
 from hetlb.stage.messages import Sampling
