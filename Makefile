@@ -18,6 +18,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Tests wait for sockets and processes half of their time: one process more than there are cores.
+JOBS ?= $(shell expr $$(nproc) + 1)
 
 .PHONY: wheel docs man test-helm test-sdks demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
@@ -44,15 +46,15 @@ demo: .venv/.run
 	@$(BIN)/hetlb demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow and not vllm'
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -89,6 +91,15 @@ test-helm: .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'
 	$(BIN)/python -m pytest tests/test_helm.py
 
+# An environment of its own: these packages pin versions of those that hetlb uses.
+.venv-sdks/.done: pyproject.toml
+	test -x .venv-sdks/bin/python || $(PYTHON) -m venv .venv-sdks
+	.venv-sdks/bin/python -m pip install -q --disable-pip-version-check -e '.[sdks]' hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-sdks: .venv-sdks/.done
+	HETLB_ALL_SDKS=1 .venv-sdks/bin/python -m pytest tests/sdks
+
 mutation: .venv/.dev
 	$(BIN)/python bench/mutation/run.py
 
@@ -111,4 +122,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf build dist .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-compiled .venv-sdks .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

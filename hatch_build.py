@@ -39,7 +39,7 @@ COMPILED = (
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "history", "request_record")
+        for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
     "workers/relay_driver.py",
     "workers/relay_host.py",

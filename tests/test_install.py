@@ -17,7 +17,7 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.demo.__file__).parent
-BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion")
+BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion", "stage")
 #: Largest installed tree without the tools, in bytes.
 LARGEST_TREE = 60_000_000
 

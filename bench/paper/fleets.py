@@ -1,13 +1,13 @@
 """Servers, lengths and studies of the paper's experiments, as far as this project has them.
 
-The paper (Xiong et al., arXiv 2504.15303) measured 8 x V100-32GB (Llama-3-8B; four DeepSeek-R1-Qwen-14B
-of TP 2 in section 5.3) and one A800 80GB, with vLLM 0.6.0 and requests of ShareGPT. What is not at hand:
+The paper (Xiong et al., arXiv 2504.15303) measured 8 x V100-32GB (Llama-3-8B; DeepSeek-R1-Distill-Qwen-14B
+at TP 2 in section 5.3) and one A800 80GB, with vLLM 0.6.0 and requests of ShareGPT. What is not at hand:
 
 - a measured grid of a V100. A roofline of its data sheet stands in, every duration multiplied by `slowness`,
   the one free parameter of these benches. KV memory is what the paper's own formula gives.
 - the text's sample of ShareGPT. `sharegpt-first-turn.csv` holds first turns of a part of it; both lengths are
   multiplied so that their means are those of what `vllm bench serve` sends (`MEAN_INPUT`, `MEAN_OUTPUT`).
-- a grid of the 14B model. Qwen3-14B (same hidden size and heads, 40 layers against 48, 14.8e9 parameters)
+- a grid of the 14B model. Qwen3-14B (same hidden size and heads, 40 layers for 48, 14.8e9 parameters both)
   on an A100 stands for it on an A800, whose NVLink alone is slower: at TP 1 they are the same.
 """
 

@@ -49,16 +49,6 @@ def run(args: argparse.Namespace) -> int:
     require_urls(fleet)
     if fleet.stages and fleet.proxy.workers > 1:
         raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
-    if fleet.proxy.workers > 1 and fleet.policy.state_file is not None:
-        raise InputError(
-            f"{fleet.where}policy.state_file: expected one process, got {fleet.proxy.workers} workers"
-        )
-    if fleet.proxy.workers > 1:
-        for source in fleet.engines.values():
-            if source.kv_events is not None:
-                raise InputError(
-                    f"{source.key}.kv_events: expected one process, got {fleet.proxy.workers} workers"
-                )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
