@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
 import pytest
+import trustme
 from stage.rig import Collector, Rig, rig, until
 from stage.toy import answer
 
@@ -155,6 +157,22 @@ async def test_only_who_has_the_key_is_let_in(folder: Path) -> None:
                 assert (await socket.receive()).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
             async with http.get(f"{url}/metrics") as response:
                 assert "vllm:kv_cache_usage_perc" in await response.text()
+
+
+async def test_stages_speak_tls(folder: Path) -> None:
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.configure_trust(client)
+    async with rig(folder, "ac", tls=client, server_tls=server, key=b"0123456789abcdef") as made:
+        _, collector = submit(made, [5, 6], 8)
+        await until(lambda: collector.done)
+        assert collector.tokens == answer([5, 6], 8)
+        await made.idle()
+        async with aiohttp.ClientSession() as http:
+            url = f"https://localhost:{made.stages['a'].port}"
+            with pytest.raises(ChannelError, match="certificate verify failed"):
+                await connect(http, url, b"0123456789abcdef", 1, None)
 
 
 async def test_a_coordinator_that_goes_leaves_nothing_behind(folder: Path) -> None:

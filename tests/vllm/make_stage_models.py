@@ -5,7 +5,7 @@ Mistral's sliding window, Qwen 2's biases, Qwen 3's norms of queries and keys. A
 norms and biases too, so that a wrong one changes the answer.
 
     .venv-vllm/bin/python tests/vllm/make_stage_models.py make FOLDER
-    .venv-vllm/bin/python tests/vllm/make_stage_models.py answer N FOLDER/llama ... < PROMPTS.json > TOKENS.json
+    .venv-vllm/bin/python tests/vllm/make_stage_models.py answer N FOLDER/llama ... < PROMPTS > TOKENS
 """
 
 from __future__ import annotations
