@@ -194,3 +194,17 @@ async def test_a_prompt_in_chunks_shares_batches_with_others(folder: Path) -> No
             assert collector.tokens == answer(prompt, 6)
         assert made.stages["a"].runner.batches >= 25
         await made.idle()
+
+
+async def test_a_coordinator_that_falls_silent_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.05)
+    monkeypatch.setattr("hetlb.stage.channel.HEARTBEAT_S", 1000.0)
+    async with rig(folder, "ac") as made:
+        made.stages["c"].runner.gate.clear()  # no token comes, so nothing is sent
+        _, collector = submit(made, [1, 2, 3], 5)
+        await until(lambda: made.stages["a"].pool.used > 0)
+        await until(lambda: made.stages["a"].pool.used == 0)
+        made.stages["c"].runner.gate.set()
+        assert collector.failure is None
