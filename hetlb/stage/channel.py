@@ -32,8 +32,9 @@ from hetlb.stage.messages import (
 
 #: Seconds to connect and to prove the key.
 CONNECT_S: Final = 5.0
-#: Seconds between a coordinator's pings. A stage that answers none within half of it is lost; so is a coordinator
-#: that sends none for three times as long. Stages do not ping each other: one that is behind stops reading.
+#: Seconds between a coordinator's pings. A stage that answers none within half of it is lost; so is a
+#: coordinator that sends none for three times as long. Between stages there are none: one that is behind does
+#: not read.
 HEARTBEAT_S: Final = 10.0
 SILENCE_S: Final = 3.0 * HEARTBEAT_S
 
