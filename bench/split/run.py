@@ -112,8 +112,8 @@ def paper(workload: str, name: str) -> Any:
     of = clusters.setting(name, workload)
     row: dict[str, Any] = {"workload": workload, "setting": name}
     for label, cost in (("profiles", ProfileCost(of)), ("paper", PaperCost(of))):
-        split, _ = search(of, cost, 1.5, roles=SPLIT_ROLES)
-        mixed, _ = search(of, cost, 1.5)
+        split, _ = search(of, cost, 4.0, roles=SPLIT_ROLES)
+        mixed, _ = search(of, cost, 4.0)
         output = of.workload.output_tokens
         row[label] = {
             "split": best(split) * output,
@@ -127,7 +127,7 @@ def simulated(name: str, workload: str) -> Any:
     """Plans in simulation: planned and served, their order, and the best plan without splitting."""
     of = clusters.setting(name, workload)
     cost = ProfileCost(of)
-    found, _ = search(of, cost, 3.0, kept=2000)
+    found, _ = search(of, cost, 12.0, kept=2000)
     ranked = apart([plan for plan in found.plans if plan.splits], 5)
     served = [simulate_plan(of, plan, cost).request_throughput for plan in ranked]
     colocated = found.colocated
