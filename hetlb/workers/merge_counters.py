@@ -30,6 +30,7 @@ def add(whole: Totals, part: Totals) -> None:
     whole.retries += part.retries
     _add_counts(whole.requests, part.requests)
     _add_counts(whole.reloads, part.reloads)
+    _add_counts(whole.handovers, part.handovers)
     whole.arrival.add(part.arrival)
     whole.end.add(part.end)
     whole.lag.add(part.lag)

@@ -54,7 +54,8 @@ class Rig:
 
     @property
     def handovers(self) -> dict[str, int]:
-        return self.service.driver.totals.handovers
+        """What came of the hand-overs, those results that occurred."""
+        return {name: count for name, count in self.service.driver.totals.handovers.items() if count}
 
     async def idle(self) -> None:
         """Wait until nothing is in flight or held anywhere."""

@@ -119,6 +119,13 @@ class InstanceTotals:
         self.requests[name] = self.requests.get(name, 0) + 1
 
 
+#: What comes of a hand-over of KV blocks (docs/disaggregation.md).
+HANDOVER_RESULTS: Final = (
+    "done", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed", "prefill_failed",
+    "prefill_error",
+)  # fmt: skip
+
+
 class Totals:
     """All counters of one process. The driver increments them."""
 
@@ -141,7 +148,7 @@ class Totals:
         self.decisions = 0
         self.retries = 0
         #: Requests whose KV blocks were to go from one instance to another, by what came of it.
-        self.handovers: dict[str, int] = {}
+        self.handovers = dict.fromkeys(HANDOVER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
         self.instances: dict[str, InstanceTotals] = {}
@@ -173,7 +180,7 @@ class Totals:
 
     def handed_over(self, result: str) -> None:
         """The hand-over of a request has ended."""
-        self.handovers[result] = self.handovers.get(result, 0) + 1
+        self.handovers[result] += 1
 
     def count(self, outcome: Outcome, phase: str) -> None:
         """A request ended."""
