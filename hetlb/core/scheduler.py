@@ -403,9 +403,14 @@ class Scheduler:
         tokens = lease.request.prompt_tokens
         held = 0 if planned.shared is None else planned.shared.held_tokens
         hold = Hold(
-            lease.id, source.name, planned.instance, tokens, tokens - held, planned.expected_first_s, now,
+            lease.id,
+            source.name,
+            planned.instance,
+            tokens,
+            tokens - held,
+            planned.expected_first_s,
             now + link.lease_s,
-        )  # fmt: skip
+        )
         source.hold(hold)
         if not len(self._queue) and not self._holds:
             self._last_tick = now

@@ -233,14 +233,14 @@ class Request(PickleByFields):
 
 @mypyc_attr(acyclic=True)
 class Hold:
-    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+    """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
     `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
     dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
     """
 
     __slots__ = (
-        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+        "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -251,7 +251,6 @@ class Hold:
         tokens: int,
         sent_tokens: int,
         expected_s: float,
-        began_at: float,
         expires_at: float,
     ) -> None:
         self.id = lease_id
@@ -260,7 +259,6 @@ class Hold:
         self.tokens = tokens
         self.sent_tokens = sent_tokens
         self.expected_s = expected_s
-        self.began_at = began_at
         self.expires_at = expires_at
         self.ended = False
 
