@@ -123,12 +123,12 @@ class Search:
             templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
             both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
             if both is not None:
-                state = self._state(templates.place(both))
+                state = self._state(templates.place(both.choices[0]))
                 self._found.colocated = state.plan or self._plan(state)
                 states.append(state)
             solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
             if solved is not None:
-                states.append(self._state(templates.place(solved)))
+                states += [self._state(templates.place(choice)) for choice in solved.choices]
                 if templates.complete:
                     self._found.bound = solved.bound
         count = group_count(self._table.cluster)
