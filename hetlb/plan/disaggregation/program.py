@@ -82,7 +82,7 @@ class Templates:
             self.templates = list(self._worthwhile())
 
     def _worthwhile(self) -> Iterator[Template]:
-        """Groups inside one machine, and those across machines that serve more than their GPUs inside them."""
+        """Groups inside one machine, and those across machines that serve more than their GPUs do inside."""
         inside: dict[tuple[int, Role], float] = {}
         for template in self.templates:
             if len(template.shape) == 1:
