@@ -416,7 +416,7 @@ class _Evaluation:
                 if instance.spec.role is Role.BOTH
                 or (
                     instance.spec.role is Role.DECODE
-                    and prompt - cached_at(self._ctx, instance) <= OWN_READ_TOKENS
+                    and prompt - cached_at(self._ctx, instance) <= min(OWN_READ_TOKENS, prompt // 2)
                 )
             ]
         index = self.lowest(whole)
