@@ -282,9 +282,14 @@ class Instance:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
-    def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+    def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
+
+        What `n` answers hold together is above its mean by `spread` / sqrt(n) of it.
+        """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+        if spread and self.sequences:
+            expected += (self.kv_tokens - self.kv_prompt_tokens) / 2.0 * spread / math.sqrt(self.sequences)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected

@@ -31,7 +31,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
-from hetlb.core.demand import Demand, size_of
+from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, EngineLoad, Instance
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import MAX_WORKLOAD_S, Choice, Policy, SchedulingContext
@@ -40,8 +40,8 @@ from hetlb.core.types import Candidate
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
 _OVERBOOK: Final = 1.125
-#: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
-_KV_MARK: Final = 0.9
+#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+_KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
@@ -100,16 +100,16 @@ class _InstanceScore:
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
-    Seconds: `decode_s` from the first token on, `step_s` with and `now_s` without the request, `last_s` where
-    it is to be last; and as long as not `exact` as lower bounds: `first_s` until the first token, `others_s`
-    by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
-    because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
-    promised there.
+    Seconds: `wait_s` for a slot, `decode_s` from the first token on, `step_s` with and `now_s` without the
+    request, `last_s` where it is to be last; and, as lower bounds as long as not `exact`, `first_s` until the
+    first token, `others_s` by which it delays what runs there, `charged_s` what of the first counts for it,
+    `late_s` what is added because it is late, `score` what it costs in all. `state` is whether there is room,
+    `promised` the tokens promised there.
     """
 
     __slots__ = (
         "cached", "charged_s", "context", "decode_s", "exact", "first_s", "group", "last_s", "late_s", "load",
-        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s",
+        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s", "wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -132,7 +132,7 @@ class _InstanceScore:
         self.exact = False
         self.last_s = self.late_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
-        self.now_s = self.step_s = self.decode_s = 0.0
+        self.now_s = self.step_s = self.decode_s = self.wait_s = 0.0
 
 
 @mypyc_attr(acyclic=True)
@@ -197,6 +197,7 @@ class _Evaluation:
         mix, held, now = ctx.demand.mix, ctx.held, ctx.now
         # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
+        spread = mix.spread
         sequences, output, own_context = self._sequences, self._output, self._own_context
         group_of = self._fleet.groups
         groups = [_Group() for _ in range(self._fleet.group_count)]
@@ -214,7 +215,7 @@ class _Evaluation:
                 if running >= instance.max_num_seqs * _OVERBOOK:
                     each.state = _NO_SLOT
                 elif (
-                    instance.expected_kv_tokens(now) + mix.booked + half_grown
+                    instance.expected_kv_tokens(now, spread) + mix.booked + half_grown
                     > _KV_MARK * instance.kv_cache_tokens
                 ):
                     each.state = _NO_MEMORY
@@ -225,10 +226,10 @@ class _Evaluation:
                 step_s = load.latency.step_s(load.batch + own, context + own * own_context)
             each.step_s = step_s
             each.decode_s = output * step_s
-            over = load.batch + own - load.slots
+            over = running / instance.engines + own - load.slots
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
-                each.decode_s += over / load.slots * output * step_s
+                each.wait_s = over / load.slots * output * step_s
             if held is not None and instance.caches_prefixes:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
@@ -259,7 +260,7 @@ class _Evaluation:
             prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
         )
         # What is left of the running iteration comes first.
-        each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
+        each.first_s = first_s = each.wait_s + (read_s + 0.5 * each.now_s if batch else read_s)
         each.others_s = others_s = self._others_s(each, latency, read_s)
         if each.paid > each.cached:
             first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
@@ -319,7 +320,7 @@ class _Evaluation:
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
         full; once they have stopped coming, whether what is left should go to a slower one at all. An
-        instance that is throttled counts as doing nothing: nothing waits for it.
+        instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
         """
         ctx, scores = self._ctx, self._scores
         room = 0
@@ -337,18 +338,20 @@ class _Evaluation:
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         fresh = ctx.waiting == 0
         shortest_s = -1.0
-        speed = 0.0
+        speed = thinning = share = 0.0
         soonest_s = least_decode_s = math.inf
         for i in order:
             each = scores[i]
             if each.state == _ROOM:
-                if fresh and ending:
-                    self._settle(each)
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
                 if speed > 0.0 and not (sooner and each.decode_s <= _MUCH_LATER * least_decode_s):
                     if shortest_s < 0.0:
-                        shortest_s = _long_answer_s(ctx, instances[order[0]], last=True)
-                    long_s = _long_answer_s(ctx, instances[i])
+                        long = ctx.long_output
+                        # Nothing comes behind the last one on the fastest.
+                        shortest_s = _long_answer_s(ctx, instances[order[0]], long, _thinned_share(mix, long))
+                        thinning = long if long < mix.long else mix.long
+                        share = _thinned_share(mix, thinning)
+                    long_s = _long_answer_s(ctx, instances[i], thinning, share)
                     # The rate is asked for only where it can matter: first at its best, then as it is.
                     done_s = _done_s(todo, speed, shortest_s)
                     if done_s < long_s:
@@ -468,37 +471,42 @@ def _done_s(todo: float, speed: float, shortest_s: float) -> float:
     return todo / speed + shortest_s if speed > 0.0 else math.inf
 
 
-def _long_answer_s(ctx: SchedulingContext, instance: Instance, last: bool = False) -> float:
-    """Seconds that one long answer takes on an instance from now on.
+def _thinned_share(mix: Mix, thinning: float) -> float:
+    """The share of a batch that runs beside an answer in the mean of its last `thinning` tokens."""
+    left = mix.residual if mix.residual > 1.0 else 1.0
+    if thinning <= 0.0:
+        return 1.0
+    share = _THINNING * left / thinning * (1.0 - math.exp(-thinning / left))
+    return share if share < 1.0 else 1.0
 
-    The prompts that wait there are read first. Where lengths are known (`long` differs from request to
-    request) shorter ones keep coming behind a longer one, so for what it has more than the mean one the
-    batch stays full and prompts are read between its steps; then the batch thins out. `last`: none comes
-    behind it.
+
+def _long_answer_s(ctx: SchedulingContext, instance: Instance, thinning: float, share: float) -> float:
+    """Seconds that one long answer takes on an instance from now on, at least.
+
+    The prompts that wait there are read first. Where lengths are known (`long_output` differs from request to
+    request) shorter ones keep coming behind a longer one, so for what it has beyond `thinning` tokens the
+    batch stays full and prompts are read between its steps; then `share` of the batch runs beside it.
     """
-    latency, mix, request = instance.latency, ctx.demand.mix, ctx.request
-    long, engines = ctx.long_output, instance.engines
-    sequences, budget = instance.sequences, instance.token_budget
-    running = (instance.max_num_seqs if sequences > instance.max_num_seqs else sequences) / engines
-    thinning = long if last or long < mix.long else mix.long
-    share = 1.0
-    if running and thinning > 0.0:
-        left = mix.residual if mix.residual > 1.0 else 1.0
-        share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
-    own_context = request.prompt_tokens + long / 2.0
+    load, mix, request = instance.load, ctx.demand.mix, ctx.request
+    latency, running, budget = load.latency_bound, load.batch, load.budget
+    prompt, long = float(request.prompt_tokens), ctx.long_output
+    own_context = prompt + long / 2.0
     output = mix.output if mix.output > 1.0 else 1.0
-    context = instance.prompt_tokens / (sequences or 1) + output / 2.0
-    thin_s = latency.step_s(running * share + 1.0, running * share * context + own_context)
-    full_s = 0.0
+    sequences = instance.sequences
+    context = (instance.prompt_tokens / sequences if sequences else 0.0) + output / 2.0
+    pending = instance.pending_prompt_tokens / instance.engines
+    seconds = latency.first_token_s(prompt, 0.0, pending, running, running * context, budget)
+    thin = running * share
+    seconds += thinning * latency.step_s(thin + 1.0, thin * context + own_context)
     if long > thinning:
         full_s = latency.step_s(running + 1.0, running * context + own_context)
-        reading_s = latency.read_delay_s(
-            mix.prompt, mix.prompt - mix.read, running, running * context, budget
+        full_s += (
+            running
+            / output
+            * latency.read_delay_s(mix.prompt, mix.prompt - mix.read, running, running * context, budget)
         )
-        full_s += running / output * reading_s
-    pending = instance.pending_prompt_tokens / engines
-    read_s = latency.first_token_s(request.prompt_tokens, 0.0, pending, running, running * context, budget)
-    return read_s + (long - thinning) * full_s + thinning * thin_s
+        seconds += (long - thinning) * full_s
+    return seconds
 
 
 def _paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
