@@ -155,16 +155,17 @@ class Costs:
 class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    `speed` of all together; `order`: their indices, a full batch done soonest first; `first_token_s`: of the
-    mean prompt on the fastest one while it is idle. `groups`: for each the number of its group of instances
-    with equal parameters, -1 for one without an equal; there are `group_count`.
+    `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
+    `first_token_s`: of the mean prompt on the fastest one while it is idle. `groups`: for each the number of
+    its group of instances with equal parameters, -1 for one without an equal; there are `group_count`.
     """
 
-    __slots__ = ("changes", "first_token_s", "group_count", "groups", "instances", "order", "speed")
+    __slots__ = ("changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "speed")
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
         self.changes = changes
+        self.costs = costs
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.first_token_s = min([cost.first_token_s for cost in costs])

@@ -164,10 +164,10 @@ class _Evaluation:
         self._scores: list[_InstanceScore] = []
         self._look()
         for each in self._scores:
-            # A request that pays for less than it takes has a score without a bound.
+            # A score without room is not asked for; one that counts less than its request takes has no bound.
             if each.paid > each.cached:
                 self._settle(each)
-            else:
+            elif each.state == _ROOM:
                 self._rate(each, each.load.latency_bound)
         if len(instances) > 1:
             self._pass_over()
@@ -330,7 +330,7 @@ class _Evaluation:
         if not room:
             return
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
-        instances, order = self.instances, self._fleet.order
+        order, costs = self._fleet.order, self._fleet.costs
         ending = demand.below(_LULL_SHARE * self._fleet.speed, _LULL_S, now)
         if not ending and room == len(scores):
             return
@@ -348,10 +348,11 @@ class _Evaluation:
                     if shortest_s < 0.0:
                         long = ctx.long_output
                         # Nothing comes behind the last one on the fastest.
-                        shortest_s = _long_answer_s(ctx, instances[order[0]], long, _thinned_share(mix, long))
+                        self._settle(scores[order[0]])
+                        shortest_s = _long_answer_s(ctx, scores[order[0]], long, _thinned_share(mix, long))
                         thinning = long if long < mix.long else mix.long
                         share = _thinned_share(mix, thinning)
-                    long_s = _long_answer_s(ctx, instances[i], thinning, share)
+                    long_s = _long_answer_s(ctx, each, thinning, share)
                     # The rate is asked for only where it can matter: first at its best, then as it is.
                     done_s = _done_s(todo, speed, shortest_s)
                     if done_s < long_s:
@@ -372,7 +373,7 @@ class _Evaluation:
                     if each.decode_s < least_decode_s:
                         least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
-                speed += mix.speed(instances[i])
+                speed += costs[i].speed
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
@@ -480,31 +481,21 @@ def _thinned_share(mix: Mix, thinning: float) -> float:
     return share if share < 1.0 else 1.0
 
 
-def _long_answer_s(ctx: SchedulingContext, instance: Instance, thinning: float, share: float) -> float:
-    """Seconds that one long answer takes on an instance from now on, at least.
+def _long_answer_s(ctx: SchedulingContext, each: _InstanceScore, thinning: float, share: float) -> float:
+    """Seconds that one long answer takes on an instance from now on.
 
-    The prompts that wait there are read first. Where lengths are known (`long_output` differs from request to
-    request) shorter ones keep coming behind a longer one, so for what it has beyond `thinning` tokens the
-    batch stays full and prompts are read between its steps; then `share` of the batch runs beside it.
+    Where lengths are known (`long_output` differs from request to request) shorter ones keep coming behind a
+    longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are read between
+    its steps; then `share` of the batch runs beside it.
     """
-    load, mix, request = instance.load, ctx.demand.mix, ctx.request
-    latency, running, budget = load.latency_bound, load.batch, load.budget
-    prompt, long = float(request.prompt_tokens), ctx.long_output
-    own_context = prompt + long / 2.0
-    output = mix.output if mix.output > 1.0 else 1.0
-    sequences = instance.sequences
-    context = (instance.prompt_tokens / sequences if sequences else 0.0) + output / 2.0
-    pending = instance.pending_prompt_tokens / instance.engines
-    seconds = latency.first_token_s(prompt, 0.0, pending, running, running * context, budget)
-    thin = running * share
-    seconds += thinning * latency.step_s(thin + 1.0, thin * context + own_context)
+    load, mix, long = each.load, ctx.demand.mix, ctx.long_output
+    latency, batch, context = load.latency_bound, load.batch, each.context
+    own_context = ctx.request.prompt_tokens + long / 2.0
+    seconds = each.first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
     if long > thinning:
-        full_s = latency.step_s(running + 1.0, running * context + own_context)
-        full_s += (
-            running
-            / output
-            * latency.read_delay_s(mix.prompt, mix.prompt - mix.read, running, running * context, budget)
-        )
+        full_s = latency.step_s(batch + 1.0, context + own_context)
+        delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
+        full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
         seconds += (long - thinning) * full_s
     return seconds
 
