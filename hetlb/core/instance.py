@@ -99,11 +99,11 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
 class EngineLoad:
-    """What each engine of an instance runs at a number of sequences, and how long its steps take then.
+    """Load of each engine of an instance at a number of sequences, and how long its steps take then.
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. Nobody changes it.
+    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. It is never changed.
     """
 
     __slots__ = (
@@ -262,7 +262,7 @@ class Instance:
 
     @property
     def load(self) -> EngineLoad:
-        """What each of its engines runs now."""
+        """Load of each of its engines now."""
         load = self._load
         if (
             load is None

@@ -102,7 +102,7 @@ def _tangent(p: float, ratio: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBound(PickleByFields):
-    """What bounds a `PnormPrefill` from below without powers or logarithms.
+    """Lower bound of the corner and the grid of a `PnormPrefill`, without powers or logarithms.
 
     The corner (1 + ratio^p)^(1/p) is convex in the ratio of the shorter to the longer, so that its tangents
     lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid.
@@ -556,6 +556,16 @@ class LatencyModel(PickleByFields):
         more = self.step_s(batch + sequences, kv_tokens + sequences * context)
         delay_s = more - self.step_s(batch, kv_tokens)
         return delay_s if delay_s > 0.0 else 0.0
+
+    def least_read_s(self, tokens: float) -> float:
+        """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
+        prefill = self.better_prefill
+        if prefill is None:
+            return 0.0
+        floor_s, dense_s = prefill.floor_s, prefill.token_s * tokens
+        bound = prefill.bound
+        factor = 1.0 if bound is None else bound.factor
+        return factor * (dense_s if dense_s > floor_s else floor_s)
 
     def lower_bound(self) -> LatencyModel:
         """A model that never says more seconds and is cheap to ask; itself where it is cheap."""

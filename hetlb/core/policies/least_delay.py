@@ -56,6 +56,10 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
+#: How well a score is known: see `_InstanceScore`.
+_GUESSED: Final = 0
+_BOUNDED: Final = 1
+_EXACT: Final = 2
 #: A lower bound is compared with a score with this allowance for rounding.
 _CLOSE: Final = 1.0 + 1e-9
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
@@ -80,18 +84,27 @@ _HELD_BACK: Final = 4
 
 @mypyc_attr(acyclic=True)
 class _Group:
-    """Instances with equal parameters in one evaluation: sums over them, and the delay of what runs there.
+    """Instances with equal parameters in one evaluation: their mean load, and the delay of what runs there.
 
-    `others_s` is that delay where `exact`, a lower bound where `bounded`.
+    Per engine: `batch` sequences with `context` tokens, `paid` tokens of the prompt that the request need not
+    pay for. A step takes `step_s` with and `now_s` without the request. `others_s` is known to the `grade` of
+    `_InstanceScore`.
     """
 
-    __slots__ = ("batch", "bounded", "context", "count", "exact", "others_s", "paid")
+    __slots__ = ("batch", "context", "count", "grade", "now_s", "others_s", "paid", "step_s")
 
     def __init__(self) -> None:
         self.count = 0
         self.batch = self.context = self.paid = 0.0
-        self.others_s = 0.0
-        self.bounded = self.exact = False
+        self.now_s = self.step_s = self.others_s = 0.0
+        self.grade = _GUESSED
+
+    def add(self, batch: float, context: float, paid: float) -> None:
+        """Take one more instance into the mean."""
+        self.count = count = self.count + 1
+        self.batch += (batch - self.batch) / count
+        self.context += (context - self.context) / count
+        self.paid += (paid - self.paid) / count
 
 
 @mypyc_attr(acyclic=True)
@@ -101,14 +114,15 @@ class _InstanceScore:
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
     Seconds: `wait_s` for a slot, `decode_s` from the first token on, `step_s` with and `now_s` without the
-    request, `last_s` where it is to be last; and, as lower bounds as long as not `exact`, `first_s` until the
-    first token, `others_s` by which it delays what runs there, `charged_s` what of the first counts for it,
-    `late_s` what is added because it is late, `score` what it costs in all. `state` is whether there is room,
-    `promised` the tokens promised there.
+    request, `last_s` where it is to be last; and, by the `grade`, `first_s` until the first token, `others_s`
+    by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
+    because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
+    promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
+    `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "cached", "charged_s", "context", "decode_s", "exact", "first_s", "group", "last_s", "late_s", "load",
+        "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s", "late_s", "load",
         "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s", "wait_s",
     )  # fmt: skip
 
@@ -129,7 +143,7 @@ class _InstanceScore:
         self.promised = promised
         self.cached = self.paid = 0.0
         self.state = _ROOM
-        self.exact = False
+        self.grade = _GUESSED
         self.last_s = self.late_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
         self.now_s = self.step_s = self.decode_s = self.wait_s = 0.0
@@ -139,8 +153,8 @@ class _InstanceScore:
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
-    Every instance gets a lower bound of its score at first; only those whose bound is below the score of the
-    best are looked at exactly.
+    Every instance gets a rough lower bound of its score at first; only those whose bound is below the score
+    of the best are looked at closely.
     """
 
     __slots__ = (
@@ -163,12 +177,6 @@ class _Evaluation:
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
         self._look()
-        for each in self._scores:
-            # A score without room is not asked for; one that counts less than its request takes has no bound.
-            if each.paid > each.cached:
-                self._settle(each)
-            elif each.state == _ROOM:
-                self._rate(each, each.load.latency_bound)
         if len(instances) > 1:
             self._pass_over()
 
@@ -182,13 +190,14 @@ class _Evaluation:
                 index, least = i, each.score
         if index < 0:
             return None
-        self._settle(scores[index])
+        self._rate(scores[index], _EXACT)
         least = scores[index].score
-        for i, each in enumerate(scores):
-            if each.state == _ROOM and each.score <= least * _CLOSE:
-                self._settle(each)
-                if each.score < least or (each.score == least and i < index):
-                    index, least = i, each.score
+        for grade in (_BOUNDED, _EXACT):
+            for i, each in enumerate(scores):
+                if each.state == _ROOM and each.score <= least * _CLOSE:
+                    self._rate(each, grade)
+                    if each.grade == _EXACT and (each.score < least or (each.score == least and i < index)):
+                        index, least = i, each.score
         return index
 
     def _look(self) -> None:
@@ -234,27 +243,55 @@ class _Evaluation:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
+            unread = self._prompt - each.cached
+            first_s = each.wait_s + load.latency_bound.least_read_s(
+                pending + own * (unread if unread >= 1.0 else 1.0)
+            )
+            if running:
+                first_s += 0.5 * each.now_s
+            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
             if group is not None:
-                group.count += 1
-                group.batch += load.batch
-                group.context += context
-                group.paid += each.paid
+                group.add(load.batch, context, each.paid)
+            elif step_s > each.now_s:
+                each.score += sequences / own * load.batch * self._together * (step_s - each.now_s)
+        if groups:
+            self._look_at_groups()
         if ctx.availabilities is not None:
             for each, (availability, _) in zip(scores, ctx.availabilities, strict=True):
                 if availability == BLOCKED and each.state == _ROOM:
                     each.state = _HELD_BACK
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
+                    each.score += _LAST_S
+        if held is not None:
+            for each in scores:
+                if each.paid > each.cached:
+                    self._rate(each, _EXACT)
 
-    def _settle(self, each: _InstanceScore) -> None:
-        """Replace the lower bounds of an instance by what it costs."""
-        if not each.exact:
-            each.exact = True
-            self._rate(each, each.load.latency)
+    def _look_at_groups(self) -> None:
+        """Steps at the mean load of every group, and what they get longer."""
+        for each in self._scores:
+            group = each.group
+            if group is not None and group.batch > 0.0:
+                own = each.own
+                if group.now_s == 0.0:
+                    latency, batch, context = each.load.latency, group.batch, group.context
+                    group.now_s = latency.step_s(batch, context)
+                    group.step_s = latency.step_s(batch + own, context + own * self._own_context)
+                if group.step_s > group.now_s:
+                    growth_s = group.step_s - group.now_s
+                    each.score += self._sequences / own * group.batch * self._together * growth_s
 
-    def _rate(self, each: _InstanceScore, latency: LatencyModel) -> None:
-        """Find the score of an instance by its latency model or a lower bound of that."""
+    def _rate(self, each: _InstanceScore, grade: int) -> None:
+        """Find the score of an instance to a grade, unless it is known to that."""
+        # What counts less of the first token than it takes has no bound.
+        if each.paid > each.cached:
+            grade = _EXACT
+        if each.grade >= grade:
+            return
+        each.grade = grade
         load = each.load
+        latency = load.latency if grade == _EXACT else load.latency_bound
         batch, prompt = load.batch, self._prompt
         read_s = latency.first_token_s(
             prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
@@ -287,18 +324,13 @@ class _Evaluation:
             if each.pending or each.paid != each.cached:
                 read_s = latency.first_token_s(prompt, each.paid, 0.0, batch, each.context, load.budget, own)
             return self._delay_s(batch, each.paid, load.budget, own, read_s, each.now_s, each.step_s)
-        if not (group.exact or (group.bounded and not each.exact)):
-            group.bounded, group.exact = True, each.exact
-            batch, context, paid = (
-                group.batch / group.count,
-                group.context / group.count,
-                group.paid / group.count,
+        if group.grade < each.grade and group.batch > 0.0:
+            group.grade = each.grade
+            batch = group.batch
+            read_s = latency.first_token_s(prompt, group.paid, 0.0, batch, group.context, load.budget, own)
+            group.others_s = self._delay_s(
+                batch, group.paid, load.budget, own, read_s, group.now_s, group.step_s
             )
-            if batch > 0.0:
-                now_s = latency.step_s(batch, context)
-                step_s = latency.step_s(batch + own, context + own * self._own_context)
-                read_s = latency.first_token_s(prompt, paid, 0.0, batch, context, load.budget, own)
-                group.others_s = self._delay_s(batch, paid, load.budget, own, read_s, now_s, step_s)
         return group.others_s
 
     def _delay_s(
@@ -343,12 +375,13 @@ class _Evaluation:
         for i in order:
             each = scores[i]
             if each.state == _ROOM:
+                self._rate(each, _BOUNDED)
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
                 if speed > 0.0 and not (sooner and each.decode_s <= _MUCH_LATER * least_decode_s):
                     if shortest_s < 0.0:
                         long = ctx.long_output
                         # Nothing comes behind the last one on the fastest.
-                        self._settle(scores[order[0]])
+                        self._rate(scores[order[0]], _BOUNDED)
                         shortest_s = _long_answer_s(ctx, scores[order[0]], long, _thinned_share(mix, long))
                         thinning = long if long < mix.long else mix.long
                         share = _thinned_share(mix, thinning)
@@ -378,7 +411,7 @@ class _Evaluation:
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
-            self._settle(each)
+            self._rate(each, _EXACT)
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
