@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hetlb.config.profile import Profile, load_profile
+from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
@@ -220,10 +221,14 @@ class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own."""
+    """One pool: the instances that serve one model; its key is for those without one of their own.
+
+    `stages` are workers of `hetlb stage` that together are one more instance.
+    """
 
     name: str
-    instances: tuple[InstanceTable, ...]
+    instances: tuple[InstanceTable, ...] = ()
+    stages: StagesTable | None = None
     tokenizer: str | None = None
     image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
@@ -289,6 +294,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
+    #: Stages by the name of the instance that they are.
+    stages: dict[str, StageGroup] = {}
 
     @property
     def where(self) -> str:
@@ -343,6 +350,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         rows = read_trace(self.base / self.policy.trace)
         return LengthDistribution(row.output_tokens for row in rows)
 
+
+#: Address of an instance made of stages until its coordinator listens.
+STAGES_URL = "http://stages.invalid"
 
 #: What may stand between `//` and the path: it is sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -508,6 +518,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     cache: dict[Path, Profile] = {}
     tokenizers: dict[str, Path] = {}
     image_rules: dict[str, ImageRule] = {}
+    stages: dict[str, StageGroup] = {}
     engines: dict[str, EngineSource] = {}
     model_keys: dict[str, SecretSource] = {}
     for m, model in enumerate(file.models):
@@ -515,7 +526,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         if model.name in seen_models:
             raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
         seen_models.add(model.name)
-        if not model.instances:
+        if not model.instances and model.stages is None:
             raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             tokenizers[model.name] = base / model.tokenizer
@@ -534,6 +545,17 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                 profiles[spec.name] = profile
             specs.append(spec)
             engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
+        if model.stages is not None:
+            group = resolve_stages(model.stages, model.name, f"{key}.stages", base)
+            instance = InstanceTable(name=group.name, url=STAGES_URL)
+            spec, _ = resolve_instance(instance, model.name, f"{key}.stages.", base, cache)
+            if any(other.name == spec.name for other in specs):
+                raise ConfigError(
+                    f"{key}.stages.name: expected a name used once in the fleet, got {spec.name!r} again"
+                )
+            specs.append(spec)
+            engines[spec.name] = EngineSource(key=f"{key}.stages")
+            stages[spec.name] = group
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
             if not any(spec.name == name for spec in specs):
@@ -555,6 +577,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         profiles=profiles,
         tokenizers=tokenizers,
         image_rules=image_rules,
+        stages=stages,
         engines=engines,
         model_keys=model_keys,
     )

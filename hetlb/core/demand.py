@@ -31,6 +31,8 @@ SLOTS: Final = 16
 BURST: Final = 3.0
 #: Arrivals are kept until a horizon is asked for, so many at most.
 _KEPT: Final = 128
+#: Nothing is expected any more after a silence in which so many mean requests should have come.
+_SILENCE: Final = 16.0
 #: Bounds of a rate allow for sums that were added up in another order.
 _BELOW: Final = 1.0 - 1e-9
 _ABOVE: Final = 1.0 + 1e-9
@@ -316,7 +318,7 @@ def _share_s(instance: Instance, batch: int, prompt: float, read: float, output:
 class Demand:
     """Demand for one model: the mean request, and the rate at which requests keep arriving."""
 
-    __slots__ = ("_horizons", "_sizes", "_times", "mix")
+    __slots__ = ("_horizons", "_sizes", "_times", "mix", "newest_s")
 
     def __init__(self) -> None:
         self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
@@ -324,10 +326,13 @@ class Demand:
         self._times: list[float] = []
         self._sizes: list[float] = []
         self.mix = Mix()
+        #: When the newest request came.
+        self.newest_s = 0.0
 
     def arrived(self, size: float, now: float) -> None:
         """A request of this size came in."""
         times, sizes = self._times, self._sizes
+        self.newest_s = now
         times.append(now)
         sizes.append(size)
         if len(times) >= _KEPT:
@@ -338,13 +343,25 @@ class Demand:
             sizes.clear()
 
     def rate(self, horizon_s: float, now: float) -> float:
-        """Size arriving per second, judged by about the last `horizon_s` seconds."""
+        """Size arriving per second, judged by about the last `horizon_s` seconds and the silence since."""
+        rate = self._slot_rate(horizon_s, now)
+        return 0.0 if self._silent(rate, now) else rate
+
+    def _slot_rate(self, horizon_s: float, now: float) -> float:
         slots = self._slots(horizon_s)
         if slots.nothing_in == int(now / slots.width_s):
             return 0.0
         slots.take(self._times, self._sizes)
         slots.advance(now)
         return slots.rate()
+
+    def _silent(self, rate: float, now: float) -> bool:
+        """True if arrivals at this rate have stopped: their slots notice it only when half of them are empty.
+
+        Poisson arrivals are silent for so long once in e^16 requests.
+        """
+        missing = rate * (now - self.newest_s)
+        return missing > 0.0 and missing > _SILENCE * (PROMPT_WEIGHT * self.mix.prompt + self.mix.output)
 
     def below(self, limit: float, horizon_s: float, now: float) -> bool:
         """True if `rate` is below a limit; mostly known without computing it."""
@@ -354,12 +371,17 @@ class Demand:
         return most < limit or self.rate(horizon_s, now) < limit
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
-        """Between which figures `rate` lies; computed once per slot of the horizon."""
+        """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""
         slots = self._slots(horizon_s)
         if slots.bounded != int(now / slots.width_s):
-            self.rate(horizon_s, now)
+            self._slot_rate(horizon_s, now)
             slots.bound()
-        return slots.least, slots.most
+        least, most = slots.least, slots.most
+        if self._silent(most, now):
+            least = 0.0
+            if self._silent(slots.least, now):
+                most = 0.0
+        return least, most
 
     def _slots(self, horizon_s: float) -> _Slots:
         """The longest horizon that is not longer than asked for, or the shortest there is."""

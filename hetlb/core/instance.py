@@ -99,7 +99,7 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
 class EngineLoad:
-    """Load of each engine of an instance at a number of sequences, and how long its steps take then.
+    """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more

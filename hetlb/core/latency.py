@@ -102,7 +102,7 @@ def _tangent(p: float, ratio: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBound(PickleByFields):
-    """Lower bound of the corner and the grid of a `PnormPrefill`, without powers or logarithms.
+    """Lower bound of a `PnormPrefill` without powers or logarithms.
 
     The corner (1 + ratio^p)^(1/p) is convex in the ratio of the shorter to the longer, so that its tangents
     lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid.
@@ -214,11 +214,13 @@ class PnormPrefill(PickleByFields):
 
     def scaled(self, factor: float) -> PnormPrefill:
         """The same form, every duration multiplied by `factor`."""
-        return replace(
-            self,
-            floor_s=self.floor_s * factor,
-            token_s=self.token_s * factor,
-            attention_s=self.attention_s * factor,
+        return PnormPrefill(
+            self.floor_s * factor,
+            self.token_s * factor,
+            self.attention_s * factor,
+            self.p,
+            self.grid,
+            self.tile,
         )
 
     def lower_bound(self) -> PnormPrefill:
@@ -575,8 +577,15 @@ class LatencyModel(PickleByFields):
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
         prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
-        return replace(
-            LatencyModel(*(getattr(self, f"k{index}") * factor for index in range(1, 9))),
+        return LatencyModel(
+            self.k1 * factor,
+            self.k2 * factor,
+            self.k3 * factor,
+            self.k4 * factor,
+            self.k5 * factor,
+            self.k6 * factor,
+            self.k7 * factor,
+            self.k8 * factor,
             better_prefill=None if prefill is None else prefill.scaled(factor),
             better_decode=None if decode is None else decode.scaled(factor),
             mixed=None if mixed is None else mixed.scaled(factor),

@@ -754,7 +754,7 @@ class Scheduler:
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
+        if demand.mix.empty and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
         held = (

@@ -15,8 +15,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hetlb.emulator import metrics
+from hetlb.emulator.audio import TranscriptionReply, read_transcription
 from hetlb.emulator.data_parallel import EngineGroup
+from hetlb.emulator.fields import ApiError, bad_type, chat_text, read_object, token_ids
 from hetlb.emulator.http import Connection, Message
+from hetlb.emulator.messages import MessagesReply
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -25,15 +28,7 @@ from hetlb.emulator.replies import (
     Reply,
     ResponsesReply,
 )
-from hetlb.emulator.requests import (
-    ApiError,
-    Generation,
-    Reader,
-    bad_type,
-    chat_text,
-    read_object,
-    token_ids,
-)
+from hetlb.emulator.requests import Generation, Reader
 from hetlb.emulator.runner import Choice
 
 Handler: TypeAlias = Callable[[Connection, Message], None]
@@ -63,7 +58,11 @@ class Api:
             "/v1/completions": {"POST": self._generator(reader.completion, CompletionReply)},
             "/v1/chat/completions": {"POST": self._generator(reader.chat, ChatReply)},
             "/v1/responses": {"POST": self._generator(reader.response, ResponsesReply)},
+            "/v1/messages": {"POST": self._generator(reader.message, MessagesReply)},
+            "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/v1/embeddings": {"POST": self._embeddings},
+            "/v1/audio/transcriptions": {"POST": self._audio("transcription")},
+            "/v1/audio/translations": {"POST": self._audio("translation")},
         }
 
     def handle(self, connection: Connection, message: Message) -> None:
@@ -78,7 +77,8 @@ class Api:
             try:
                 handler(connection, message)
             except ApiError as error:
-                connection.respond(error.status, error.body())
+                anthropic = message.path.startswith("/v1/messages")
+                connection.respond(error.status, error.messages_body() if anthropic else error.body())
 
     # --- generating ---
 
@@ -97,6 +97,21 @@ class Api:
         model, prompts = self._reader.embedding(read_object(message.body, message.content_type))
         reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
         self._run(connection, reply.choices)
+
+    def _audio(self, task: str) -> Handler:
+        def handle(connection: Connection, message: Message) -> None:
+            request = read_transcription(message.body, message.content_type, self._reader)
+            reply = TranscriptionReply(connection, request, task, message.request_id or self._new_id())
+            if request.stream:
+                connection.start_stream()
+            self._run(connection, [reply])
+
+        return handle
+
+    def _count_tokens(self, connection: Connection, message: Message) -> None:
+        tokens = self._reader.message_tokens(read_object(message.body, message.content_type))
+        body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+        connection.respond(200, _encode(body))
 
     def _run(self, connection: Connection, choices: Sequence[Choice]) -> None:
         connection.watch(lambda: self._engines.abort(choices))

@@ -12,6 +12,7 @@ from scipy.optimize import linprog
 
 from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
+from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.rent import Configuration, Plan, Problem
@@ -24,11 +25,12 @@ def check(model: PlanModel, machines: Sequence[Machine], plans: Sequence[Machine
         raise PlanError("plan: expected one ranking per machine in the order of the file")
     for plan in plans:
         machine = plan.machine
-        divisors = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
+        expected = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
+        expected |= {degree for degree, _ in machine.profiles}
         listed = [option.tensor_parallel_size for option in plan.ranking]
-        if set(listed) != divisors or len(listed) != len(divisors):
+        if set(listed) != expected or len(listed) != len(expected):
             raise PlanError(
-                f"{machine.name}: expected each of the degrees {sorted(divisors)} once, got {listed}"
+                f"{machine.name}: expected each of the degrees {sorted(expected)} once, got {listed}"
             )
         for option in plan.ranking:
             _check_option(model, machine, option)
@@ -39,8 +41,10 @@ def check(model: PlanModel, machines: Sequence[Machine], plans: Sequence[Machine
 
 def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
     where = f"{machine.name}, degree {option.tensor_parallel_size}"
-    if option.instances * option.tensor_parallel_size != machine.gpus:
-        raise PlanError(f"{where}: expected all {machine.gpus} GPUs used, got {option.instances} instances")
+    if option.instances != machine.gpus // option.tensor_parallel_size:
+        raise PlanError(
+            f"{where}: expected as many as fit {machine.gpus} GPUs, got {option.instances} instances"
+        )
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
     room = option.tensor_parallel_size * (usable - machine.reserved_bytes_per_gpu) - weights
@@ -49,8 +53,9 @@ def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
     if option.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.kv_cache_tokens}")
     profiled = option.tensor_parallel_size in {degree for degree, _ in machine.profiles}
-    if option.feasible != (room >= need and profiled):
-        raise PlanError(f"{where}: expected feasible to be {room >= need and profiled}")
+    accepted = model.shape is None or not refusal(model.shape, option.tensor_parallel_size)
+    if option.feasible != (room >= need and profiled and accepted):
+        raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):
         raise PlanError(f"{where}: expected a throughput above 0 if and only if it is feasible")
     if option.feasible == bool(option.reason):

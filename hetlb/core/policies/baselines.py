@@ -75,12 +75,17 @@ class SmoothWeightedRoundRobin(Policy):
 
 
 class Random(Policy):
-    """`random`: uniformly."""
+    """`random`: drawn in proportion to weight, as HAProxy's `balance random` does.
+
+    The least of exponential draws of rate w_i is that of i with probability w_i / sum of all w.
+    """
 
     name = "random"
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [Candidate(instance.name, self._rng.random()) for instance in instances]
+        return [
+            Candidate(instance.name, self._rng.expovariate(instance.spec.weight)) for instance in instances
+        ]
 
 
 class LeastRequests(Policy):

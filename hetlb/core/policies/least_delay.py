@@ -368,7 +368,8 @@ class _Evaluation:
             return
         availabilities = ctx.availabilities
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        fresh = ctx.waiting == 0
+        # One that waited is not fresh, even as the last of the queue.
+        fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
         speed = thinning = share = 0.0
         soonest_s = least_decode_s = math.inf

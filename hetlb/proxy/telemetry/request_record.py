@@ -6,14 +6,10 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
-
-if TYPE_CHECKING:
-    from hetlb.proxy.telemetry.tracing import Trace
+from hetlb.proxy.telemetry.trace_context import Trace
 
 
 class RequestRecord:
