@@ -225,7 +225,7 @@ class _Evaluation:
                     each.state = _NO_SLOT
                 elif (
                     instance.expected_kv_tokens(now, spread) + mix.booked + half_grown
-                    > _KV_MARK * instance.kv_cache_tokens
+                    > _KV_MARK * load.kv_cache_tokens
                 ):
                     each.state = _NO_MEMORY
             each.now_s = load.step_s + load.token_s * context
