@@ -25,6 +25,7 @@ COMMANDS = {
     "search": "the tensor-parallel degree that suits every machine of a cluster",
     "stage": "a worker that holds some layers of a model",
     "place": "layers of a model over machines none of which holds it",
+    "split": "groups of GPUs for prefill and for decode, their parallelism, the KV flows between them",
     "rent": "which GPUs to rent for a budget, divided into which instances, and which requests go where",
     "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
     "explain": "one decision in numbers, or the last ones of a running proxy",

@@ -20,6 +20,7 @@ from hetlb.core.types import (
     Capacity,
     EngineSample,
     Health,
+    Hold,
     InstanceSpec,
     Lease,
     LeaseId,
@@ -154,8 +155,10 @@ class Instance:
         "changes",
         "engines",
         "health",
+        "holds",
         "in_flight",
         "incarnation",
+        "incoming",
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
@@ -242,8 +245,13 @@ class Instance:
         self.sample_at: float | None = None
         self.peak_ewma = PeakEwma(now)
         self.leases: dict[LeaseId, Lease] = {}
+        #: Leases of decode legs that are booked and not dispatched yet: their prompts are being prefilled.
+        self.incoming: dict[LeaseId, Lease] = {}
+        #: Prompts that it has prefilled and keeps until other instances have fetched them.
+        self.holds: dict[LeaseId, Hold] = {}
         self.work_ns = 0
-        #: Tokens of the KV cache that its leases will use, and of them those of prompts; shared ones once.
+        #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
+        #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
@@ -433,6 +441,46 @@ class Instance:
         if self.sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
 
+    def reserve(self, lease: Lease) -> None:
+        """Book the lease of a decode leg, which begins when its prompt has been prefilled elsewhere."""
+        now = lease.dispatched_at
+        if now > self.speed.last:
+            self._elapsed(now)
+        lease.incoming = True
+        self.incoming[lease.id] = lease
+        self.acquire(lease)
+        lease.mark = None
+
+    def begin(self, lease: Lease, now: float) -> None:
+        """The decode leg of a lease is dispatched."""
+        if now > self.speed.last:
+            self._elapsed(now)
+        del self.incoming[lease.id]
+        lease.incoming = False
+        lease.dispatched_at = now
+        if self.sequences - len(self.incoming) <= self.max_num_seqs:
+            lease.mark = self.speed.mark()
+
+    def hold(self, hold: Hold) -> None:
+        """Keep a prompt for another instance."""
+        self.holds[hold.id] = hold
+        self.kv_tokens += hold.tokens
+        self.kv_prompt_tokens += hold.tokens
+
+    def let_go(self, hold: Hold) -> None:
+        """A kept prompt was fetched, released or has expired."""
+        kept = self.holds.pop(hold.id, None)
+        assert kept is hold, f"hold {hold.id} is not kept by {self.name}"
+        hold.ended = True
+        self.kv_tokens -= hold.tokens
+        self.kv_prompt_tokens -= hold.tokens
+        self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of prompts that it keeps for others."""
+        return sum(hold.tokens for hold in self.holds.values())
+
     def first_token(self, lease: Lease, now: float) -> None:
         """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
         if lease.first_token_at is not None:
@@ -452,6 +500,9 @@ class Instance:
         assert booked is lease, f"{lease!r} is not booked on {self.name}"
         if now > self.speed.last:
             self._elapsed(now)
+        if lease.incoming:
+            del self.incoming[lease.id]
+            lease.incoming = False
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
@@ -499,6 +550,10 @@ class Instance:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""
         running, places = self.sequences, self.max_num_seqs
         tokens = (self.promised_tokens + self.prompt_tokens) / 2
+        if self.incoming:  # booked and not there yet
+            for lease in self.incoming.values():
+                running -= lease.request.sequences
+                tokens -= (lease.promised_tokens + lease.prompt_tokens) / 2
         if running > places:
             tokens *= places / running
             running = places
@@ -521,7 +576,9 @@ class Instance:
             while node is not None:
                 used[id(node)] = node.own
                 node = node.parent
-        shared = sum(used.values())
+        shared = sum(used.values()) + self.held_tokens
+        assert all(not hold.ended for hold in self.holds.values()), self.name
+        assert all(self.leases.get(each.id) is each and each.incoming for each in self.incoming.values())
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
@@ -595,6 +652,11 @@ class Instance:
             return None
         return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
 
+    def learn_prefill(self, lease: Lease, now: float) -> None:
+        """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""
+        if self.speed.prefilled(lease.expected_first_s, now - lease.dispatched_at, now):
+            self._take_speed()
+
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""
         steps = lease.output_tokens / lease.request.sequences - 1.0
@@ -610,9 +672,12 @@ class Instance:
             return False
         changed = self.speed.answered(self.nominal, mark, now - began_at, steps, now, self.token_budget)
         lease.evidence = (self.speed.last_expected_s, now - began_at, self.speed.last_mixed)
-        if not changed:
-            return False
+        if changed:
+            self._take_speed()
+        return changed
+
+    def _take_speed(self) -> None:
+        """Put the factor of the speed tracker in force."""
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
         self._update_parameters()
-        return True

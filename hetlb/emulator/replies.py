@@ -8,6 +8,7 @@ change from token to token is built once per answer: a token costs one formattin
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -76,6 +77,12 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
+        #: What stands before the number of a token: `x` where its KV cache is that of another prompt.
+        self.word = "t"
+        #: KV hand-over: what the answer says of the blocks that are kept, and whence they are fetched.
+        self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
+        self.kv_source: dict[str, Any] | None = None
+        self.kv_done = False
         self.choices: list[ReplyChoice] = []
         kind = self.choice_type()
         for prompt in generation.prompts:
@@ -104,6 +111,7 @@ class Reply:
         """A choice is complete; `tail` is the last piece of its stream."""
         self.open -= 1
         self.output_tokens += choice.output_tokens
+        params = None if self.on_finished is None or self.open else self.on_finished(self)
         if self.generation.stream:
             if self.open:
                 self.out.write(tail)
@@ -111,7 +119,25 @@ class Reply:
                 self.out.write(tail + self.closing())
                 self.out.done()
         elif not self.open:
-            self.out.respond(200, _encode(self.body()))
+            body = self.body()
+            if params is not None:
+                body["kv_transfer_params"] = params
+            self.out.respond(200, _encode(body))
+
+    def text(self, count: int) -> str:
+        """The first `count` tokens of the answer."""
+        text = words(count)
+        return text if self.word == "t" else text.replace(" t", f" {self.word}")
+
+    def fail(self, message: str) -> None:
+        """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        body = _encode({"error": error})
+        if self.generation.stream:
+            self.out.write(chunk(b"data: %b\n\n" % body) + DONE)
+            self.out.done()
+        else:
+            self.out.respond(500, body)
 
     def body(self) -> dict[str, Any]:
         """The whole answer of a plain request."""
@@ -168,12 +194,12 @@ class ReplyChoice(Choice):
     @property
     def reasoning(self) -> str | None:
         """The text of its reasoning; None where it has none."""
-        return words(self.reasoning_tokens) if self.reasoning_tokens else None
+        return self.reply.text(self.reasoning_tokens) if self.reasoning_tokens else None
 
     @property
     def content(self) -> str:
         """The text that follows the reasoning."""
-        return words(self.output_tokens)[len(words(self.reasoning_tokens)) :]
+        return self.reply.text(self.output_tokens)[len(words(self.reasoning_tokens)) :]
 
     def arguments(self, tool: ToolCall) -> str:
         """The arguments of its call, as far as its tokens reach."""
@@ -212,14 +238,14 @@ class StreamChoice(ReplyChoice):
         number = self.sent
         opening = self.reply.opening() if number == 0 else b""
         self.sent = number + 1
-        event = self.reply.event(self, f" t{number}", last=True)
+        event = self.reply.event(self, f" {self.reply.word}{number}", last=True)
         self.reply.finished(self, opening + chunk(event.encode()))
 
     def _widen(self, number: int) -> None:
         """Prepare for numbers of one more digit: the chunk's size is part of what is constant."""
         if number == 0:
             head, _, tail = self.reply.event(self, _MARK).partition(_MARK)
-            self._head = head.encode() + b" t"
+            self._head = head.encode() + f" {self.reply.word}".encode()
             self._suffix = tail.encode() + b"\r\n"
             if opening := self.reply.opening():
                 self._write(opening)
@@ -244,7 +270,7 @@ class EventChoice(ReplyChoice):
         number = self.sent
         opening = self.reply.opening() if number == 0 else b""
         self.sent = number + 1
-        return opening + chunk(self.reply.event(self, f" t{number}", last=last).encode())
+        return opening + chunk(self.reply.event(self, f" {self.reply.word}{number}", last=last).encode())
 
 
 class CompletionReply(Reply):
@@ -268,7 +294,7 @@ class CompletionReply(Reply):
                 {
                     "index": choice.index,
                     "text": (choice.prompt.text if self.generation.echo else "")
-                    + words(choice.output_tokens),
+                    + self.text(choice.output_tokens),
                     "logprobs": None,
                     "finish_reason": choice.finish_reason,
                     "stop_reason": None,
@@ -454,7 +480,7 @@ class ResponsesReply(Reply):
         return self._response(
             status="incomplete" if cut else "completed",
             incomplete={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(words(choice.output_tokens))],
+            output=[self._item(self.text(choice.output_tokens))],
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {
@@ -560,7 +586,7 @@ class ResponsesReply(Reply):
         return self._named("response.output_text.delta", fields)
 
     def closing(self) -> bytes:
-        text = words(self.choices[0].output_tokens)
+        text = self.text(self.choices[0].output_tokens)
         place = {"content_index": 0, "item_id": self.item_id}
         done = {**place, "logprobs": [], "output_index": 0, "text": text}
         part = {**place, "output_index": 0, "part": self._part(text, None)}

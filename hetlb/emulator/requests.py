@@ -65,6 +65,7 @@ class Generation(msgspec.Struct, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     tool: ToolCall | None = None
     reasoning: float = 0.0
 
@@ -245,8 +246,10 @@ class Reader:
             raise bad_value(f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.")
         if n > 1 and temperature < 1e-5:
             raise bad_value(f"n must be 1 when using greedy sampling, got {n}.")
+        params = data.get("kv_transfer_params")
         return Generation(
             model=model,
+            kv_transfer_params=params if isinstance(params, dict) else None,
             prompts=prompts,
             n=n,
             max_tokens=max_tokens,

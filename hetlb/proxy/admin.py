@@ -81,6 +81,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
     return {
         "name": instance.name,
         "url": instance.spec.url,
+        "role": instance.spec.role.value,
         "state": instance.admin.value,
         "health": instance.health.state.value,
         "in_flight": instance.in_flight,
@@ -88,6 +89,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "queued": 0,
         "workload": instance.work_s,
         "kv_reserved_tokens": instance.kv_tokens,
+        "kv_held_tokens": instance.held_tokens,
         "kv_cache_tokens": instance.kv_cache_tokens,
         "kv_reported": None if sample is None else sample.kv_usage,
         "kv_reported_max": None if sample is None else sample.kv_usage_max,

@@ -88,6 +88,7 @@ class EnginePool:
         "call_soon",
         "closed",
         "heads",
+        "origin",
         "own_headers",
         "passthrough",
     )
@@ -112,6 +113,7 @@ class EnginePool:
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._host_header = b"host: " + parts.netloc.encode("ascii")
+        self.origin = f"{parts.scheme}://{parts.netloc}"
         self._loop = loop
         self._now = loop.time
         self.call_soon = loop.call_soon

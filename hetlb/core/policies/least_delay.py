@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import nsmallest
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -34,8 +35,19 @@ from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, EngineLoad, Instance
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
-from hetlb.core.policies.base import MAX_WORKLOAD_S, Choice, Policy, SchedulingContext
-from hetlb.core.types import Candidate
+from hetlb.core.policies.base import (
+    DECODE_START_STEPS,
+    MAX_WORKLOAD_S,
+    OWN_READ_TOKENS,
+    Choice,
+    Policy,
+    SchedulingContext,
+    SplitChoice,
+    cached_at,
+    pair_choice,
+)
+from hetlb.core.transfer import TransferTimes
+from hetlb.core.types import Candidate, Role
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
@@ -65,6 +77,16 @@ _CLOSE: Final = 1.0 + 1e-9
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
+
+#: So many of the best prefill and decode instances are combined.
+_FINALISTS: Final = 2
+#: A pair must cost less than this share of what one instance costs: it takes places at two, and may fail.
+_WORTH: Final = 0.9
+#: Share of the lease on held KV blocks in which an answer that is no stream is to end.
+_LEASE_SHARE: Final = 0.4
+
+#: What a second of a decode step counts for in the first token of a decode leg.
+_START_WEIGHT: Final = (_FIRST_TOKEN_WEIGHT + 1.0) * DECODE_START_STEPS
 
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
@@ -162,7 +184,9 @@ class _Evaluation:
         "_together", "instances",
     )  # fmt: skip
 
-    def __init__(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> None:
+    def __init__(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], may_pass_over: bool = True
+    ) -> None:
         self._ctx = ctx
         self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
@@ -177,15 +201,20 @@ class _Evaluation:
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
         self._look()
-        if len(instances) > 1:
+        if may_pass_over and len(instances) > 1:
             self._pass_over()
 
-    def lowest(self) -> int | None:
-        """The index of the instance with room and the lowest score, the first of several."""
+    def lowest(self, among: Sequence[int] | None = None) -> int | None:
+        """The index of the instance with room and the lowest score, the first of several.
+
+        `among` are the indices of those that count, in their order; all where it is None.
+        """
         scores = self._scores
+        indices = range(len(scores)) if among is None else among
         index = -1
         least = math.inf
-        for i, each in enumerate(scores):
+        for i in indices:
+            each = scores[i]
             if each.state == _ROOM and each.score < least:
                 index, least = i, each.score
         if index < 0:
@@ -193,7 +222,8 @@ class _Evaluation:
         self._rate(scores[index], _EXACT)
         least = scores[index].score
         for grade in (_BOUNDED, _EXACT):
-            for i, each in enumerate(scores):
+            for i in indices:
+                each = scores[i]
                 if each.state == _ROOM and each.score <= least * _CLOSE:
                     self._rate(each, grade)
                     if each.grade == _EXACT and (each.score < least or (each.score == least and i < index)):
@@ -409,6 +439,118 @@ class _Evaluation:
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += costs[i].speed
 
+    def best_whole(self, mixed: bool) -> tuple[int, float] | None:
+        """The instance with room and the lowest score of those that take whole requests, and that score.
+
+        `mixed`: all do.
+        """
+        whole: list[int] | None = None
+        if not mixed:
+            prompt = self._ctx.request.prompt_tokens
+            whole = [
+                i
+                for i, instance in enumerate(self.instances)
+                if instance.spec.role is Role.BOTH
+                or (
+                    instance.spec.role is Role.DECODE
+                    and prompt - cached_at(self._ctx, instance) <= OWN_READ_TOKENS
+                )
+            ]
+        index = self.lowest(whole)
+        return None if index is None else (index, self._scores[index].score)
+
+    def best_pair(
+        self, transfers: TransferTimes, below: float, mixed: bool
+    ) -> tuple[int, int, float, bool] | None:
+        """The prefill and decode instance with the lowest score together; None if none is `below`.
+
+        The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
+        only the few best are combined: a decision's cost must not grow with the square of the fleet. With the
+        indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        `mixed`: all have the role `both`.
+        """
+        scores, instances, together = self._scores, self.instances, self._together
+        sources: list[tuple[float, int]] = []
+        targets: list[tuple[float, int]] = []
+        least_source = least_target = math.inf
+        for i, each in enumerate(scores):
+            if each.state != _ROOM:
+                continue
+            more_s = each.step_s - each.now_s
+            joining_s = each.load.batch * together * more_s if more_s > 0.0 else 0.0
+            role = Role.BOTH if mixed else instances[i].spec.role
+            if role is not Role.DECODE:
+                # A lower bound, until the exact one is asked for.
+                self._rate(each, _BOUNDED)
+                reading_s = each.others_s - joining_s
+                score = (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
+                sources.append((score, i))
+                if score < least_source:
+                    least_source = score
+            if role is not Role.PREFILL:
+                score = _START_WEIGHT * each.step_s + each.decode_s + joining_s
+                targets.append((score, i))
+                if score < least_target:
+                    least_target = score
+        if least_source + least_target >= below:
+            return None
+        return self._combine(transfers, below, nsmallest(_FINALISTS, sources), nsmallest(_FINALISTS, targets))
+
+    def _combine(
+        self,
+        transfers: TransferTimes,
+        below: float,
+        sources: list[tuple[float, int]],
+        targets: list[tuple[float, int]],
+    ) -> tuple[int, int, float, bool] | None:
+        """The best pair of these, by score ascending."""
+        scores, instances, prompt = self._scores, self.instances, self._prompt
+        usual_s = self._fleet.first_token_s
+        found: tuple[int, int, float, bool] | None = None
+        for reading, i in sources:
+            source = scores[i]
+            for decoding, j in targets:
+                if i == j:
+                    continue
+                if reading + decoding >= below:
+                    break
+                sent = prompt - cached_at(self._ctx, instances[j])
+                transfer_s = transfers.estimate_s(instances[i], instances[j], sent, self._ctx.now)
+                if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
+                    continue
+                if source.grade < _EXACT:
+                    self._rate(source, _EXACT)
+                    reading_s = source.others_s - self._joining_s(source)
+                    reading = (_FIRST_TOKEN_WEIGHT + 1.0) * source.charged_s + max(0.0, reading_s)
+                first_s = source.charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
+                score = reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s
+                if first_s > _LATE * usual_s > 0.0:
+                    score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+                if score >= below:
+                    continue
+                if self._in_time(instances[j], first_s + scores[j].decode_s):
+                    found, below = (i, j, score, True), score
+                elif found is None:
+                    found = i, j, score, False
+        return found
+
+    def _joining_s(self, each: _InstanceScore) -> float:
+        """Seconds by which one more sequence delays those that decode there."""
+        more_s = each.step_s - each.now_s
+        return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
+
+    def _in_time(self, target: Instance, whole_s: float) -> bool:
+        """True if an answer comes well before the lease on the KV blocks ends, where that matters.
+
+        The first token of an answer that is sent as a whole is not seen, so nothing else shows that they were
+        fetched in time.
+        """
+        link = target.spec.kv_transfer
+        assert link is not None, f"{target.name} takes part in no KV transfer"
+        return (
+            self._ctx.request.streamed or not link.connector.holds or whole_s <= _LEASE_SHARE * link.lease_s
+        )
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
@@ -475,6 +617,27 @@ class Hetlb(Policy):
         index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
+
+    def choose_split(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
+    ) -> SplitChoice | None:
+        evaluation = _Evaluation(ctx, instances, mixed)
+        whole = evaluation.best_whole(mixed)
+        pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
+        if pair is not None and pair[3]:
+            prefill, decode, score, _ = pair
+            names = f"{instances[prefill].name} > {instances[decode].name}"
+            return pair_choice(
+                ctx,
+                instances,
+                prefill,
+                decode,
+                lambda: [*evaluation.candidates(), Candidate(names, score)],
+            )
+        if whole is None:
+            return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
+        index = whole[0]
+        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.candidates)
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]

@@ -126,6 +126,7 @@ class Totals:
         "arrival",
         "decisions",
         "end",
+        "handovers",
         "instances",
         "lag",
         "models",
@@ -139,6 +140,8 @@ class Totals:
         self.requests: dict[tuple[str, str], int] = {}
         self.decisions = 0
         self.retries = 0
+        #: Requests whose KV blocks were to go from one instance to another, by what came of it.
+        self.handovers: dict[str, int] = {}
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
         self.instances: dict[str, InstanceTotals] = {}
@@ -167,6 +170,10 @@ class Totals:
         """A lease on an instance ended and its request is retried."""
         self.retries += 1
         self.instance(name).ended(outcome)
+
+    def handed_over(self, result: str) -> None:
+        """The hand-over of a request has ended."""
+        self.handovers[result] = self.handovers.get(result, 0) + 1
 
     def count(self, outcome: Outcome, phase: str) -> None:
         """A request ended."""
