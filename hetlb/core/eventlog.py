@@ -91,9 +91,12 @@ class RecordingScheduler(Scheduler):
             server_error=server_error,
         )
 
-    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
-        commands = super().on_busy(lease, retry_after_s, now)
-        return self._record("busy", now, commands, lease=lease.id, retry_after_s=retry_after_s)
+    def on_busy(
+        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    ) -> list[Command]:
+        commands = super().on_busy(lease, retry_after_s, now, may_move=may_move)
+        fact = {"lease": lease.id, "retry_after_s": retry_after_s, "may_move": may_move}
+        return self._record("busy", now, commands, **fact)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
@@ -131,7 +134,10 @@ def _read_request(raw: dict[str, Any]) -> Request:
     blocks = raw.pop("blocks", None)
     if blocks is not None:
         blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
-    return Request(**raw, prefix_keys=prefix_keys, blocks=blocks)
+    subset = raw.pop("subset", None)
+    return Request(
+        **raw, prefix_keys=prefix_keys, blocks=blocks, subset=None if subset is None else tuple(subset)
+    )
 
 
 def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
@@ -308,7 +314,8 @@ class Replay:
                 lease, outcome, now, retry=raw["retry"], server_error=raw["server_error"]
             )
         if kind == "busy":
-            return scheduler.on_busy(self._leases[raw["lease"]], raw["retry_after_s"], now)
+            lease, again_s = self._leases[raw["lease"]], raw["retry_after_s"]
+            return scheduler.on_busy(lease, again_s, now, may_move=raw.get("may_move", True))
         if kind == "cancelled":
             return scheduler.on_cancelled(raw["request"], now)
         if kind == "restore":

@@ -280,6 +280,13 @@ class Scheduler:
         """Every name that some instance answers to."""
         return list(self._ready)
 
+    def any_routable(self, request: Request) -> bool:
+        """True unless the model of a request is served, but by no routable instance of its subset."""
+        ready = self._ready.get(request.model)
+        if ready is None or request.subset is None:
+            return True
+        return any(each.routable and each.name in request.subset for each in ready.instances)
+
     # --- facts about requests ---
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
@@ -387,13 +394,15 @@ class Scheduler:
             self._reindex(now)
         return []
 
-    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
+    def on_busy(
+        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    ) -> list[Command]:
         """An engine answered 429 or 503: it has no room, which is no failure.
 
         If it said when to come again (`retry_after_s`), it is ranked last until then, for `BUSY_CAP_S` at
         most, and another instance that has room gets the request, within the budget of retries: then the
-        lease is given back and the commands hold the new dispatch. Otherwise they hold a `PassOn`, and the
-        lease goes on.
+        lease is given back and the commands hold the new dispatch. Otherwise, and without `may_move`, they
+        hold a `PassOn`, and the lease goes on.
         """
         request = lease.request
         instance = self._leased[lease.id]
@@ -404,7 +413,7 @@ class Scheduler:
         self._reindex(now)
         attempts = self._attempts.get(request.id)
         ready = self._ready.get(request.model)
-        if ready is None or (attempts is not None and attempts.runs) or not self._may_retry():
+        if not may_move or ready is None or (attempts is not None and attempts.runs) or not self._may_retry():
             return passed_on
         known = attempts is not None
         if attempts is None:
@@ -706,7 +715,7 @@ class Scheduler:
         """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
-        if attempts is None and request.pinned is None:
+        if attempts is None and request.restriction is None:
             tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
             if all(tokens <= _longest(instance) for instance in ready.able):
                 return ready.able, ready.excluded
@@ -716,6 +725,8 @@ class Scheduler:
         for instance in instances:
             if request.pinned is not None and instance.name != request.pinned:
                 reason = "the request belongs to another instance"
+            elif request.subset is not None and instance.name not in request.subset:
+                reason = "not in the subset of the gateway"
             else:
                 reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
             if reason:
@@ -819,7 +830,7 @@ class Scheduler:
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
         if (
             tokens <= ready.longest_tokens
-            and request.pinned is None
+            and request.restriction is None
             and (not self._attempts or request.id not in self._attempts)
         ):
             able: Sequence[Instance] = ready.able

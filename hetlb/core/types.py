@@ -116,11 +116,12 @@ class Request(PickleByFields):
     is how many the engine will run for it (number of prompts times `n`); `max_tokens` is the client's cap on
     the output of each sequence, None if it gave none. `generates` is False for embeddings, scores, tokenize
     and the like, which have no output. `prompt_exact` says that the length was counted, not estimated from
-    bytes. `pinned` names the one instance that can answer. `samples` is how many of the sequences have the
-    same prompt. `prefix_keys` name what each of its prompts begins with, shortest first, each with its
-    tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
-    lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
-    None is a tenant like any other. `blocks` are digests of a prompt of known token ids, for engines that
+    bytes. `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
+    begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
+    `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
+    share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
+    prompt of known token ids, for engines that
     publish KV events.
     """
 
@@ -139,6 +140,7 @@ class Request(PickleByFields):
     tenant: str | None
     samples: int
     blocks: PromptBlocks | None
+    subset: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class Request(PickleByFields):
         tenant: str | None = None,
         samples: int = 1,
         blocks: PromptBlocks | None = None,
+        subset: tuple[str, ...] | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -173,6 +176,13 @@ class Request(PickleByFields):
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks
+        self.subset = subset
+
+    @property
+    def restriction(self) -> str | None:
+        """Name of the instances that the request is restricted to, None for any that serves its model."""
+        subset = self.subset
+        return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
 
 
 @mypyc_attr(acyclic=True)

@@ -60,7 +60,7 @@ from hetlb.proxy.scheduling import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.proxy.upstream import EnginePool
+from hetlb.proxy.upstream import EnginePool, Upstream
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -297,7 +297,12 @@ class ExchangeDriver(ABC):
                     idle_s=table.upstream_idle_s,
                 )
 
-    def pool(self, lease: Lease) -> EnginePool:
+    @property
+    def access(self) -> Mapping[str, EngineAccess]:
+        """Keys and certificates of the engines, by instance."""
+        return self._access
+
+    def pool(self, lease: Lease) -> Upstream:
         """The connections to the incarnation a lease is tied to."""
         return self._pools[lease.incarnation]
 

@@ -43,7 +43,7 @@ from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
+from hetlb.proxy.upstream import Carried, EngineConnection, Upstream
 
 
 class DriverSide(Protocol):
@@ -52,7 +52,7 @@ class DriverSide(Protocol):
     @property
     def forward_rules(self) -> ForwardRules: ...
     def now(self) -> float: ...
-    def pool(self, lease: Lease) -> EnginePool: ...
+    def pool(self, lease: Lease) -> Upstream: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
@@ -224,6 +224,25 @@ class Exchange(RequestRecord):
         )
         connection.send(first, body)
 
+    def handed_over(self) -> None:
+        """A gateway has the request and sends it to the engine."""
+        self._enter(WRITTEN, self._now())
+
+    @property
+    def done(self) -> bool:
+        """True once it has its outcome."""
+        return self.phase is Phase.DONE
+
+    @property
+    def label_for_engine(self) -> bytes:
+        """Value of `x-request-id` for the engine."""
+        return self._engine_label
+
+    @property
+    def body_for_engine(self) -> bytes:
+        """The body as it goes to the engine."""
+        return b"".join(self._body)
+
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         lease = self.lease
@@ -349,6 +368,10 @@ class Exchange(RequestRecord):
             self._write(out)
         self._take_usage()
         self._finish(self._whole, keep=self._delimited)
+
+    def answered_unseen(self) -> None:
+        """A gateway has passed on the whole answer and showed nothing of its body."""
+        self._finish(ends.UNSEEN)
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
