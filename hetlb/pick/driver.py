@@ -12,7 +12,20 @@ from typing import Final
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Lease, LiveLease, Outcome, Reject, RejectReason, RequestId
+from hetlb.core.types import (
+    EngineSample,
+    InstanceChange,
+    InstanceRemoved,
+    Lease,
+    LiveLease,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Reject,
+    RejectReason,
+    RequestId,
+)
+from hetlb.pick.foreign import ForeignLoad
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
@@ -40,6 +53,8 @@ class PickDriver(Driver):
         super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
         #: Streams of the requests that are open, by request.
         self.streams: dict[RequestId, Upstream] = {}
+        #: Requests at the engines that are not ours.
+        self.foreign = ForeignLoad(scheduler)
 
     def pool(self, lease: Lease) -> Upstream:
         return self.streams[lease.request.id]
@@ -60,6 +75,17 @@ class PickDriver(Driver):
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         self.carry_out(self.scheduler.on_busy(lease, retry_after_s, self.now(), may_move=False))
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        super().sample(name, sample)
+        self.carry_out(self.foreign.look(name, sample, self.now()))
+
+    def change(self, change: InstanceChange) -> None:
+        super().change(change)
+        if isinstance(change, InstanceRemoved) or (
+            isinstance(change, Probed) and change.result is ProbeResult.REFUSED
+        ):
+            self.carry_out(self.foreign.gone(change.name, self.now()))
 
     def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
         """Envoy reached the answering instance after another one failed: the lease moves there."""

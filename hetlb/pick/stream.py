@@ -477,7 +477,7 @@ def _details(message: Any) -> str:
 
 
 def _local_reply(message: Any, head: ResponseHead) -> ends.End | None:
-    """How the lease of an answer ends that is Envoy's own, None for an engine's answer."""
+    """End of the lease of an answer that is Envoy's own, None for an engine's answer."""
     if head.status < 500:
         return None
     details = _details(message)

@@ -74,9 +74,9 @@ class Engine:
     async def start(self) -> Engine:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, shutdown_timeout=0.1, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self
@@ -168,10 +168,11 @@ class Envoy:
     async def ready(self) -> Envoy:
         """Wait until it takes requests and has looked at the health of pickers and engines."""
         async with aiohttp.ClientSession() as session, asyncio.timeout(10):
-            while not self.port:
-                listeners = await self.admin(session, "/listeners?format=json")
-                for each in msgspec.json.decode(listeners).get("listener_statuses", []):
-                    self.port = each["local_address"]["socket_address"]["port_value"]
+            while not (await self.admin(session, "/ready")).startswith(b"LIVE"):
+                pass
+            listeners = msgspec.json.decode(await self.admin(session, "/listeners?format=json"))
+            (listener,) = listeners["listener_statuses"]
+            self.port = listener["local_address"]["socket_address"]["port_value"]
         return self
 
     async def admin(self, session: aiohttp.ClientSession, path: str) -> bytes:
@@ -247,13 +248,13 @@ class Rig:
         driver, scheduler = self.picker.driver, self.picker.scheduler
         await turns_until(lambda: not driver.exchanges and not driver.streams)
         scheduler.check_integrity()
-        assert scheduler.in_flight == len(self.picker.foreign)
+        assert scheduler.in_flight == len(driver.foreign)
         assert len(scheduler.queue) == 0
 
     @property
     def outcomes(self) -> list[str]:
         """Outcomes of the requests that ended, in order."""
-        return [str(each.outcome) for each in self.picker.history.rows]
+        return [each.outcome for each in self.picker.history.newest_first()][::-1]
 
 
 @contextlib.asynccontextmanager
@@ -268,16 +269,16 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """Everything running; `change` edits Envoy's configuration, `tables` the fleet file."""
     made = Rig(folder, [await Engine().start() for _ in range(engines)])
-    await made.start_picker(event_log, **tables)
-    made.envoy = Envoy(folder / "envoy", base, [made.grpc_port], made.engines)
-    change(made.envoy)
-    try:
-        await made.envoy.start()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as made.session:
-            yield made
-            await made.settled()
-    finally:
-        await made.envoy.kill()
-        await made.picker.stop(0.0)
+    async with contextlib.AsyncExitStack() as stack:
         for engine in made.engines:
-            await engine.stop()
+            stack.push_async_callback(engine.stop)
+        await made.start_picker(event_log, **tables)
+        stack.push_async_callback(lambda: made.picker.stop(0.0))
+        made.envoy = Envoy(folder / "envoy", base, [made.grpc_port], made.engines)
+        change(made.envoy)
+        stack.push_async_callback(lambda: made.envoy.kill())
+        await made.envoy.start()
+        timeout = aiohttp.ClientTimeout(total=30)
+        made.session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        yield made
+        await made.settled()
