@@ -333,6 +333,10 @@ class Queue:
         """The sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
 
+    def waiting_sizes(self) -> dict[str, int]:
+        """The sizes of all that wait, added up, of each model for which something does."""
+        return {model: size for model, size in self._sizes.items() if size}
+
     def overtaken(self, entry: Queued) -> int:
         """Number of later requests that went before a waiting one."""
         key, priority, _, _ = self.held[entry.request.id]

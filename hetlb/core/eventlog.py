@@ -101,10 +101,21 @@ class RecordingScheduler(Scheduler):
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
 
-    def restore(self, live: LiveLease, now: float) -> Lease | None:
-        lease = super().restore(live, now)
-        self._record("restore", now, [], lease=None if lease is None else lease.id, live=asdict(live))
+    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
+        lease = super().restore(live, now, arrived=arrived)
+        number = None if lease is None else lease.id
+        self._record("restore", now, [], lease=number, live=asdict(live), arrived=arrived)
         return lease
+
+    def assume(self, request: Request, now: float) -> Lease | None:
+        lease = super().assume(request, now)
+        number = None if lease is None else lease.id
+        self._record("assume", now, [], lease=number, request=asdict(request))
+        return lease
+
+    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+        commands = super().on_waiting_elsewhere(sizes, now)
+        return self._record("waiting_elsewhere", now, commands, sizes=dict(sizes))
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         commands = super().on_instance(change, now)
@@ -321,7 +332,8 @@ class Replay:
         if kind == "restore":
             raw_live = raw["live"]
             request = _read_request(raw_live.pop("request"))
-            restored = scheduler.restore(LiveLease(request, **raw_live), now)
+            arrived = raw.get("arrived", False)
+            restored = scheduler.restore(LiveLease(request, **raw_live), now, arrived=arrived)
             if restored is not None:
                 self._leases[restored.id] = restored
             return []
@@ -342,6 +354,13 @@ class Replay:
             return scheduler.on_kv_events(
                 raw["name"], KvEventBatch(events, begins=told["begins"], lost=told["lost"]), now
             )
+        if kind == "assume":
+            assumed = scheduler.assume(_read_request(raw["request"]), now)
+            if assumed is not None:
+                self._leases[assumed.id] = assumed
+            return []
+        if kind == "waiting_elsewhere":
+            return scheduler.on_waiting_elsewhere(raw["sizes"], now)
         if kind == "policy":
             return scheduler.set_policy(raw["name"], now)
         if kind == "restored":

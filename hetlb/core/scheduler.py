@@ -235,6 +235,8 @@ class Scheduler:
         self._next_incarnation = 1
         self._next_cache = -1
         self._last_tick = now
+        #: Sizes of what waits at other schedulers of the fleet, by model.
+        self._elsewhere: dict[str, int] = {}
         for spec in setup.specs:
             self._add(spec, now)
         self._reindex(now)
@@ -433,10 +435,11 @@ class Scheduler:
         self._retrying.add(placed.lease.id)
         return [placed, *self._flush(now)]
 
-    def restore(self, live: LiveLease, now: float) -> Lease | None:
-        """Book a lease again that an earlier scheduler granted; None where its instance is gone.
+    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
+        """Book a lease that another scheduler granted; None where its instance is gone.
 
         It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
+        `arrived`: its request has just come to a scheduler of the same fleet, and is demand here too.
         """
         request = live.request
         assert request.id not in self._queue, f"request {request.id} waits and is restored"
@@ -450,7 +453,23 @@ class Scheduler:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         self._leased[lease.id] = instance
+        if arrived and self._policy.reads_demand:
+            self._demand(request.model).arrived(size_of(request, live.predicted_output), now)
         return lease
+
+    def assume(self, request: Request, now: float) -> Lease | None:
+        """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
+        ready = self._ready.get(request.model)
+        predicted = self._predictor.predict(request) if request.generates else 0.0
+        found = None if ready is None else self._choose(request, ready, now, predicted)
+        if ready is None or found is None:
+            return None
+        return self._book(found, ready, now).lease
+
+    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+        """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
+        self._elsewhere = dict(sizes)
+        return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
@@ -845,6 +864,8 @@ class Scheduler:
         if not able:
             return None
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+        if self._elsewhere:
+            waiting += self._elsewhere.get(request.model, 0)
         ctx = self._question(request, predicted, waiting, now, availabilities, long)
         index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:

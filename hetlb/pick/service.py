@@ -16,6 +16,7 @@ from hetlb.config.fleet import Fleet, Listen
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
 from hetlb.pick.server import PickServer
+from hetlb.pick.sharing import Sharing, shared_url
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.service import Service
 
@@ -36,14 +37,26 @@ class PickService(Service):
             msgspec.structs.replace(fleet, listen=Listen(host=pick.host, port=pick.port)), event_log
         )
         self._resolver: asyncio.Task[None] | None = None
+        #: What other pickers of the fleet have, None where this one is alone.
+        self.sharing: Sharing | None = None
+        if pick.shared is not None:
+            url = shared_url(pick.shared, fleet.where)
+            self.sharing = Sharing(pick.shared, url, self.scheduler, self.driver.carry_out)
+            self.driver.share(self.sharing.view, self.sharing.changed)
 
     def _make_server(self) -> PickServer:
-        return PickServer(self.driver, self, self.fleet, self.routable)
+        return PickServer(self.driver, self, self.fleet, self._serves)
+
+    def _serves(self) -> bool:
+        """True if gateways should send requests here."""
+        return self.routable() and (self.sharing is None or self.sharing.serves)
 
     async def start(self) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
+        if self.sharing is not None:
+            self.sharing.start()
         await super().start()
 
     async def close(self) -> None:
@@ -53,6 +66,8 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self.sharing is not None:
+            await self.sharing.close()
         await super().close()
 
     def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:

@@ -37,6 +37,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
+    Request,
     RequestId,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
@@ -412,9 +413,13 @@ class Driver(ExchangeDriver):
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
         started = perf_counter()
-        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
+        commands = self._arrived(exchange.request, exchange.arrived_at)
         self._arrival_s.append(perf_counter() - started)
         self.carry_out(commands)
+
+    def _arrived(self, request: Request, now: float) -> list[Command]:
+        """Give the scheduler a request."""
+        return self.scheduler.on_arrival(request, now)
 
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
