@@ -137,10 +137,12 @@ class Sharing:
 
     async def close(self) -> None:
         """Stop; a leader lets another lead at once."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._tasks = set(self._tasks), []
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            # redis-py takes a cancellation for a timeout now and then: it is said again.
+            _, tasks = await asyncio.wait(tasks, timeout=_RETRY_S)
         if self.leads:
             with contextlib.suppress(RedisError, OSError, TimeoutError):
                 await self._redis.eval(_RELEASE, 1, self._leader_key, self.name)
