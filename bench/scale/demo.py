@@ -1,6 +1,6 @@
 """The whole picture on one machine: two Envoys, two pickers with one view over Redis, two emulated engines.
 
-`make demo-scaleout`. The same load goes through `hetlb serve` and through the pair; then one of the pickers is
+The same load goes through `hetlb serve` and through the pair; then one picker is
 killed in the middle of a load. `--json` prints one document.
 """
 
@@ -70,9 +70,11 @@ class Processes(contextlib.ExitStack):
         process.wait()
 
 
-def envoy(processes: Processes, folder: Path, pickers: list[int], engines: list[int]) -> tuple[Any, str]:
+def envoy(
+    processes: Processes, folder: Path, pickers: list[int], engines: list[int], shape: str = "static"
+) -> tuple[Any, str]:
     """An Envoy with the shipped configuration; its address when it takes requests."""
-    document = yaml.safe_load((ROOT / "configs" / "envoy" / "static.yaml").read_text())
+    document = yaml.safe_load((ROOT / "configs" / "envoy" / f"{shape}.yaml").read_text())
     port, admin = free_port(), free_port()
     document["admin"]["address"]["socket_address"]["port_value"] = admin
     resources = document["static_resources"]
