@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
 from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
+from hetlb.core.policies.base import COMBINE_FORMS
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Candidate, Health, Request

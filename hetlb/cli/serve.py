@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import msgspec
 import uvloop
 
+from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
+
+logger = logging.getLogger("hetlb.serve")
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
-    if fleet.proxy.workers > 1 and fleet.policy.state_file is not None:
-        raise InputError(
-            f"{fleet.where}policy.state_file: expected one process, got {fleet.proxy.workers} workers"
-        )
-    if fleet.proxy.workers > 1:
-        for source in fleet.engines.values():
-            if source.kv_events is not None:
-                raise InputError(
-                    f"{source.key}.kv_events: expected one process, got {fleet.proxy.workers} workers"
-                )
+    if fleet.stages and fleet.proxy.workers > 1:
+        raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
@@ -79,11 +75,31 @@ def allow_many_connections() -> None:
 
 
 async def _serve(fleet: Fleet, event_log: Path | None) -> None:
-    service = Service(fleet, event_log)
+    if fleet.stages:
+        await _serve_with_stages(fleet, event_log)
+    else:
+        await _run(Service(fleet, event_log))
+
+
+async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
+    from hetlb.stage.group import StageGroups
+
+    groups = StageGroups(fleet, event_log)
+    try:
+        await groups.start()
+        service = Service(groups.located(fleet), event_log, groups.reload)
+        service.stages = groups.documents
+        await _run(service)
+    finally:
+        await groups.close()
+
+
+async def _run(service: Service) -> None:
     try:
         await service.start()
         tune_gc()
         print(service.ready_line, flush=True)
+        logger.info(version_line())
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

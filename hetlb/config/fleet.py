@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
 from hetlb.config.profile import Profile, load_profile
+from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
-from hetlb.core.types import Capacity, InstanceSpec
+from hetlb.core.types import Capacity, Connector, InstanceSpec, KvTransfer, Role
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
 from hetlb.workload.traces import read_trace
+
+#: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
+MOONCAKE_BOOTSTRAP_PORT: Final = 8998
+MOONCAKE_LEASE_S: Final = 480.0
 
 
 class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -218,6 +224,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
     signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
+    `role` says which phases of a request it takes, `kv_bootstrap` where its Mooncake bootstrap server is.
     """
 
     name: str | None = None
@@ -228,6 +235,25 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     api_key_env: str | None = None
     ca_file: str | None = None
     kv_events: str | KvEventsTable | None = None
+    role: Literal["prefill", "decode", "both"] = "both"
+    kv_bootstrap: str | None = None
+
+
+ConnectorName: TypeAlias = Literal["nixl", "mooncake", "shared-storage"]
+
+
+class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and what is known of it.
+
+    `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
+    seconds in vLLM. The others are the first estimate of a transfer's time.
+    """
+
+    connector: ConnectorName
+    lease_s: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    bytes_per_token: Positive | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_s: NonNegative | None = None
 
 
 class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -251,14 +277,20 @@ class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own."""
+    """One pool: the instances that serve one model; its key is for those without one of their own.
+
+    `stages` are workers of `hetlb stage` that together are one more instance.
+    `kv_transfer` lets one instance prefill a prompt and another decode the answer.
+    """
 
     name: str
-    instances: tuple[InstanceTable, ...]
+    instances: tuple[InstanceTable, ...] = ()
+    stages: StagesTable | None = None
     tokenizer: str | None = None
     image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
+    kv_transfer: ConnectorName | KvTransferTable | None = None
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -288,13 +320,15 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
     """Sources of the key and the authorities of one instance. `key` names the instance in errors.
 
-    `kv_events` is where it publishes KV events, None where it does not.
+    `kv_events` is where it publishes KV events, None where it does not; `kv_bootstrap` the URL of its
+    Mooncake bootstrap server.
     """
 
     key: str
     api_key: SecretSource | None = None
     ca_file: Path | None = None
     kv_events: KvEventsTable | None = None
+    kv_bootstrap: str | None = None
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,6 +356,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
     pick: PickTable = PickTable()
+    #: Stages by the name of the instance that they are.
+    stages: dict[str, StageGroup] = {}
 
     @property
     def where(self) -> str:
@@ -377,6 +413,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return LengthDistribution(row.output_tokens for row in rows)
 
 
+#: Address of an instance made of stages until its coordinator listens.
+STAGES_URL = "http://stages.invalid"
+
 #: What may stand between `//` and the path: it is sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
@@ -425,11 +464,74 @@ def secret_source(file: str | None, env: str | None, key: str, base: Path) -> Se
 def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
     api_key = secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base)
     kv_events = _kv_events(instance.kv_events, f"{key}.kv_events")
+    bootstrap = instance.kv_bootstrap
+    if bootstrap is not None:
+        bootstrap = check_url(bootstrap, f"{key}.kv_bootstrap")
+    elif url:
+        bootstrap = f"http://{_bracketed(urlsplit(url).hostname or '')}:{MOONCAKE_BOOTSTRAP_PORT}"
     if instance.ca_file is None:
-        return EngineSource(key=key, api_key=api_key, kv_events=kv_events)
+        return EngineSource(key=key, api_key=api_key, kv_events=kv_events, kv_bootstrap=bootstrap)
     if not url.startswith("https://"):
         raise ConfigError(f"{key}.ca_file: expected one only where the url begins with https://, got {url!r}")
-    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file, kv_events=kv_events)
+    return EngineSource(
+        key=key,
+        api_key=api_key,
+        ca_file=base / instance.ca_file,
+        kv_events=kv_events,
+        kv_bootstrap=bootstrap,
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _kv_transfer(stated: str | KvTransferTable | None) -> KvTransfer | None:
+    if stated is None:
+        return None
+    table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
+    connector = Connector(table.connector)
+    known = {
+        name: value
+        for name in ("lease_s", "bytes_per_token", "bandwidth_bytes_per_s", "latency_s")
+        if (value := getattr(table, name)) is not None
+    }
+    if connector is Connector.MOONCAKE:
+        known.setdefault("lease_s", MOONCAKE_LEASE_S)
+    return KvTransfer(connector, **known)
+
+
+def _with_kv_transfer(
+    spec: InstanceSpec,
+    role: str,
+    kv_transfer: KvTransfer | None,
+    stated: KvTransferTable | None,
+    profile: Profile | None,
+) -> InstanceSpec:
+    """The instance with its role; the KV bytes of a token are its profile's unless stated."""
+    if kv_transfer is not None and (stated is None or stated.bytes_per_token is None):
+        model = None if profile is None else profile.model
+        if model is not None and model.kv_bytes_per_token is not None:
+            kv_transfer = replace(kv_transfer, bytes_per_token=float(model.kv_bytes_per_token))
+    return replace(spec, role=Role(role), kv_transfer=kv_transfer)
+
+
+def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
+    """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
+    roles = [instance.role for instance in model.instances]
+    if model.kv_transfer is None:
+        for i, role in enumerate(roles):
+            if role != "both":
+                raise ConfigError(
+                    f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+                )
+        return
+    if workers > 1:
+        raise ConfigError(
+            f"{where}proxy.workers: expected 1 where a model has kv_transfer ({key}), got {workers}"
+        )
+    if all(role == "prefill" for role in roles):
+        raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
 
 
 _ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
@@ -541,6 +643,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     cache: dict[Path, Profile] = {}
     tokenizers: dict[str, Path] = {}
     image_rules: dict[str, ImageRule] = {}
+    stages: dict[str, StageGroup] = {}
     engines: dict[str, EngineSource] = {}
     model_keys: dict[str, SecretSource] = {}
     for m, model in enumerate(file.models):
@@ -548,7 +651,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         if model.name in seen_models:
             raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
         seen_models.add(model.name)
-        if not model.instances:
+        if not model.instances and model.stages is None:
             raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             tokenizers[model.name] = base / model.tokenizer
@@ -556,9 +659,13 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
         if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
             model_keys[model.name] = model_key
+        _check_roles(model, key, file.proxy.workers, where)
+        kv_transfer = _kv_transfer(model.kv_transfer)
+        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
         for i, instance in enumerate(model.instances):
             ikey = f"{key}.instances[{i}]"
             spec, profile = resolve_instance(instance, model.name, f"{ikey}.", base, cache)
+            spec = _with_kv_transfer(spec, instance.role, kv_transfer, stated, profile)
             if any(other.name == spec.name for other in specs):
                 raise ConfigError(
                     f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
@@ -567,6 +674,17 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                 profiles[spec.name] = profile
             specs.append(spec)
             engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
+        if model.stages is not None:
+            group = resolve_stages(model.stages, model.name, f"{key}.stages", base)
+            instance = InstanceTable(name=group.name, url=STAGES_URL)
+            spec, _ = resolve_instance(instance, model.name, f"{key}.stages.", base, cache)
+            if any(other.name == spec.name for other in specs):
+                raise ConfigError(
+                    f"{key}.stages.name: expected a name used once in the fleet, got {spec.name!r} again"
+                )
+            specs.append(spec)
+            engines[spec.name] = EngineSource(key=f"{key}.stages")
+            stages[spec.name] = group
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
             if not any(spec.name == name for spec in specs):
@@ -589,6 +707,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         profiles=profiles,
         tokenizers=tokenizers,
         image_rules=image_rules,
+        stages=stages,
         engines=engines,
         model_keys=model_keys,
     )

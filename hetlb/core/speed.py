@@ -129,6 +129,15 @@ class SpeedTracker:
             expected_s += delay_s
         self.last_expected_s = expected_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s
+        return self._observe(expected_s, seconds, now)
+
+    def prefilled(self, expected_s: float, seconds: float, now: float) -> bool:
+        """A prompt was read in `seconds` where the uncorrected model says `expected_s`. True if the factor
+        changed."""
+        return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
+
+    def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Take one comparison over. True if the factor changed."""
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

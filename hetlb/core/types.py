@@ -90,11 +90,58 @@ class Capacity(PickleByFields):
         )
 
 
+class Role(StrEnum):
+    """Phases of a request that an instance takes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Connector(StrEnum):
+    """KV connectors of vLLM by which one instance hands the KV blocks of a prompt to another."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    SHARED_STORAGE = "shared-storage"
+
+    @property
+    def concurrent(self) -> bool:
+        """Both legs of a request are sent at the same time."""
+        return self is Connector.MOONCAKE
+
+    @property
+    def holds(self) -> bool:
+        """The prefill instance keeps the blocks in its KV cache until they are fetched or the lease ends."""
+        return self is not Connector.SHARED_STORAGE
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer(PickleByFields):
+    """KV hand-over between instances of one model.
+
+    `lease_s` is the time for which a prefill instance keeps blocks that were not fetched. `latency_s`,
+    `bytes_per_token` and `bandwidth_bytes_per_s` give the first estimate of a transfer's time, which
+    `core.transfer` corrects per pair of instances.
+    """
+
+    connector: Connector
+    lease_s: float = 30.0
+    bytes_per_token: float = 131_072.0
+    bandwidth_bytes_per_s: float = 5e9
+    latency_s: float = 0.01
+
+    def nominal_s(self, tokens: float) -> float:
+        """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
+        return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSpec(PickleByFields):
     """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
 
     `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
+    `kv_transfer` is None where prefill and decode of a request are never split.
     """
 
     name: str
@@ -103,6 +150,8 @@ class InstanceSpec(PickleByFields):
     weight: float = 1.0
     latency: LatencyModel | None = None
     capacity: Capacity = Capacity()
+    role: Role = Role.BOTH
+    kv_transfer: KvTransfer | None = None
 
 
 @mypyc_attr(acyclic=True)
@@ -121,8 +170,8 @@ class Request(PickleByFields):
     begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
     `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
     share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
-    prompt of known token ids, for engines that
-    publish KV events.
+    prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
+    on different instances; `streamed`: its first token can be seen before the answer is whole.
     """
 
     id: RequestId
@@ -140,6 +189,8 @@ class Request(PickleByFields):
     tenant: str | None
     samples: int
     blocks: PromptBlocks | None
+    splittable: bool
+    streamed: bool
     subset: tuple[str, ...] | None
 
     def __init__(
@@ -159,6 +210,8 @@ class Request(PickleByFields):
         tenant: str | None = None,
         samples: int = 1,
         blocks: PromptBlocks | None = None,
+        splittable: bool = False,
+        streamed: bool = False,
         subset: tuple[str, ...] | None = None,
     ) -> None:
         self.id = id
@@ -177,12 +230,48 @@ class Request(PickleByFields):
         self.samples = samples
         self.blocks = blocks
         self.subset = subset
+        self.splittable = splittable
+        self.streamed = streamed
 
     @property
     def restriction(self) -> str | None:
         """Name of the instances that the request is restricted to, None for any that serves its model."""
         subset = self.subset
         return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
+
+
+@mypyc_attr(acyclic=True)
+class Hold:
+    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+
+    `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
+    dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
+    """
+
+    __slots__ = (
+        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lease_id: LeaseId,
+        instance: str,
+        target: str,
+        tokens: int,
+        sent_tokens: int,
+        expected_s: float,
+        began_at: float,
+        expires_at: float,
+    ) -> None:
+        self.id = lease_id
+        self.instance = instance
+        self.target = target
+        self.tokens = tokens
+        self.sent_tokens = sent_tokens
+        self.expected_s = expected_s
+        self.began_at = began_at
+        self.expires_at = expires_at
+        self.ended = False
 
 
 @mypyc_attr(acyclic=True)
@@ -197,13 +286,17 @@ class Lease:
     it reports the end; nothing is called per token."""
 
     __slots__ = (
+        "decode",
         "dispatched_at",
         "ended",
         "evidence",
+        "expected_first_s",
         "first_mark",
         "first_token_at",
+        "hold",
         "id",
         "incarnation",
+        "incoming",
         "instance",
         "kv_prompt_tokens",
         "kv_tokens",
@@ -259,6 +352,13 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
+        #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
+        self.decode: Lease | None = None
+        self.expected_first_s = 0.0
+        #: Of a decode leg: `incoming` until it is dispatched, then `hold` is what it fetches.
+        self.incoming = False
+        self.hold: Hold | None = None
 
     def __repr__(self) -> str:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"

@@ -16,7 +16,13 @@ from urllib.parse import unquote
 
 import httptools
 
-_PHRASES = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed"}
+_PHRASES = {
+    200: b"OK",
+    400: b"Bad Request",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    500: b"Internal Server Error",
+}
 
 
 class Message:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hetlb.core.policies.base import paper_terms
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams, paper_terms
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, EngineSample, Lease, LiveLease, Outcome, Request
 

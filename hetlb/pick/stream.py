@@ -215,6 +215,7 @@ class HttpStream(Upstream):
             self._answer_bytes(taken)
             return
         driver, request = state.driver, taken.request
+        request.splittable = False  # a gateway sends a request to one instance
         sheddable = False
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
@@ -248,7 +249,7 @@ class HttpStream(Upstream):
         assert taken is not None, "expected a request that was submitted"
         assert taken.lease is not None, "expected a lease"
         name = taken.lease.instance
-        taken.handed_over()
+        taken.sent_by_gateway()
         wanted = [name, *state.driver.fallbacks(state.table.fallbacks)]
         endpoint = ",".join(state.addresses[each] for each in wanted if each in state.addresses)
         if name not in state.addresses:

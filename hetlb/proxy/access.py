@@ -42,13 +42,14 @@ class EngineAccess:
 
     `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
     `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
-    once and for all.
+    once and for all. `kv_bootstrap` is the URL of its Mooncake bootstrap server.
     """
 
     authorization: bytes | None = field(default=None, repr=False)
     passthrough: bool = False
     tls: ssl.SSLContext | None = None
     address: str | None = None
+    kv_bootstrap: str | None = None
 
 
 #: How an engine is reached of which nothing is said: no key, no TLS.
@@ -105,6 +106,7 @@ def load_access(fleet: Fleet) -> Access:
                 authorization=_bearer(_engine_key(fleet.engines[spec.name], model_keys.get(spec.model))),
                 passthrough=proxy.passthrough_authorization,
                 tls=authorities.context(fleet.engines[spec.name]) if spec.url.startswith("https:") else None,
+                kv_bootstrap=fleet.engines[spec.name].kv_bootstrap,
             )
             for spec in fleet.instances
         },

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.block_index import KvEventBatch
+from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -28,9 +29,11 @@ from hetlb.core.types import (
     Dispatch,
     EngineSample,
     HealthChanged,
+    Hold,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
+    KvTransfer,
     Lease,
     Outcome,
     PassOn,
@@ -39,11 +42,15 @@ from hetlb.core.types import (
     Reject,
     Request,
     RequestId,
+    Role,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.handover import SideCall
 from hetlb.proxy.http.forward_headers import ForwardRules
+from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.predicted_duration import expected_s
@@ -124,6 +131,11 @@ class ExchangeDriver(ABC):
         """Every name that some instance answers to."""
 
     @property
+    def splits(self) -> bool:
+        """True if some requests are prefilled at one instance and decoded at another."""
+        return False
+
+    @property
     @abstractmethod
     def waiting(self) -> int:
         """Requests that wait for an instance."""
@@ -186,6 +198,40 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def model_at(self, pinned: str | None) -> str:
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
+
+    # --- prefill at one instance, decode at another: where the scheduler is in this process ---
+
+    def kv_transfer(self, lease: Lease) -> KvTransfer:
+        """Hand-over of KV blocks from the instance of a lease."""
+        raise NotImplementedError
+
+    def bootstrap(self, lease: Lease) -> EnginePool | None:
+        """Connections to the bootstrap server of a prefill instance, None where its connector has none."""
+        raise NotImplementedError
+
+    def prefilled(self, lease: Lease) -> None:
+        """A prefill leg ended well."""
+        raise NotImplementedError
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        """A hand-over failed: the request goes to one instance as a whole."""
+        raise NotImplementedError
+
+    def hold_released(self, hold: Hold) -> None:
+        """A prefill instance keeps a prompt no longer."""
+        raise NotImplementedError
+
+    def release(self, hold: Hold, model: str, body: bytes) -> None:
+        """Have a prefill instance keep a prompt no longer, by a request that a decode instance refuses."""
+        raise NotImplementedError
+
+    def handed_over(self, result: str = "done") -> None:
+        """A hand-over has ended."""
+        self._totals.handed_over(result)
+
+    def stood_still_since(self, then: float) -> bool:
+        """True if this process did not run for a while since then."""
+        return self.stalls.since(then)
 
     # --- requests ---
 
@@ -304,6 +350,10 @@ class ExchangeDriver(ABC):
         return self._access
 
     def pool(self, lease: Lease) -> Upstream:
+        """The way to the incarnation a lease is tied to."""
+        return self.engine_pool(lease)
+
+    def engine_pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
         return self._pools[lease.incarnation]
 
@@ -399,6 +449,18 @@ class Driver(ExchangeDriver):
         #: How long a probe may take, in seconds.
         self.probe_timeout_s = 0.0
         self._ticker: asyncio.TimerHandle | None = None
+        #: Connections to bootstrap servers, by URL; requests of our own to engines.
+        self._bootstraps: dict[str, EnginePool] = {}
+        self._releases: set[SideCall] = set()
+        self._splits = False
+        self._look_for_splits()
+
+    def _look_for_splits(self) -> None:
+        self._splits = any(each.spec.kv_transfer is not None for each in self.scheduler.instances)
+
+    @property
+    def splits(self) -> bool:
+        return self._splits
 
     @property
     def models(self) -> Collection[str]:
@@ -435,6 +497,77 @@ class Driver(ExchangeDriver):
         self._end_s.append(perf_counter() - started)
         if commands or self._ticker is None:
             self.carry_out(commands)
+
+    def kv_transfer(self, lease: Lease) -> KvTransfer:
+        link = self.scheduler.holder(lease).spec.kv_transfer
+        assert link is not None, f"{lease.instance} takes part in no KV transfer"
+        return link
+
+    def bootstrap(self, lease: Lease) -> EnginePool | None:
+        if not self.kv_transfer(lease).connector.concurrent:
+            return None
+        url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
+        if url is None:
+            return None
+        if url not in self._bootstraps:
+            table = self.table
+            self._bootstraps[url] = EnginePool(
+                url,
+                self.loop,
+                PLAIN_ACCESS,
+                connect_timeout_s=table.connect_timeout_s,
+                idle_s=table.upstream_idle_s,
+            )
+        return self._bootstraps[url]
+
+    def prefilled(self, lease: Lease) -> None:
+        self._totals.instance(lease.instance).ended(Outcome.OK)
+        self.carry_out(self.scheduler.on_prefilled(lease, self.now()))
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        self._totals.handed_over(why)
+        self._totals.tried_again(lease.instance, outcome)
+        self.carry_out(self.scheduler.on_unsplit(lease, outcome, self.now()))
+
+    def hold_released(self, hold: Hold) -> None:
+        self.carry_out(self.scheduler.on_hold_released(hold, self.now()))
+
+    def release(self, hold: Hold, model: str, body: bytes) -> None:
+        able = [
+            each
+            for each in self.scheduler.instances
+            if each.routable
+            and each.name != hold.instance
+            and each.spec.role is not Role.PREFILL
+            and each.spec.kv_transfer is not None
+            and each.serves(model)
+        ]
+        able.sort(key=lambda each: each.name != hold.target)
+        self._release_by(able, hold, body)
+
+    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
+        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        if not able or hold.ended:
+            return
+        asked, *others = able
+        if asked.incarnation not in self._pools:
+            self.open_pool(asked.incarnation, asked.name, asked.spec.url)
+
+        def lines(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
+
+        def done(head: ResponseHead, answer: bytes) -> None:
+            self._releases.discard(call)
+            if head.status == 400:
+                self.hold_released(hold)
+
+        def failed(end: End | None, detail: str) -> None:
+            self._releases.discard(call)
+            self._release_by(others, hold, body)
+
+        call = SideCall(self._pools[asked.incarnation], b"POST", lines, body, done, failed)
+        self._releases.add(call)
+        call.send()
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
@@ -481,6 +614,7 @@ class Driver(ExchangeDriver):
         if isinstance(change, InstanceAdded | InstanceRemoved):
             self.drop_unused_pools()
             self.decisions.bound(len(self.scheduler.instances))
+            self._look_for_splits()
 
     def serves(self, lease: Lease) -> bool:
         served = self.scheduler.holder(lease).served
@@ -539,6 +673,10 @@ class Driver(ExchangeDriver):
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
+        if lease.decode is not None:
+            target = self.scheduler.holder(lease.decode)
+            if target.incarnation not in self._pools:
+                self.open_pool(target.incarnation, target.name, target.spec.url)
         total_s, first_s, mixed = expected_s(instance, lease)
         exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
@@ -548,6 +686,10 @@ class Driver(ExchangeDriver):
 
     def close(self) -> None:
         super().close()
+        for call in self._releases:
+            call.abort()
+        for pool in self._bootstraps.values():
+            pool.close()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

@@ -15,6 +15,7 @@ class Phase(StrEnum):
     """State towards the engine. The values are labels of metrics and spans."""
 
     QUEUED = "queue"
+    PREFILLING = "prefill"
     CONNECTING = "connect"
     SENT = "wait"
     STREAMING = "stream"
@@ -53,16 +54,33 @@ RECONNECTING: Final = Transition(
     "a reused connection closed before it answered: once more on a new one", (Phase.SENT,), Phase.CONNECTING
 )
 RETRIED: Final = Transition(
-    "failed before anything of an answer came", (Phase.CONNECTING, Phase.SENT), Phase.QUEUED
+    "failed before anything of an answer came",
+    (Phase.PREFILLING, Phase.CONNECTING, Phase.SENT),
+    Phase.QUEUED,
+)
+PREFILL_DISPATCHED: Final = Transition(
+    "the scheduler chooses a pair: one reads the prompt", (Phase.QUEUED,), Phase.PREFILLING
+)
+PREFILLED: Final = Transition("the prompt was read", (Phase.PREFILLING,), Phase.QUEUED)
+PREFILL_REFUSED: Final = Transition(
+    "the first of a pair refuses the request", (Phase.PREFILLING,), Phase.SENT
+)
+DECODE_UNDER_WAY: Final = Transition(
+    "both of a pair were sent the request at once", (Phase.QUEUED,), Phase.SENT
 )
 TURNED_AWAY: Final = Transition(
     "429 or 503 with `Retry-After`, and room elsewhere", (Phase.SENT,), Phase.QUEUED
 )
 FIRST_BYTE: Final = Transition("the first byte of the answer's body", (Phase.SENT,), Phase.STREAMING)
 ENDED: Final = Transition(
-    "its one outcome", (Phase.QUEUED, Phase.CONNECTING, Phase.SENT, Phase.STREAMING), Phase.DONE
+    "its one outcome",
+    (Phase.QUEUED, Phase.PREFILLING, Phase.CONNECTING, Phase.SENT, Phase.STREAMING),
+    Phase.DONE,
 )
-TRANSITIONS: Final = (DISPATCHED, WRITTEN, RECONNECTING, RETRIED, TURNED_AWAY, FIRST_BYTE, ENDED)
+TRANSITIONS: Final = (
+    DISPATCHED, WRITTEN, RECONNECTING, RETRIED, TURNED_AWAY, PREFILL_DISPATCHED, PREFILLED, PREFILL_REFUSED,
+    DECODE_UNDER_WAY, FIRST_BYTE, ENDED,
+)  # fmt: skip
 
 HEARTBEAT: Final = ResponseTransition(
     "the first heartbeat: status 200 and a comment", (Response.NOTHING,), Response.HEARTBEATS

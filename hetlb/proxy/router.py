@@ -22,6 +22,7 @@ from hetlb.core.types import Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import ClientSide, Exchange
+from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.http.http1 import GateError, RequestHead
@@ -197,6 +198,12 @@ class Router:
             session = session_key(head.fields.get(self._session_header), owner, model)
             if session is not None and prompts == 1:
                 prefix_keys = (session, *prefix_keys)
+        splittable = (
+            driver.splits
+            and prompts * call.n == 1
+            and pinned is None
+            and may_split(kind, head.path, pieces[0])
+        )
         call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
@@ -214,6 +221,8 @@ class Router:
             blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
+            splittable=splittable,
+            streamed=call.stream,
         )
         exchange = Exchange(
             driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text

@@ -92,8 +92,15 @@ class FleetService(ABC):
 
     driver: FleetDriver
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+    #: Descriptions of the stages that an instance is made of, by its name.
+    stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
+
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        """`load` reads the fleet file again at a reload."""
         self.fleet = fleet
+        self._load = load
         self._access = require_urls(fleet)
         #: How each instance is reached; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
@@ -410,7 +417,7 @@ class FleetService(ABC):
         running = self.fleet
         if running.path is None:
             raise ConfigError("there is no file to reload: hetlb was started with --instance")
-        read = load_fleet(running.path)
+        read = self._load(running.path)
         # The listeners stay where they are, whatever the file says now.
         replace = msgspec.structs.replace
         return replace(
@@ -517,8 +524,10 @@ class Service(FleetService):
     driver: Driver
     _front: Front
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        super().__init__(fleet, event_log)
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
         self.driver = self._make_driver(

@@ -102,6 +102,7 @@ class EnginePool(Upstream):
         "call_soon",
         "closed",
         "heads",
+        "origin",
         "own_headers",
         "passthrough",
     )
@@ -126,6 +127,7 @@ class EnginePool(Upstream):
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._host_header = b"host: " + parts.netloc.encode("ascii")
+        self.origin = f"{parts.scheme}://{parts.netloc}"
         self._loop = loop
         self._now = loop.time
         self.call_soon = loop.call_soon

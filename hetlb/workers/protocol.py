@@ -44,6 +44,7 @@ class Arrival(Message, tag=1, frozen=True):
 
     `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
     process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it.
+    `blocks` are the digests of a prompt of token ids, in blocks of `View.block_tokens`.
     """
 
     id: int
@@ -62,6 +63,7 @@ class Arrival(Message, tag=1, frozen=True):
     response: str | None = None
     owner: str | None = None
     strict: bool = False
+    blocks: tuple[int, tuple[int, ...]] | None = None
 
 
 class Hello(Message, tag=2, frozen=True):
@@ -231,12 +233,16 @@ class Instances(Message, tag=38, frozen=True):
 
 
 class View(Message, tag=39, frozen=True):
-    """State that relays answer from: served names, `/v1/models` (a JSON array), readiness."""
+    """State that relays answer from: served names, `/v1/models` (a JSON array), readiness.
+
+    `block_tokens` are those of a block of engines that publish KV events, 0 where none does.
+    """
 
     names: list[str]
     only_model: str
     models: bytes
     routable: bool
+    block_tokens: int = 0
 
 
 class Learnt(Message, tag=40, frozen=True):
@@ -310,6 +316,7 @@ def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
         request.pinned,
         owner,
         strict,
+        request.blocks,
     )
 
 
@@ -330,6 +337,7 @@ def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
         arrival.priority,
         arrival.tenant,
         arrival.samples,
+        arrival.blocks,
     )
 
 

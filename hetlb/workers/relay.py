@@ -234,6 +234,7 @@ class Relay:
     def _set_view(self, view: View) -> None:
         self.driver.served = frozenset(view.names)
         self.driver.only_model = view.only_model
+        self.driver.engine_block_tokens = view.block_tokens
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable
         self._looked.set()

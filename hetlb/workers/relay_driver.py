@@ -94,6 +94,8 @@ class RelayDriver(ExchangeDriver):
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()
         self.only_model = ""
+        #: Tokens of a block of engines that publish KV events, as the scheduler process says.
+        self.engine_block_tokens = 0
 
     # --- the channel ---
 
@@ -150,6 +152,10 @@ class RelayDriver(ExchangeDriver):
         return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
 
     # --- facts ---
+
+    @property
+    def block_tokens(self) -> int:
+        return self.engine_block_tokens
 
     @property
     def models(self) -> Collection[str]:

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
+from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.http.forward_headers import ForwardRules
@@ -117,6 +118,7 @@ class Supervisor:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             fleet = self._fleet
             print(ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls), flush=True)
+            logger.info(version_line())
             self._until(lambda: self._ends)
             self._stop()
         finally:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
-from hetlb.core.policies.baselines import POLICIES, PolicyParams
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_view import SharedView

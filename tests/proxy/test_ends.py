@@ -22,6 +22,7 @@ COUNTS = {
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
     "refused-in-stream": Verdict.WELL,
+    "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
     "stopped": Verdict.NOTHING,
 }  # fmt: skip

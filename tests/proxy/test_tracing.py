@@ -24,7 +24,8 @@ from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry import tracing
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.tracing import Trace, Tracing, check_installed, spans_url
+from hetlb.proxy.telemetry.trace_context import Trace
+from hetlb.proxy.telemetry.tracing import Tracing, check_installed, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()

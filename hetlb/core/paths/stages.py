@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -45,6 +45,13 @@ class Curve:
     def table(self, count: int) -> list[float]:
         """The values at 0, 1, ... count - 1."""
         return [self(x) for x in range(count)]
+
+
+def decode_curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """The curve of measured decode times (requests, seconds). The stage model counts a single decode twice
+    (Helix's rule), so half of its time is taken.
+    """
+    return Curve(tuple(x for x, _ in points), tuple(y / 2.0 if x == 1 else y for x, y in points))
 
 
 @dataclass(frozen=True, slots=True)

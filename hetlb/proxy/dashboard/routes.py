@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 import hetlb
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.types import Dispatch, Lease
 from hetlb.proxy.dashboard import whatif
 from hetlb.proxy.dashboard.decisions import decision_document, newest

@@ -22,7 +22,7 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.config.profile import Profile
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError

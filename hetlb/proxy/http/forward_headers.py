@@ -37,7 +37,13 @@ _FORWARDED = frozenset(
     }
 )  # fmt: skip
 _KEYS = frozenset({b"authorization", b"x-api-key", b"api-key"})
-_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"x-hetlb-instance", b"x-request-id", b"set-cookie"}
+_NOT_RETURNED = _HOP_BY_HOP | {
+    b"content-length",
+    b"x-hetlb-instance",
+    b"x-hetlb-prefill-instance",
+    b"x-request-id",
+    b"set-cookie",
+}
 
 
 class ForwardRules:

@@ -62,6 +62,18 @@ class EventFields(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"")
 
 
+class PrefillFields(msgspec.Struct):
+    """Fields of a prefill instance's answer about fetching its KV blocks."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class BootstrapEntry(msgspec.Struct):
+    """One engine at a Mooncake bootstrap server."""
+
+    engine_id: str
+
+
 class LogLine(msgspec.Struct):
     """One line of the request log as a JSON object; null where the words have a `-`."""
 

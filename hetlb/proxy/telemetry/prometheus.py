@@ -105,6 +105,12 @@ class MetricsPage:
         yield _family(
             "hetlb_retries_total", "counter", "Requests sent to another instance.", [totals.retries]
         )
+        if totals.handovers:
+            yield _family(
+                "hetlb_kv_handovers_total", "counter",
+                "Requests prefilled at one instance for another, by what came of it.",
+                [f'{{result="{result}"}} {count}' for result, count in totals.handovers.items()],
+            )  # fmt: skip
         yield _family("hetlb_decisions_total", "counter", "Dispatches decided.", [totals.decisions])
         yield _family(
             "hetlb_config_reloads_total", "counter", "Times the fleet file was read again, by result.",

@@ -6,14 +6,10 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
-
-if TYPE_CHECKING:
-    from hetlb.proxy.telemetry.tracing import Trace
+from hetlb.proxy.telemetry.trace_context import Trace
 
 
 class RequestRecord:
@@ -28,8 +24,8 @@ class RequestRecord:
     __slots__ = (
         "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "outcome", "path", "prompts", "request", "retries", "status", "streamed", "tenant", "trace",
-        "usage_prompt_tokens",
+        "outcome", "path", "prefill_instance", "prompts", "request", "retries", "status", "streamed",
+        "tenant", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +54,8 @@ class RequestRecord:
         self.ended_in = Phase.QUEUED
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
+        #: Instance that read the prompt, where another one decodes the answer.
+        self.prefill_instance: str | None = None
         self.status = self.retries = 0
         #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
