@@ -180,6 +180,37 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
+class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sharing of several pickers of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
+
+    `group` keeps fleets apart that use one server. `mode`: all pickers serve (`active-active`), or one does
+    and the others are ready to (`active-standby`). A picker that was silent for `silent_s` is gone.
+    """
+
+    url: str | None = None
+    url_env: str | None = None
+    group: str = "hetlb"
+    mode: Literal["active-active", "active-standby"] = "active-active"
+    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+
+
+class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
+
+    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
+    signed. `fallbacks` are named behind the chosen instance, for the gateway's own retries. `objectives` are
+    priorities by the names in `x-gateway-inference-objective`: the higher goes first, below 0 does not wait.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 9002
+    tls: TlsTable | None = None
+    client_ca_file: str | None = None
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    objectives: dict[str, int] = msgspec.field(default_factory=dict)
+    shared: SharedTable | None = None
+
+
 class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
 
@@ -275,6 +306,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
     tracing: TracingTable | None = None
+    pick: PickTable = PickTable()
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,6 +355,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
+    pick: PickTable = PickTable()
     #: Stages by the name of the instance that they are.
     stages: dict[str, StageGroup] = {}
 
@@ -665,6 +698,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         scrape=file.scrape,
         tracing=file.tracing,
         proxy=file.proxy,
+        pick=file.pick,
         instances=tuple(specs),
         profiles=profiles,
         tokenizers=tokenizers,

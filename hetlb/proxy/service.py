@@ -48,10 +48,11 @@ from hetlb.proxy import kv_events
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.front import Front
+from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
+from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
@@ -521,6 +522,7 @@ class Service(FleetService):
     """A process that serves a fleet alone."""
 
     driver: Driver
+    _front: Front
 
     def __init__(
         self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
@@ -528,7 +530,7 @@ class Service(FleetService):
         super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
-        self.driver = Driver(
+        self.driver = self._make_driver(
             self.scheduler,
             fleet.proxy,
             TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
@@ -539,10 +541,16 @@ class Service(FleetService):
         self.driver.on_loop = self.take_out
         self.driver.on_reconnect = self.engine_reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
-        self._front = Front(self.driver, self, fleet, self._access)
-        self.server = self._front.server
+        self.server: Listener = self._make_server()
+        self._front = Front(self.driver, self.server, fleet, self._access)
         self._kv_events = KvEventReader(self.driver.kv_events)
         self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
+
+    #: The driver and the listener; an endpoint picker has others.
+    _make_driver: Callable[..., Driver] = Driver
+
+    def _make_server(self) -> Listener:
+        return ProxyServer(self.driver, self)
 
     async def start(self) -> None:
         """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
