@@ -11,7 +11,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
+from hetlb.config.yaml_file import (
+    Mistakes,
+    NonNegative,
+    Port,
+    Positive,
+    PositiveInt,
+    did_you_mean,
+    load_yaml,
+    short,
+    with_lines,
+)
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.policies.base import PlannedShares
@@ -145,7 +155,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keepalive_timeout_s: Positive = 75.0
     write_timeout_s: Positive = 60.0
     upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
-    max_body_bytes: PositiveInt = 8 << 20
+    max_body_bytes: PositiveInt = 64 << 20
     max_multipart_bytes: PositiveInt = 64 << 20
     max_held_bytes: PositiveInt = 512 << 20
     min_body_bytes_per_s: NonNegative = 1024.0
@@ -366,6 +376,16 @@ def check_url(url: str, where: str) -> str:
     return url.rstrip("/")
 
 
+def same_server(one: str, other: str) -> bool:
+    """Whether two base URLs lead to one address: scheme, host and port, the default port filled in."""
+    return _origin(one) == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str | None, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _check_endpoint(url: str, where: str) -> None:
     """Raise `ConfigError` unless spans can be posted to `url`."""
     try:
@@ -421,7 +441,8 @@ def check_policy(table: PolicyTable, where: str) -> None:
         ("predictor", table.predictor, PREDICTORS),
     ):
         if value is not None and value not in names:
-            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
+            hint = did_you_mean(value, names)
+            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}{hint}")
 
 
 def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
@@ -490,56 +511,38 @@ def resolve_instance(
 
 
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
-    """Check a fleet as a whole and read its profiles. Raises `ConfigError` or `ProfileError`."""
+    """Check a fleet as a whole and read its profiles. Raises `ConfigError`, of all mistakes together."""
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
-    check_policy(file.policy, where)
+    mistakes = Mistakes()
+    with mistakes.here():
+        check_policy(file.policy, where)
     for tenant, weight in file.queue.tenant_weights.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}")
-    if file.tracing is not None:
-        _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
-    secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
-    if not file.models:
-        raise ConfigError(f"{where}models: expected at least one model, got none")
-    seen_models: set[str] = set()
-    specs: list[InstanceSpec] = []
-    profiles: dict[str, Profile] = {}
-    cache: dict[Path, Profile] = {}
-    tokenizers: dict[str, Path] = {}
-    image_rules: dict[str, ImageRule] = {}
-    engines: dict[str, EngineSource] = {}
-    model_keys: dict[str, SecretSource] = {}
-    for m, model in enumerate(file.models):
-        key = f"{where}models[{m}]"
-        if model.name in seen_models:
-            raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
-        seen_models.add(model.name)
-        if not model.instances:
-            raise ConfigError(f"{key}.instances: expected at least one instance, got none")
-        if model.tokenizer is not None:
-            tokenizers[model.name] = base / model.tokenizer
-        if model.image_tokens is not None:
-            image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
-        if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
-            model_keys[model.name] = model_key
-        for i, instance in enumerate(model.instances):
-            ikey = f"{key}.instances[{i}]"
-            spec, profile = resolve_instance(instance, model.name, f"{ikey}.", base, cache)
-            if any(other.name == spec.name for other in specs):
+        with mistakes.here():
+            if not math.isfinite(weight):
                 raise ConfigError(
-                    f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
+                    f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}"
                 )
-            if profile is not None:
-                profiles[spec.name] = profile
-            specs.append(spec)
-            engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
+    with mistakes.here():
+        if file.tracing is not None:
+            _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
+    with mistakes.here():
+        secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
+    with mistakes.here():
+        if not file.models:
+            raise ConfigError(f"{where}models: expected at least one model, got none")
+    resolved = _Resolved(base, mistakes)
+    for m, model in enumerate(file.models):
+        resolved.add_model(model, f"{where}models[{m}]")
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
-            if not any(spec.name == name for spec in specs):
-                raise ConfigError(
-                    f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
-                )
+            with mistakes.here():
+                if not any(spec.name == name for spec in resolved.specs):
+                    raise ConfigError(
+                        f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
+                    )
+    if mistakes.found:
+        raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return Fleet(
         path=path,
         written=file,
@@ -551,13 +554,67 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         scrape=file.scrape,
         tracing=file.tracing,
         proxy=file.proxy,
-        instances=tuple(specs),
-        profiles=profiles,
-        tokenizers=tokenizers,
-        image_rules=image_rules,
-        engines=engines,
-        model_keys=model_keys,
+        instances=tuple(resolved.specs),
+        profiles=resolved.profiles,
+        tokenizers=resolved.tokenizers,
+        image_rules=resolved.image_rules,
+        engines=resolved.engines,
+        model_keys=resolved.model_keys,
     )
+
+
+class _Resolved:
+    """What the models of a file resolve to, one after the other."""
+
+    def __init__(self, base: Path, mistakes: Mistakes) -> None:
+        self._base = base
+        self._mistakes = mistakes
+        self._models: set[str] = set()
+        self._cache: dict[Path, Profile] = {}
+        self.specs: list[InstanceSpec] = []
+        self.profiles: dict[str, Profile] = {}
+        self.tokenizers: dict[str, Path] = {}
+        self.image_rules: dict[str, ImageRule] = {}
+        self.engines: dict[str, EngineSource] = {}
+        self.model_keys: dict[str, SecretSource] = {}
+
+    def add_model(self, model: ModelTable, key: str) -> None:
+        """Resolve one model and its instances; `key` is how errors name it."""
+        mistakes, base = self._mistakes, self._base
+        with mistakes.here():
+            if model.name in self._models:
+                raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
+            self._models.add(model.name)
+            if not model.instances:
+                raise ConfigError(f"{key}.instances: expected at least one instance, got none")
+        if model.tokenizer is not None:
+            self.tokenizers[model.name] = base / model.tokenizer
+        with mistakes.here():
+            if model.image_tokens is not None:
+                self.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+        with mistakes.here():
+            if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
+                self.model_keys[model.name] = model_key
+        for i, instance in enumerate(model.instances):
+            with mistakes.here():
+                self._add_instance(instance, model.name, f"{key}.instances[{i}]")
+
+    def _add_instance(self, instance: InstanceTable, model: str, key: str) -> None:
+        spec, profile = resolve_instance(instance, model, f"{key}.", self._base, self._cache)
+        for other in self.specs:
+            if other.name == spec.name:
+                raise ConfigError(
+                    f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again"
+                )
+            if spec.url and same_server(other.url, spec.url):
+                raise ConfigError(
+                    f"{key}.url: expected an address used once in the fleet, got {spec.url!r} again: "
+                    f"{other.name} has it"
+                )
+        if profile is not None:
+            self.profiles[spec.name] = profile
+        self.specs.append(spec)
+        self.engines[spec.name] = _engine_source(instance, spec.url, key, self._base)
 
 
 def load_fleet(path: Path) -> Fleet:
@@ -594,6 +651,3 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
         engines={spec.name: EngineSource(key=f"--instance {spec.url}") for spec in instances},
         model_keys={},
     )
-
-
-# --- keys of clients ---------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ failed answers cost.
 | up | ejected for failed answers before, it fails again before one ended well | ejected |
 | ejected | ejection time over and `RISE` probes ok in a row | up |
 
-Beside the states there is probation: an instance that failed `PROBATION_AFTER` times in a row gets one request
-at a time, with longer and longer pauses, until an answer ends well; half of the failures are forgotten every
-`PROBATION_HALF_S`.
+Beside the states there is probation: an instance that failed `PROBATION_AFTER` times in a row gets one
+request at a time, with longer and longer pauses, until an answer ends well; half of the failures are
+forgotten every `PROBATION_HALF_S`.
 Where answers were dropped or broken off a pause also ends as soon as a request or two went elsewhere, so that
 the failures that eject come soon; beyond those, where it may not be ejected, after 4, 8, 16, ... requests.
 """
@@ -153,8 +153,11 @@ class HealthTracker:
 
     # --- evidence ---
 
-    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False) -> bool:
-        """A probe ended. True if the state changed. `alone`: nobody could take over."""
+    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
+        """A probe ended. True if the state changed. `alone`: no other instance could take over.
+
+        `detail` says how the probe failed.
+        """
         if result is ProbeResult.OK:
             self._probe_failures = 0
             self._probe_successes += 1
@@ -165,25 +168,32 @@ class HealthTracker:
             return False
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
-            return self.on_refused(now)
+            return self.on_refused(now, detail)
         self._clean = False
         self._probe_failures += 1
         if self.state is Health.UP and self._probe_failures >= FALL:
             reason = f"{self._probe_failures} probes failed in a row"
+            reason = f"{reason}: {detail}" if detail else reason
             return self._become(Health.SUSPECT, reason) if alone else self._eject(reason, now)
+        if self.state is Health.SUSPECT:
+            self.reason = detail or "a probe failed"
         return False
 
-    def on_refused(self, now: float) -> bool:
-        """A connection was refused: nobody is there. No back-off: it may return as soon as it answers."""
+    def on_refused(self, now: float, detail: str = "") -> bool:
+        """A connection was refused: no engine is there. No back-off: it may return as soon as it answers.
+
+        `detail`: why no connection could be made, where that is known.
+        """
         self._probe_successes = 0
         # Whoever returns is another process: nothing is held against it.
         self._half_open = False
         self._window_since = None
         self._failures = 0
         if self.state is Health.EJECTED:
+            self.reason = detail or self.reason
             return False
         self.ejected_until = now
-        return self._become(Health.EJECTED, "connection refused")
+        return self._become(Health.EJECTED, detail or "connection refused")
 
     def on_answering(self, now: float) -> bool:
         """An answer began: it is alive, whatever a probe says. True if the state changed."""

@@ -466,7 +466,7 @@ class Scheduler:
             return self._flush(now)
         if isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not self._has_another(instance)
-            if not instance.health.on_probe(change.result, now, alone=alone):
+            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):

@@ -317,10 +317,11 @@ class ProbeResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed(PickleByFields):
-    """A health probe ended."""
+    """A health probe ended; `detail` says how one failed."""
 
     name: str
     result: ProbeResult
+    detail: str = field(default="", compare=False)
 
 
 InstanceChange: TypeAlias = (

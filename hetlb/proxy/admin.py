@@ -72,6 +72,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "url": instance.spec.url,
         "state": instance.admin.value,
         "health": instance.health.state.value,
+        "health_reason": instance.health.reason,
         "in_flight": instance.in_flight,
         # The queue is shared: nothing waits here bound to an instance.
         "queued": 0,

@@ -384,8 +384,8 @@ class ClientConnection(asyncio.Protocol):
         self._at = end
         self._blank_lines = 0
         head, length = clients.heads.find(raw)
+        self._head = head  # first: how a refusal is written depends on it
         self._tenant = clients.router.authenticate(head)
-        self._head = head
         self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
@@ -536,7 +536,7 @@ class ClientConnection(asyncio.Protocol):
         self._send(
             error_responses.response(
                 error.status,
-                error_responses.error_body(answer, error.message),
+                error_responses.error_body(answer, error.message, "" if head is None else head.path),
                 headers=error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None),
                 close=not keep,
                 head_only=head is not None and head.method == b"HEAD",

@@ -239,7 +239,7 @@ class Router:
         return error_responses.response(
             error_responses.LOOP.status,
             error_responses.error_body(
-                error_responses.LOOP, "The request came back: an instance leads to this proxy."
+                error_responses.LOOP, "The request came back: an instance leads to this proxy.", head.path
             ),
             headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
             close=not head.keep_alive,
@@ -284,7 +284,7 @@ def _method_not_allowed(head: RequestHead, allowed: tuple[bytes, ...]) -> bytes:
     answer = error_responses.bad_request(405, "method_not_allowed")
     return error_responses.response(
         405,
-        error_responses.error_body(answer, "Method Not Allowed"),
+        error_responses.error_body(answer, "Method Not Allowed", head.path),
         headers=((b"allow", b", ".join(allowed)),),
         close=not head.keep_alive,
         head_only=head.method == b"HEAD",

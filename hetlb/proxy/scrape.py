@@ -136,12 +136,12 @@ class Scraper:
         told_missing = False
         while True:
             started = loop.time()
-            result = await self._probe(target)
+            result, detail = await self._probe(target)
             if result is ProbeResult.OK and rounds_until_models <= 0:
                 # What it serves is known before it is said to be up: another may be at its address by now.
                 rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
             if result is not None:
-                self._on_change(Probed(target.name, result))
+                self._on_change(Probed(target.name, result, detail))
             if result is ProbeResult.OK:
                 rounds_until_models -= 1
                 sample = None
@@ -205,22 +205,31 @@ class Scraper:
                 raise _LocalTroubleError from error
             raise
 
-    async def _probe(self, target: Target) -> ProbeResult | None:
+    async def _probe(self, target: Target) -> tuple[ProbeResult | None, str]:
+        """What a probe found, None where this machine could not try; and how it failed."""
         try:
             status, _ = await self._get(target, "/health")
         except _LocalTroubleError:
-            return None
+            return None, ""
         except aiohttp.ClientSSLError as error:
-            self._tell_once(target.name, f"no TLS connection: {_tls_reason(error)}")
-            return ProbeResult.FAILED
+            detail = f"no TLS connection: {_tls_reason(error)}"
+            self._tell_once(target.name, detail)
+            return ProbeResult.FAILED, detail
+        except aiohttp.ClientConnectorDNSError as error:
+            return ProbeResult.REFUSED, _no_address(target.url, error.os_error)
         except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            return ProbeResult.REFUSED if refused else ProbeResult.FAILED
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return ProbeResult.FAILED
+            if isinstance(error.os_error, ConnectionRefusedError):
+                return ProbeResult.REFUSED, "connection refused"
+            return ProbeResult.FAILED, f"no connection: {error.os_error.strerror or error.os_error}"
+        except TimeoutError:
+            return ProbeResult.FAILED, f"no answer to /health within {self._table.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return ProbeResult.FAILED, f"/health: {_one_line(str(error) or type(error).__name__)}"
         except _TooLargeError:
             status = 200
-        return ProbeResult.OK if status == 200 else ProbeResult.FAILED
+        if status == 200:
+            return ProbeResult.OK, ""
+        return ProbeResult.FAILED, f"/health answers {status}"
 
     async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
         """What the engine's metrics say, and when its process began. Raises `_TooLargeError`."""
@@ -260,6 +269,16 @@ class Scraper:
         if self._told.get(name) != text:
             self._told[name] = text
             logger.warning("%s: %s", name, text)
+
+
+def _one_line(text: str) -> str:
+    """Text of an engine as one line, shortened."""
+    return "".join(each if each.isprintable() else "?" for each in text[:200])
+
+
+def _no_address(url: str, error: OSError) -> str:
+    """`the name has no address: engine.example: Name or service not known`."""
+    return f"the name has no address: {urlsplit(url).hostname}: {error.strerror or error}"
 
 
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, resolve_instance
+from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, resolve_instance, same_server
 from hetlb.config.yaml_file import convert
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
@@ -120,7 +120,7 @@ class FleetService(ABC):
         self.scheduler = self._build_scheduler(setup)
         self.scraper = Scraper(
             fleet.scrape,
-            on_change=lambda change: self.driver.change(change),
+            on_change=self._on_engine_change,
             on_sample=lambda name, sample: self.driver.sample(name, sample),
             access=self._engines,
         )
@@ -135,7 +135,26 @@ class FleetService(ABC):
         names = tuple(dict.fromkeys(entry["id"] for entry in entries))
         if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
             self.scraper.models[name] = entries
-            self.driver.change(ModelsLearned(name, names))
+            self._on_engine_change(ModelsLearned(name, names))
+
+    def _on_engine_change(self, change: InstanceChange) -> None:
+        """The scraper found something out about an engine."""
+        before = self._served(change.name) if isinstance(change, ModelsLearned) else None
+        self.driver.change(change)
+        if isinstance(change, ModelsLearned) and change.models != before:
+            self._say_what_is_served(change.name, before, change.models)
+
+    def _served(self, name: str) -> tuple[str, ...] | None:
+        return next((each.served for each in self.scheduler.instances if each.name == name), None)
+
+    def _say_what_is_served(self, name: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
+        """Log that an engine serves other models than it did, or than the file says."""
+        model = next((each.spec.model for each in self.scheduler.instances if each.name == name), "")
+        shown = ", ".join(map(escape, now))
+        if model and model not in now:
+            logger.warning("%s serves %s, not %s: it gets requests for what it serves", name, shown, model)
+        elif before is not None:
+            logger.info("%s now serves %s (before: %s)", name, shown, ", ".join(map(escape, before)))
 
     def take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""
@@ -181,13 +200,6 @@ class FleetService(ABC):
                     instance.name,
                     instance.spec.url,
                     instance.health.reason,
-                )
-            elif instance.spec.model and instance.served and instance.spec.model not in instance.served:
-                logger.warning(
-                    "%s serves %s, not %s: nothing goes there",
-                    instance.name,
-                    ", ".join(map(escape, instance.served)),
-                    instance.spec.model,
                 )
             self._compare_profile(instance.name)
 
@@ -371,6 +383,8 @@ class FleetService(ABC):
         address = allowed_address(await _resolve(spec.url), self._access.networks)
         if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        if taken := next((i.name for i in self.scheduler.instances if same_server(i.spec.url, spec.url)), ""):
+            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
         self._add_registered(spec, address)
 
     def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
@@ -445,7 +459,6 @@ class FleetService(ABC):
         self.fleet = fleet
         self._read_kv_events(fleet)
         done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
-        done = "; ".join([done, *_duplicate_urls(fleet)])
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
@@ -666,16 +679,6 @@ def require_urls(fleet: Fleet) -> Access:
         if source.kv_events is not None:
             kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
-
-
-def _duplicate_urls(fleet: Fleet) -> list[str]:
-    """A sentence for each instance with the address of another: both count its capacity as theirs."""
-    first: dict[str, str] = {}
-    return [
-        f"{spec.name} has the address of {other}: its load is counted as that of two"
-        for spec in fleet.instances
-        if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
-    ]
 
 
 def _image_tokens(file: FleetFile) -> dict[str, object]:

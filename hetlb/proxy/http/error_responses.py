@@ -83,18 +83,35 @@ REASONS = {
 }  # fmt: skip
 
 
-def error_body(answer: Answer, message: str) -> bytes:
-    """OpenAI's error document."""
+#: Anthropic's types of errors by status; others below 500 are `invalid_request_error`.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether clients of a path expect errors in the form of Anthropic's Messages API."""
+    return path.startswith("/v1/messages")
+
+
+def error_body(answer: Answer, message: str, path: str = "") -> bytes:
+    """The error document: OpenAI's, or Anthropic's on its paths."""
+    if speaks_anthropic(path):
+        status = answer.status
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     error = {"message": message, "type": answer.error_type, "code": answer.code, "param": None}
     return msgspec.json.encode({"error": error})
 
 
-def error_event(answer: Answer, message: str) -> bytes:
+def error_event(answer: Answer, message: str, path: str = "") -> bytes:
     """The same as an event of a stream that has begun."""
-    return b"data: " + error_body(answer, message) + b"\n\n"
+    name = b"event: error\n" if speaks_anthropic(path) else b""
+    return name + b"data: " + error_body(answer, message, path) + b"\n\n"
 
 
-def upstream_error_event(status: int, body: bytes) -> bytes:
+def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
     """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
     try:
         document = msgspec.json.decode(body)
@@ -105,7 +122,10 @@ def upstream_error_event(status: int, body: bytes) -> bytes:
     if not isinstance(document, dict) or not document.get("error"):
         text = f"The instance answered with status {status}."
         document = {"error": {"message": text, "type": "UpstreamError", "code": status, "param": None}}
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+        if speaks_anthropic(path):
+            document = {"type": "error", "error": {"type": "api_error", "message": text}}
+    name = b"event: error\n" if speaks_anthropic(path) else b""
+    return name + b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 def response(
