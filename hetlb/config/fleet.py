@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from hetlb.config.discovery import DiscoveryTable, parse_selector, select_profile
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.yaml_file import (
     Mistakes,
@@ -197,6 +200,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
     signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
+    `labels` choose its profile under `profiles:` where it names none.
     """
 
     name: str | None = None
@@ -207,6 +211,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     api_key_env: str | None = None
     ca_file: str | None = None
     kv_events: str | KvEventsTable | None = None
+    labels: dict[str, str] = {}
 
 
 class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -253,6 +258,8 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
     tracing: TracingTable | None = None
+    profiles: dict[str, str] = {}
+    discovery: DiscoveryTable | None = None
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,6 +306,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
+
+    @property
+    def discovery(self) -> DiscoveryTable | None:
+        """Where instances come from besides the file."""
+        return self.written.discovery
+
+    def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
+        """An instance that is in no file, with the profile that its labels choose. Raises `InputError`."""
+        return resolve_instance(table, model, "", self.base, cache, self.written.profiles)[0]
 
     @property
     def where(self) -> str:
@@ -476,11 +492,17 @@ def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
 
 
 def resolve_instance(
-    instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
+    instance: InstanceTable,
+    model: str,
+    key: str,
+    base: Path,
+    cache: dict[Path, Profile],
+    profiles: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[InstanceSpec, Profile | None]:
     """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
 
-    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing.
+    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing. `profiles` are
+    those by label, for an instance that names none.
     """
     url = "" if instance.url is None else check_url(instance.url, f"{key}url")
     name = instance.name or urlsplit(url).netloc
@@ -489,13 +511,13 @@ def resolve_instance(
     if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
         raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
     profile: Profile | None = None
-    if instance.profile is not None:
-        path = base / instance.profile
+    named = instance.profile or select_profile(instance.labels, profiles)
+    if named is not None:
+        path = base / named
         if path not in cache:
             if not path.is_file():
                 raise ConfigError(
-                    f"{key}profile: expected the path of a latency profile, "
-                    f"got {instance.profile!r}: no such file"
+                    f"{key}profile: expected the path of a latency profile, got {named!r}: no such file"
                 )
             cache[path] = load_profile(path)
         profile = cache[path]
@@ -529,9 +551,17 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     with mistakes.here():
         secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
     with mistakes.here():
-        if not file.models:
+        if not file.models and file.discovery is None:
             raise ConfigError(f"{where}models: expected at least one model, got none")
-    resolved = _Resolved(base, mistakes)
+    for text, profile in file.profiles.items():
+        with mistakes.here():
+            parse_selector(text, f"{where}profiles")
+            if not (base / profile).is_file():
+                raise ConfigError(
+                    f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
+                    "no such file"
+                )
+    resolved = _Resolved(base, mistakes, file)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
     for s, shares in enumerate(file.policy.shares):
@@ -566,8 +596,9 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
 class _Resolved:
     """What the models of a file resolve to, one after the other."""
 
-    def __init__(self, base: Path, mistakes: Mistakes) -> None:
+    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile) -> None:
         self._base = base
+        self._file = file
         self._mistakes = mistakes
         self._models: set[str] = set()
         self._cache: dict[Path, Profile] = {}
@@ -585,7 +616,7 @@ class _Resolved:
             if model.name in self._models:
                 raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
             self._models.add(model.name)
-            if not model.instances:
+            if not model.instances and self._file.discovery is None:
                 raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             self.tokenizers[model.name] = base / model.tokenizer
@@ -600,7 +631,9 @@ class _Resolved:
                 self._add_instance(instance, model.name, f"{key}.instances[{i}]")
 
     def _add_instance(self, instance: InstanceTable, model: str, key: str) -> None:
-        spec, profile = resolve_instance(instance, model, f"{key}.", self._base, self._cache)
+        spec, profile = resolve_instance(
+            instance, model, f"{key}.", self._base, self._cache, self._file.profiles
+        )
         for other in self.specs:
             if other.name == spec.name:
                 raise ConfigError(

@@ -42,6 +42,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     LeaseId,
     LiveLease,
@@ -172,7 +173,7 @@ def _why_not(instance: Instance) -> str:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
         return f"ejected: {instance.health.reason}"
-    return ""
+    return "asleep" if instance.asleep else ""
 
 
 def _prompt_needs(request: Request) -> int:
@@ -478,6 +479,8 @@ class Scheduler:
             left, instance.admin = instance.admin, change.state
             if left is not AdminState.READY and change.state is AdminState.READY:
                 self._join(instance, now)
+        elif isinstance(change, InstanceUpdated):
+            instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
@@ -490,11 +493,13 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
-        longest = instance.longest_request_tokens
+        longest, slept = instance.longest_request_tokens, instance.asleep
         instance.learn_sample(sample, now)
-        if instance.longest_request_tokens != longest:
+        if sample.asleep is not None:
+            instance.asleep = sample.asleep
+        if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return []
+        return self._flush(now) if slept and not instance.asleep else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""

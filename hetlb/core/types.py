@@ -284,6 +284,18 @@ class InstanceRemoved(PickleByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceUpdated(PickleByFields):
+    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+
+    spec: InstanceSpec
+
+    @property
+    def name(self) -> str:
+        """The name of the instance."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
     """An operator set the administrative state."""
 
@@ -325,7 +337,13 @@ class Probed(PickleByFields):
 
 
 InstanceChange: TypeAlias = (
-    InstanceAdded | InstanceRemoved | AdminStateSet | CapacityLearned | ModelsLearned | Probed
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceUpdated
+    | AdminStateSet
+    | CapacityLearned
+    | ModelsLearned
+    | Probed
 )
 
 
@@ -346,6 +364,8 @@ class EngineSample(PickleByFields):
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
     kv_usage_max: float | None = None
+    #: Whether one of its engines sleeps (vLLM's sleep mode).
+    asleep: bool | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------

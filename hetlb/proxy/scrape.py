@@ -98,6 +98,11 @@ class Scraper:
             for task in pending:
                 task.cancel()
 
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._session is not None
+
     def add(self, target: Target) -> None:
         """Begin to watch one more server."""
         self._first_rounds[target.name] = asyncio.Event()

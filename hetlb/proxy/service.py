@@ -25,8 +25,9 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, resolve_instance, same_server
-from hetlb.config.yaml_file import convert
+from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, same_server
+from hetlb.config.profile import Profile
+from hetlb.config.yaml_file import convert, short
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -40,6 +41,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     ModelsLearned,
 )
@@ -47,6 +49,12 @@ from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy import kv_events
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.discovery import dns_names
+from hetlb.proxy.discovery.dns_names import DnsSource
+from hetlb.proxy.discovery.files import FileSource, FleetFileSource
+from hetlb.proxy.discovery.kubernetes import KubernetesSource
+from hetlb.proxy.discovery.members import REGISTRATION, Members
+from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
 from hetlb.proxy.kv_events import KvEventReader
@@ -55,6 +63,7 @@ from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.prometheus import WorkerState
@@ -70,6 +79,8 @@ _GARBAGE = 20_000
 READINESS_LAG_S = 5.0
 #: How long the name of an instance that is being registered may take to resolve.
 _RESOLVE_S = 5.0
+#: The longest time for which a registration may hold.
+MOST_TTL_S = 86_400
 
 
 class FleetDriver(Protocol):
@@ -121,9 +132,13 @@ class FleetService(ABC):
         self.scraper = Scraper(
             fleet.scrape,
             on_change=self._on_engine_change,
-            on_sample=lambda name, sample: self.driver.sample(name, sample),
+            on_sample=self._on_sample,
             access=self._engines,
         )
+        #: Instances that stand in no file, and where they are from.
+        self._members = Members(self)
+        self._sources: Sources | None = None
+        self._profile_cache: dict[Path, Profile] = {}
         #: Reads engines' own KV events where one process serves the fleet.
         self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
@@ -143,6 +158,16 @@ class FleetService(ABC):
         self.driver.change(change)
         if isinstance(change, ModelsLearned) and change.models != before:
             self._say_what_is_served(change.name, before, change.models)
+
+    def _on_sample(self, name: str, sample: EngineSample) -> None:
+        """The scraper read an engine's metrics."""
+        instance = next((each for each in self.scheduler.instances if each.name == name), None)
+        slept = instance is not None and instance.asleep
+        self.driver.sample(name, sample)
+        if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
+            tell(logger, event, "%s %s", name, now, instance=name)
 
     def _served(self, name: str) -> tuple[str, ...] | None:
         return next((each.served for each in self.scheduler.instances if each.name == name), None)
@@ -181,6 +206,7 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         """Begin to probe; returns after the first round, after `most_s` at the latest."""
+        await self._discover(most_s)
         await self.scraper.start(
             (
                 Target(each.name, each.spec.url)
@@ -190,6 +216,60 @@ class FleetService(ABC):
             most_s,
         )
         self._say_what_is_missing()
+
+    async def _discover(self, most_s: float) -> None:
+        """Begin to ask the sources of instances, where there are some."""
+        table = self.fleet.discovery
+        if table is None:
+            return
+        fleet, base = self.fleet, self.fleet.base
+        sources: list[Source] = []
+        paths = [base / each for each in table.files]
+        if own := [
+            each for each in paths if fleet.path is not None and each.resolve() == fleet.path.resolve()
+        ]:
+            sources.append(FleetFileSource(own[0], table.poll_s, self._on_reload_signal))
+        if others := [each for each in paths if each not in own]:
+            sources.append(FileSource(others, table.poll_s))
+        sources += [DnsSource(each) for each in table.names]
+        sources += [KubernetesSource(each, base) for each in table.clusters]
+        self._sources = Sources(sources, self._members.found)
+        await self._sources.start(most_s)
+
+    # --- the roster of instances that stand in no file ---
+
+    def specs(self) -> Mapping[str, InstanceSpec]:
+        """All instances, by name."""
+        return {each.name: each.spec for each in self.scheduler.instances}
+
+    def spec_of(self, found: Found) -> InstanceSpec:
+        """What a server that was found is to the scheduler. Raises `InputError`."""
+        table = InstanceTable(
+            name=found.name,
+            url=found.url,
+            profile=found.profile or None,
+            weight=found.weight,
+            labels=dict(found.labels),
+        )
+        return self.fleet.resolve_found(table, found.model, self._profile_cache)
+
+    def join(self, spec: InstanceSpec) -> None:
+        """An instance was found."""
+        self._add_registered(spec, None)
+
+    def leave(self, name: str) -> None:
+        """An instance is gone; what it is answering goes on."""
+        self.unregister(name)
+
+    def update(self, spec: InstanceSpec) -> None:
+        """An instance has another profile or weight."""
+        self.change(InstanceUpdated(spec))
+        tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
+             instance=spec.name)  # fmt: skip
+
+    @abstractmethod
+    def _on_reload_signal(self) -> None:
+        """Read the fleet file again; what comes of it is logged."""
 
     def _say_what_is_missing(self) -> None:
         """Log, after the first round of probes, which instances are not there or not as expected."""
@@ -366,9 +446,14 @@ class FleetService(ABC):
         """An operator switched the policy."""
         self.driver.set_policy(name)
 
-    async def register(self, table: Mapping[str, Any]) -> None:
-        """Add an instance. Raises `InputError`."""
+    async def register(self, table: Mapping[str, Any]) -> bool:
+        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
         fields = dict(table)
+        ttl_s = fields.pop("ttl_s", None)
+        if ttl_s is None:
+            ttl_s = 0.0 if self.fleet.discovery is None else self.fleet.discovery.ttl_s
+        if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 <= ttl_s <= MOST_TTL_S:
+            raise ConfigError(f"ttl_s: expected seconds from 0 to {MOST_TTL_S}, got {short(ttl_s)}")
         model = fields.pop("model", "")
         if not isinstance(model, str):
             raise ConfigError(f"model: expected text, got {model!r}")
@@ -379,13 +464,22 @@ class FleetService(ABC):
         instance = convert(fields, InstanceTable)
         if instance.url is None:
             raise ConfigError("url: expected a value, but the key is missing")
-        spec, _ = resolve_instance(instance, model, "", Path(), {})
+        spec = self.fleet.resolve_found(instance, model, self._profile_cache)
+        known = self.specs().get(spec.name)
+        ours = self._members.source_of(spec.name) in (REGISTRATION, "")
+        if known is not None and ours and _same_place(known, spec):
+            self._members.registered(spec.name, ttl_s)
+            if known != spec:
+                self.update(spec)
+            return False
         address = allowed_address(await _resolve(spec.url), self._access.networks)
         if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
         if taken := next((i.name for i in self.scheduler.instances if same_server(i.spec.url, spec.url)), ""):
             raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+        self._members.registered(spec.name, ttl_s)
         self._add_registered(spec, address)
+        return True
 
     def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
         self._add(spec, self._access_of_registered(spec, address))
@@ -400,6 +494,7 @@ class FleetService(ABC):
 
     def unregister(self, name: str) -> None:
         """Remove an instance; what it is answering goes on."""
+        self._members.gone(name)
         self._remove(name)
 
     def reload(self) -> str:
@@ -440,14 +535,19 @@ class FleetService(ABC):
     def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
         running = self.fleet
-        old = {instance.name: instance.spec for instance in self.scheduler.instances}
-        new = {spec.name: spec for spec in fleet.instances}
-        gone = [name for name in old if new.get(name) != old[name]]
-        come = [spec for name, spec in new.items() if old.get(name) != spec]
+        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
+        found = [name for name in old if self._members.source_of(name) not in (None, REGISTRATION)]
+        same = [name for name in old if name in new and _same_place(old[name], new[name])]
+        updated = [new[name] for name in same if old[name] != new[name]]
+        gone = [name for name in old if name not in same and (name in new or name not in found)]
+        come = [spec for name, spec in new.items() if name not in same]
         for name in gone:
+            self._members.gone(name)
             self._remove(name)
         self._access = access
         self._engines.update(access.engines)
+        for spec in updated:
+            self.update(spec)
         for spec in come:
             self._add(spec, access.engines[spec.name])
         self._configure(fleet, access)
@@ -457,8 +557,12 @@ class FleetService(ABC):
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
+        self._profile_cache.clear()
+        self._members.refresh()
         self._read_kv_events(fleet)
-        done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
+        done = f"{len(gone)} instances out, {len(come)} in"
+        done += f", {len(updated)} changed" if updated else ""
+        done += f", policy {self.scheduler.policy_name}"
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
@@ -491,6 +595,7 @@ class FleetService(ABC):
             "proxy.workers": (then.proxy.workers, now.proxy.workers),
             "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
             "tracing": (then.tracing, now.tracing),
+            "discovery": (then.discovery, now.discovery),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
             "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
@@ -500,7 +605,11 @@ class FleetService(ABC):
     def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
         self._engines[spec.name] = access
         self.driver.change(InstanceAdded(spec))
-        self.scraper.add(Target(spec.name, spec.url))
+        if self.scraper.started:
+            self.scraper.add(Target(spec.name, spec.url))
+        source = self._members.source_of(spec.name) or "file"
+        tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+             instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
@@ -508,11 +617,15 @@ class FleetService(ABC):
             self._kv_events.set(name, None)
         self.driver.change(InstanceRemoved(name))
         del self._engines[name]
+        tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
 
     # --- shutdown ---
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        self._members.close()
+        if self._sources is not None:
+            await self._sources.close()
         await self.scraper.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -675,6 +788,8 @@ def require_urls(fleet: Fleet) -> Access:
             )
     if fleet.tracing is not None:
         check_installed(fleet.where)
+    if fleet.discovery is not None and fleet.discovery.dns:
+        dns_names.check_installed(fleet.where)
     for source in fleet.engines.values():
         if source.kv_events is not None:
             kv_events.check_installed(f"{source.key}.")
@@ -687,6 +802,11 @@ def _image_tokens(file: FleetFile) -> dict[str, object]:
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:
     return {model.name: model.tokenizer for model in file.models if model.tokenizer is not None}
+
+
+def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
+    """Whether two specs are of one server: only its profile, capacity or weight may differ."""
+    return (one.url, one.model) == (other.url, other.model)
 
 
 async def _resolve(url: str) -> list[str]:

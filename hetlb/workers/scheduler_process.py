@@ -101,6 +101,7 @@ class SchedulerProcess(FleetService):
             driver.registered[spec.name] = address
             self._engines[spec.name] = self._access_of_registered(spec, address)
             driver.change(InstanceAdded(spec))
+            self._members.adopt(spec.name)
         for name, admin in state.admin.items():
             driver.change(AdminStateSet(name, AdminState(admin)))
         if state.policy is not None and state.policy != self.scheduler.policy_name:
@@ -336,6 +337,9 @@ class SchedulerProcess(FleetService):
         """Remove an instance; what it is answering goes on."""
         super().unregister(name)
         self._save()
+
+    def _on_reload_signal(self) -> None:
+        self._do(self._reload_by_signal())
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Nothing to do: relays have been told before the first request goes to a new instance."""
