@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 from pathlib import Path
@@ -16,6 +17,8 @@ import uvloop
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies.baselines import POLICIES
 from hetlb.errors import InputError
+from hetlb.proxy import systemd
+from hetlb.proxy.handover import Takeover
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
@@ -33,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
     parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
+    parser.add_argument(
+        "--replace", action="store_true", help="take the place of the process that serves this address"
+    )
     parser.add_argument("--check", action="store_true", help="validate and exit")
     parser.add_argument(
         "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
@@ -58,11 +64,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+    if fleet.proxy.workers > 1 and args.replace:
+        raise InputError(f"--replace: expected one process, got {fleet.proxy.workers} workers")
     if fleet.proxy.workers > 1:
         Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
         return 0
     with logging_to_stderr():
-        uvloop.run(_serve(fleet, args.event_log))
+        uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
 
 
@@ -73,12 +81,17 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(fleet: Fleet, event_log: Path | None) -> None:
+async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
+    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port)) if replace else None
+    if takeover is not None and event_log is not None:
+        with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
+            os.rename(event_log, f"{event_log}.before")
     service = Service(fleet, event_log)
     try:
-        await service.start()
+        await service.start(systemd.inherited(), takeover)
         tune_gc()
         print(service.ready_line, flush=True)
+        systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

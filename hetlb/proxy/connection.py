@@ -72,6 +72,8 @@ class Clients:
         self.held_bytes = 0
         #: Whether each connection ends with the answer it is at.
         self.stopping = False
+        #: Whether connections are still served, each with one more answer that says that it is the last.
+        self.leaving = False
         #: Those with more to read than one turn takes, in the order in which they asked for another.
         self._turns: deque[ClientConnection] = deque()
         self._turning = False
@@ -508,7 +510,9 @@ class ClientConnection(asyncio.Protocol):
         head, clients, pieces, form = self._head, self._clients, self._body, self._form
         assert head is not None
         self._release()
-        if clients.stopping:
+        if clients.leaving:
+            head = self._head = head.closing()
+        elif clients.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
         taken = clients.router.handle(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):

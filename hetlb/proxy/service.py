@@ -46,7 +46,7 @@ from hetlb.core.types import (
     ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
-from hetlb.proxy import kv_events
+from hetlb.proxy import kv_events, systemd
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.discovery import dns_names
@@ -57,10 +57,12 @@ from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
+from hetlb.proxy.handover import Offer, Takeover
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.state_file import StateFile
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
@@ -293,6 +295,13 @@ class FleetService(ABC):
             for site in sites or [web.TCPSite(runner, admin.host, admin.port, ssl_context=tls)]:
                 await site.start()
         self.admin_address = runner.addresses[0][:2]
+
+    @property
+    def _admin_descriptors(self) -> list[int]:
+        """Of the admin listener's sockets."""
+        sites = () if self._runner is None else self._runner.sites
+        servers = [getattr(site, "_server", None) for site in sites]
+        return [each.fileno() for server in servers if server is not None for each in server.sockets]
 
     def _admin_context(self) -> ssl.SSLContext | None:
         """What the admin listener begins with; every handshake then takes the certificate read last."""
@@ -658,20 +667,40 @@ class Service(FleetService):
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self._front = Front(self.driver, self, fleet, self._access)
         self.server = self._front.server
+        self._offer = Offer(
+            self.scheduler,
+            lambda: (self.server.descriptors, self._admin_descriptors),
+            self._leave,
+        )
+        self._takeover: Takeover | None = None
+        #: Whether another process accepts in place of this one.
+        self.replaced = False
         self._kv_events = KvEventReader(self.driver.kv_events)
         self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
 
-    async def start(self) -> None:
-        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound.
+
+        On `listeners`, which listen already, or on those of the process that `takeover` replaces.
+        """
+        if takeover is not None:
+            self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
         self._learnt.load()
         self._read_kv_events(self.fleet)
         await self._first_look()
+        if takeover is not None:
+            await takeover.begin(self.scheduler, self.driver.carry_out)
         listen = self.fleet.listen
         with named("listen", listen.host, listen.port):
-            self.address = await self.server.start(listen.host, listen.port)
-        await self._open_admin()
+            self.address = await self.server.start(listen.host, listen.port, listeners.main)
+        await self._open_admin(listeners.admin)
+        if takeover is not None:
+            await takeover.accepting()
+            tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
+        self._offer.open(self.address)
         self._learnt.start()
+        tell(logger, Event.STARTED, "%s", self.ready_line)
 
     @property
     def ready_line(self) -> str:
@@ -688,8 +717,13 @@ class Service(FleetService):
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
             await self._stop.wait()
+            systemd.notify("STOPPING=1")
+            if self.replaced and self._runner is not None:
+                await self._runner.cleanup()
+                self._runner = None
             if not self._hurry and self.server.connections:
-                self.stopping_soon = True
+                # Balancers notice; a client of a process that is replaced gets one more answer.
+                self.stopping_soon = not self.replaced
                 with contextlib.suppress(TimeoutError):
                     self._stop.clear()
                     async with asyncio.timeout(READINESS_LAG_S):
@@ -699,15 +733,23 @@ class Service(FleetService):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
+    def _leave(self) -> None:
+        """Another process accepts now: end what is open here."""
+        self.replaced = True
+        self.server.leave()
+        tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
+        self._stop.set()
+
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
         self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
+        tell(logger, Event.STOPPING, "told to stop%s", " at once" if self._hurry else "")
         self._stop.set()
         if self._hurry:
             self.driver.shut_down()
 
     def _on_reload_signal(self) -> None:
-        with contextlib.suppress(InputError):  # it was logged
+        with contextlib.suppress(InputError), systemd.reloading():  # it was logged
             self.reload()
 
     # --- what the admin surface sees ---
@@ -759,6 +801,9 @@ class Service(FleetService):
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        await self._offer.close()
+        if self._takeover is not None:
+            await self._takeover.close()
         await self._learnt.close()
         if self._kv_events is not None:
             await self._kv_events.close()
