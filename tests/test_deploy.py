@@ -118,11 +118,18 @@ def test_the_unit_serves_checks_before_it_reloads_and_waits_for_the_drain(tmp_pa
 def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     here = tmp_path / "hetlb.service"
     text = (DEPLOY / "hetlb.service").read_text()
+    for name in ("hetlb.socket", "hetlb-admin.socket"):
+        shutil.copy(DEPLOY / name, tmp_path)
     here.write_text(text.replace("/opt/hetlb/bin/hetlb", sys.executable))
     result = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(here)], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", "--man=no", str(here), *map(str, tmp_path.glob("*.socket"))],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    # systemd before 253 does not know this type yet.
+    said = [line for line in result.stderr.splitlines() if "ignoring: notify-reload" not in line]
+    assert (result.returncode, said) == (0, [])
 
 
 # --- the image ---------------------------------------------------------------------------------------------
