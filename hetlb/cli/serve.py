@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if fleet.proxy.workers > 1:
         Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
         return 0
-    with logging_to_stderr():
+    with logging_to_stderr(fleet.proxy.request_log_format):
         uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
 

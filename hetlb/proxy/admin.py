@@ -24,7 +24,7 @@ from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
 from hetlb.proxy.dashboard.decisions import decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
-from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage
+from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
 _MAX_BODY_BYTES = 64 << 10
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -183,6 +183,10 @@ def make_app(control: Control) -> web.Application:
     async def fleet(_: web.Request) -> web.Response:
         return _reply(fleet_document(control.scheduler, control.now()))
 
+    async def usage(_: web.Request) -> web.Response:
+        await control.refresh()
+        return _reply({"usage": usage_document(control.totals)})
+
     async def decisions(request: web.Request) -> web.Response:
         text = request.query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
@@ -245,6 +249,7 @@ def make_app(control: Control) -> web.Application:
             web.get("/readyz", readyz),
             web.get("/metrics", metrics),
             web.get("/v1/fleet", fleet),
+            web.get("/v1/usage", usage),
             web.get("/v1/decisions", decisions),
             web.put("/v1/policy", set_policy),
             web.post("/v1/reload", reload),

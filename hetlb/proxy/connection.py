@@ -531,17 +531,25 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
+        retry_after_s: float | None = None
+        lines: tuple[tuple[bytes, bytes], ...] = ()
+        if isinstance(error, Refusal):
+            answer = error.answer
+            retry_after_s = error.retry_after_s if answer.should_retry else None
+            lines = error_responses.header_pairs(error.lines)
+        else:
+            answer = error_responses.bad_request(error.status)
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
         head = self._head
-        keep = head is not None and head.keep_alive and whole and error.status in (400, 403, 404, 405)
+        known = error.status in (400, 403, 404, 405) or len(lines) > 0
+        keep = head is not None and head.keep_alive and whole and known
         self._send(
             error_responses.response(
                 error.status,
                 error_responses.error_body(answer, error.message, "" if head is None else head.path),
-                headers=error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None),
+                headers=(*error_responses.refusal_headers(answer, retry_after_s), *lines),
                 close=not keep,
                 head_only=head is not None and head.method == b"HEAD",
             )

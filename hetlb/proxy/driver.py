@@ -206,6 +206,8 @@ class ExchangeDriver(ABC):
         assert outcome is not None
         assert ended_at is not None
         del self.exchanges[exchange.request.id]
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
         lease = exchange.lease
         ended = self._ended
         ended.append(exchange)

@@ -556,6 +556,8 @@ class Exchange(RequestRecord):
             self.lease.instance.encode("ascii"),
             self.label.encode("ascii"),
         )
+        if self.ticket is not None:
+            out += self.ticket.headers(self._now())
         if length is not None:
             if asked.method == b"HEAD":
                 out += b"content-length: %b\r\n" % head.fields.get(b"content-length", b"0")

@@ -27,6 +27,7 @@ from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.limits import Limiter
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -59,6 +60,8 @@ class Router:
         self.configure(driver.table)
         #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
         self.tenants: Mapping[bytes, Tenant] | None = None
+        #: By the name of the key; they outlive a reload.
+        self._limiters: dict[str, Limiter] = {}
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -218,9 +221,22 @@ class Router:
         exchange = Exchange(
             driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
         )
+        if tenant is not None and tenant.limits is not None:
+            exchange.ticket = self._limiter(tenant).admit(
+                call.prompt_tokens_total, (call.max_tokens or 0) * request.sequences, exchange.arrived_at
+            )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
+
+    def _limiter(self, tenant: Tenant) -> Limiter:
+        """The limits of a key, with what it has used."""
+        assert tenant.limits is not None
+        limiter = self._limiters.get(tenant.name)
+        if limiter is None:
+            limiter = self._limiters[tenant.name] = Limiter(tenant.limits)
+        limiter.limits = tenant.limits  # as of the last reload
+        return limiter
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """Whose share a request is of, where a header says it (of a key's owner, if there are keys)."""

@@ -29,6 +29,7 @@ from hetlb.core.types import (
     ProbeResult,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
@@ -167,11 +168,14 @@ class Scraper:
                     if sample.invalid:
                         self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
                     if sample.missing and not told_missing:
-                        logger.warning(
+                        text, lacking = (
                             "%s does not report %s; its own ledger is used instead",
-                            target.name,
-                            ", ".join(sample.missing),
+                            sample.missing,
                         )
+                        tell(
+                            logger, Event.INSTANCE_METRICS, text, target.name, ", ".join(lacking),
+                            instance=target.name,
+                        )  # fmt: skip
                         told_missing = True
             else:
                 # Whoever comes back may serve something else.
@@ -273,7 +277,8 @@ class Scraper:
     def _tell_once(self, name: str, text: str) -> None:
         if self._told.get(name) != text:
             self._told[name] = text
-            logger.warning("%s: %s", name, text)
+            event = Event.INSTANCE_METRICS if "/metrics" in text else Event.INSTANCE_ACCESS
+            tell(logger, event, "%s: %s", name, text, instance=name)
 
 
 def _one_line(text: str) -> str:

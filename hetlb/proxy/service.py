@@ -179,9 +179,11 @@ class FleetService(ABC):
         model = next((each.spec.model for each in self.scheduler.instances if each.name == name), "")
         shown = ", ".join(map(escape, now))
         if model and model not in now:
-            logger.warning("%s serves %s, not %s: it gets requests for what it serves", name, shown, model)
+            text = "%s serves %s, not %s: it gets requests for what it serves"
+            tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
         elif before is not None:
-            logger.info("%s now serves %s (before: %s)", name, shown, ", ".join(map(escape, before)))
+            text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
+            tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
 
     def take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""
@@ -277,12 +279,11 @@ class FleetService(ABC):
         """Log, after the first round of probes, which instances are not there or not as expected."""
         for instance in self.scheduler.instances:
             if instance.health.state is not Health.UP:
-                logger.warning(
-                    "%s (%s) is not answering: %s; the others are served",
-                    instance.name,
-                    instance.spec.url,
-                    instance.health.reason,
-                )
+                tell(
+                    logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+                    instance.name, instance.spec.url, instance.health.reason,
+                    instance=instance.name, url=instance.spec.url, reason=instance.health.reason,
+                )  # fmt: skip
             self._compare_profile(instance.name)
 
     async def _open_admin(self, listeners: Sequence[socket.socket] = ()) -> None:
@@ -322,16 +323,13 @@ class FleetService(ABC):
         entries = self.scraper.models.get(name, [])
         serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
         if profile.model is not None and serves and profile.model.name not in serves:
-            logger.warning(
-                "%s: its profile is of the model %s, it serves %s",
-                name,
-                profile.model.name,
-                ", ".join(sorted(map(escape, serves))),
-            )
+            shown = ", ".join(sorted(map(escape, serves)))
+            text = "%s: its profile is of the model %s, it serves %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
         version = self.scraper.versions.get(name)
         if profile.engine.version is not None and version not in (None, profile.engine.version):
-            shown = escape(str(version))
-            logger.warning("%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, shown)
+            shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)
 
     # --- the fleet view of the listener ---
 
@@ -445,6 +443,8 @@ class FleetService(ABC):
         """An operator changed an instance."""
         self.driver.change(change)
         if isinstance(change, AdminStateSet):
+            text = "%s is set to %s"
+            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
             if change.state is AdminState.MAINT:
                 self.scraper.pause(change.name)
             elif not self.scraper.watches(change.name):
@@ -454,6 +454,7 @@ class FleetService(ABC):
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
         self.driver.set_policy(name)
+        tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
@@ -512,10 +513,10 @@ class FleetService(ABC):
             done = self._reload()
         except InputError as error:
             self.driver.totals.reloads["refused"] += 1
-            logger.error("not reloaded, the last good configuration stays: %s", error)
+            tell(logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error)
             raise
         self.driver.totals.reloads["done"] += 1
-        logger.info("reloaded: %s", done)
+        tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
     def _reload(self) -> str:
@@ -562,6 +563,8 @@ class FleetService(ABC):
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self._admin_tls = access.admin_tls
+        if access.tls is not None or access.admin_tls is not None:
+            tell(logger, Event.CERTIFICATE, "certificates were read again")
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
@@ -797,6 +800,7 @@ class Service(FleetService):
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, let what is open end within `grace_s`, then close everything."""
         await self._front.stop(grace_s)
+        tell(logger, Event.STOPPED, "every request has ended")
         await self.close()
 
     async def close(self) -> None:

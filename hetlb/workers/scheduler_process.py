@@ -35,6 +35,7 @@ from hetlb.proxy.access import Access
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.channel import FROM_RELAY, Channel
@@ -63,7 +64,8 @@ class SchedulerProcess(FleetService):
     def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
             event_log = event_log.with_name(f"{event_log.name}.{life}")
-            logger.info("a log is of one scheduler: the event log goes on in %s", event_log)
+            text = "a log is of one scheduler: the event log goes on in %s"
+            tell(logger, Event.EVENT_LOG, text, event_log)
         super().__init__(state.fleet, event_log)
         self._life = life
         self._control = control
@@ -365,9 +367,11 @@ class SchedulerProcess(FleetService):
                 done = self._swap(fleet, access)
             except InputError as error:
                 reloads["refused"] += 1
-                logger.error("not reloaded, the last good configuration stays: %s", error)
+                tell(
+                    logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error
+                )
                 raise
             reloads["done"] += 1
             await self.settled()
-        logger.info("reloaded: %s", done)
+        tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done

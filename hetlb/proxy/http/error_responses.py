@@ -6,6 +6,7 @@ can have run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +48,7 @@ BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream"
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
+RATE_LIMITED = Answer(Outcome.REJECTED_FULL, 429, "RateLimitError", "rate_limit_exceeded", True)
 LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
@@ -66,11 +68,16 @@ def bad_request(status: int, code: str | None = None) -> Answer:
 
 
 class Refusal(GateError):
-    """A request that is not let in through no fault of its own: it may come again."""
+    """A request that is not let in through no fault of its own: it may come again after `retry_after_s`.
 
-    def __init__(self, answer: Answer, message: str) -> None:
+    `lines` are header lines of the answer.
+    """
+
+    def __init__(self, answer: Answer, message: str, retry_after_s: float = 1.0, lines: bytes = b"") -> None:
         super().__init__(answer.status, message)
         self.answer = answer
+        self.retry_after_s = retry_after_s
+        self.lines = lines
 
 
 REASONS = {
@@ -147,13 +154,20 @@ def response(
     return head if head_only else head + body
 
 
+def header_pairs(lines: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Header lines, each with its line end, as pairs of name and value."""
+    pairs = [line.partition(b": ") for line in lines.split(b"\r\n") if line]
+    return tuple((name, value) for name, _, value in pairs)
+
+
 def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:
     """`Retry-After`, `x-should-retry` and `WWW-Authenticate` of an answer."""
     headers: list[tuple[bytes, bytes]] = []
     if answer.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
+        # Rounded up: before that it would be of no use.
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
         # OpenAI's clients read this one first: whole seconds would bring them back all at once.
         headers.append((b"retry-after-ms", b"%d" % max(1000, round(retry_after_s * 1e3))))
     if answer.should_retry is not None:

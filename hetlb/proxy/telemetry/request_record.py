@@ -13,6 +13,7 @@ from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.http.endpoints import Kind
 
 if TYPE_CHECKING:
+    from hetlb.proxy.limits import Ticket
     from hetlb.proxy.telemetry.tracing import Trace
 
 
@@ -38,7 +39,7 @@ class RequestRecord:
     __slots__ = (
         "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "outcome", "path", "prompts", "request", "retries", "status", "streamed", "tenant", "trace",
+        "outcome", "path", "prompts", "request", "retries", "status", "streamed", "tenant", "ticket", "trace",
         "usage_prompt_tokens",
     )  # fmt: skip
 
@@ -62,6 +63,8 @@ class RequestRecord:
         self.label = label
         #: Name of the client's API key, None where none is needed.
         self.tenant = tenant
+        #: What its key's limits reserved for it, None without limits.
+        self.ticket: Ticket | None = None
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None
         #: Phase in which it got its outcome.
