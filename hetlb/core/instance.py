@@ -272,6 +272,11 @@ class Instance:
         self.engines = self.speed.engines = engines
         self._update_parameters()
 
+    @property
+    def learnt(self) -> bool:
+        """Whether answers have shown its speed where no profile tells it."""
+        return self.speed.factor != 1.0 or self.speed.seen
+
     def update(self, spec: InstanceSpec, now: float) -> None:
         """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
         self._elapsed(now)

@@ -276,6 +276,12 @@ class Scheduler:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._leased[lease.id]
 
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        demand = self._demands.get(model)
+        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        return {instance.name: mix.speed(instance) for instance in instances}
+
     @property
     def models(self) -> list[str]:
         """Every name that some instance answers to."""
@@ -348,6 +354,7 @@ class Scheduler:
         if self._retrying:
             self._retrying.discard(lease.id)
         instance.release(lease, now)
+        lease.outcome, lease.ended_at = outcome, now
         health = instance.health
         commands: list[Command] = []
         if outcome is Outcome.OK:

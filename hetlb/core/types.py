@@ -189,6 +189,7 @@ class Lease:
     __slots__ = (
         "dispatched_at",
         "ended",
+        "ended_at",
         "evidence",
         "first_mark",
         "first_token_at",
@@ -198,6 +199,7 @@ class Lease:
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
+        "outcome",
         "output_tokens",
         "predicted_output",
         "promised_tokens",
@@ -249,6 +251,9 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: How and when it ended, None before.
+        self.outcome: Outcome | None = None
+        self.ended_at: float | None = None
 
     def __repr__(self) -> str:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
@@ -389,7 +394,8 @@ class Candidate(PickleByFields):
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None. `terms` are a policy's own, by name, in seconds.
+    policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
+    each times its weight (1 where `weights` has none).
     """
 
     instance: str
@@ -401,6 +407,7 @@ class Candidate(PickleByFields):
     kv_utilization: float | None = None
     workload: float | None = None
     terms: dict[str, float] | None = None
+    weights: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -411,6 +418,7 @@ class Candidate(PickleByFields):
             "kv_utilization": self.kv_utilization,
             "workload": self.workload,
             "terms": self.terms,
+            "weights": self.weights,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,
@@ -427,6 +435,8 @@ class Dispatch:
     reason: str
     #: Makes the candidates from what was known at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+    #: `x-request-id` of the request, "" where the driver does not know it.
+    label: str = field(compare=False, repr=False, default="")
 
     def __init__(
         self,
@@ -439,6 +449,7 @@ class Dispatch:
         self.lease = lease
         self.reason = reason
         self.considered = considered
+        self.label = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

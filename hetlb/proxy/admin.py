@@ -22,8 +22,9 @@ from hetlb.core.policies.baselines import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
-from hetlb.proxy.dashboard.decisions import decision_document
+from hetlb.proxy.dashboard.decisions import Wanted, decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
+from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
 _MAX_BODY_BYTES = 64 << 10
@@ -191,7 +192,19 @@ def make_app(control: Control) -> web.Application:
         text = request.query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
-        recent = await control.last_decisions(int(text))
+        query = request.query
+        longer = query.get("longer_s", "0")
+        if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", longer):
+            return _refuse(400, f"longer_s: expected seconds, got {longer[:40]!r}")
+        wanted = Wanted(
+            query.get("request_id", ""), query.get("instance", ""), query.get("model", ""),
+            query.get("outcome", ""), float(longer),
+        )  # fmt: skip
+        filtered = wanted != Wanted()
+        recent = await control.last_decisions(DECISIONS_KEPT if filtered else int(text))
+        if filtered:
+            recent = [each for each in recent if wanted.fits(each, control.now())]
+            recent = recent if wanted.request and "last" not in query else recent[-int(text) :]
         documents = []
         for each in recent:
             # One at a time: the candidates of many decisions on a large fleet are long to make.

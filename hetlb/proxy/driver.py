@@ -531,6 +531,7 @@ class Driver(ExchangeDriver):
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
+        command.label = exchange.label
         total_s, first_s, mixed = expected_s(instance, lease)
         exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 

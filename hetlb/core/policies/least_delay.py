@@ -315,6 +315,7 @@ class _Evaluation:
             kv_utilization=each.kv,
             workload=workload,
             terms=_terms(each, availability),
+            weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
