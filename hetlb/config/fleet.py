@@ -235,10 +235,16 @@ class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own."""
+    """One pool: the instances that serve one model; its key is for those without one of their own.
+
+    `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
+    one takes requests.
+    """
 
     name: str
     instances: tuple[InstanceTable, ...]
+    aliases: tuple[str, ...] = ()
+    fallback: str | None = None
     tokenizer: str | None = None
     image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
@@ -564,6 +570,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     resolved = _Resolved(base, mistakes, file)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
+    with mistakes.here():
+        _check_names(file, where)
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
             with mistakes.here():
@@ -591,6 +599,24 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         engines=resolved.engines,
         model_keys=resolved.model_keys,
     )
+
+
+def _check_names(file: FleetFile, where: str) -> None:
+    """Raise `ConfigError` unless aliases are names of their own and fallbacks names of other models."""
+    names = {model.name for model in file.models}
+    seen: set[str] = set()
+    for m, model in enumerate(file.models):
+        for alias in model.aliases:
+            if alias in names or alias in seen:
+                raise ConfigError(
+                    f"{where}models[{m}].aliases: expected names used once, got {alias!r} again"
+                )
+            seen.add(alias)
+        if model.fallback is not None and (model.fallback == model.name or model.fallback not in names):
+            raise ConfigError(
+                f"{where}models[{m}].fallback: expected another model of this file, got {model.fallback!r}"
+                f"{did_you_mean(model.fallback, names - {model.name})}"
+            )
 
 
 class _Resolved:

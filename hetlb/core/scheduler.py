@@ -276,6 +276,10 @@ class Scheduler:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._leased[lease.id]
 
+    def available(self, model: str) -> bool:
+        """Whether some instance of a model takes requests."""
+        return model in self._ready and model not in self._down_since
+
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
         """Weighted tokens per second of each instance at the mean request of a model; for people."""
         demand = self._demands.get(model)

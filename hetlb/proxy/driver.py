@@ -122,6 +122,10 @@ class ExchangeDriver(ABC):
     def models(self) -> Collection[str]:
         """Every name that some instance answers to."""
 
+    def available(self, model: str) -> bool:
+        """Whether some instance of a model takes requests, as far as this process knows."""
+        return True
+
     @property
     @abstractmethod
     def waiting(self) -> int:
@@ -399,6 +403,9 @@ class Driver(ExchangeDriver):
     @property
     def models(self) -> Collection[str]:
         return self.scheduler.models
+
+    def available(self, model: str) -> bool:
+        return self.scheduler.available(model)
 
     @property
     def waiting(self) -> int:

@@ -15,6 +15,7 @@ from hetlb.config.fleet import Fleet
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import FleetView
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.telemetry.access_log import FORMATS
@@ -31,6 +32,7 @@ class Front:
         self._fleet = fleet
         self.server = ProxyServer(driver, view)
         self.server.tls, self.server.router.tenants = access.tls, access.tenants
+        self.server.router.names = ModelNames.of(fleet.written) or None
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.proxy.request_log_format]
@@ -53,6 +55,7 @@ class Front:
         self._driver.configure(fleet.proxy)
         self.server.configure(fleet.proxy)
         self.server.router.tenants = access.tenants
+        self.server.router.names = ModelNames.of(fleet.written) or None
         if access.tls is not None:
             self.server.tls = access.tls
 

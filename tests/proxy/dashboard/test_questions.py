@@ -29,11 +29,16 @@ def browser() -> Iterator[Any]:
 def fleet_of(folder: Path, engines: dict[str, str], **tables: Any) -> Fleet:
     """A fleet without profiles, as in the quick start: speeds are learnt."""
     fleet = Fleet(folder)
-    urls = {
-        name: fleet.start_engine(name, profile, 0, "--time-scale", "0.2") for name, profile in engines.items()
-    }
-    instances = [{"name": name, "url": url} for name, url in urls.items()]
-    fleet.serve(urls, models=[{"name": MODEL, "instances": instances}], **tables)
+    try:
+        urls = {
+            name: fleet.start_engine(name, profile, 0, "--time-scale", "0.2")
+            for name, profile in engines.items()
+        }
+        instances = [{"name": name, "url": url} for name, url in urls.items()]
+        fleet.serve(urls, models=[{"name": MODEL, "instances": instances}], **tables)
+    except BaseException:
+        fleet.close()
+        raise
     return fleet
 
 
