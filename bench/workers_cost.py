@@ -24,7 +24,7 @@ import uvloop
 
 from hetlb.build import compiled
 from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request

@@ -1,12 +1,23 @@
-"""How this hetlb was built."""
+"""The build of hetlb that runs: compiled or interpreted."""
 
 from __future__ import annotations
 
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 
+from hetlb import __version__
+
+#: CPU of a plain request, interpreted / compiled (docs/proxies.md).
+SLOWDOWN = 3
+
 
 def compiled() -> bool:
-    """Whether the hot path is compiled (hatch_build.py at the root says what that is), or interpreted."""
-    found = find_spec("hetlb.core.scheduler")
+    """True if the hot path is compiled (hatch_build.py at the root lists its modules)."""
+    found = find_spec("hetlb.proxy.http.http1")
     return found is not None and str(found.origin).endswith(tuple(EXTENSION_SUFFIXES))
+
+
+def version_line() -> str:
+    """Version and build, with the cost of the slow build."""
+    cost = f"interpreted: a request takes about {SLOWDOWN} times the CPU of the compiled build"
+    return f"hetlb {__version__} ({'compiled' if compiled() else cost})"

@@ -1,7 +1,6 @@
 """Figures of matplotlib, made without a display and written whole or not at all.
 
-Matplotlib (the extra `plot`) is imported only when a picture is asked for; its absence and a
-path that cannot be written are one `InputError` line.
+matplotlib is imported only when a picture is asked for. A path that cannot be written is an `InputError`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from hetlb.errors import InputError
 
 
 def new_figure(width_in: float, height_in: float) -> Any:
-    """An empty `matplotlib.figure.Figure`. Raises `InputError`."""
-    try:
-        figure_type = importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise InputError("--plot: expected matplotlib to be installed (pip install 'hetlb[plot]')") from error
+    """An empty `matplotlib.figure.Figure`."""
+    figure_type = importlib.import_module("matplotlib.figure").Figure
     return figure_type(figsize=(width_in, height_in), layout="constrained", dpi=130)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hetlb.core.admission import Queue, Queued, QueueKey, QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup

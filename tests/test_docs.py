@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -15,13 +18,14 @@ from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet import FleetFile, ModelTable
 from hetlb.config.profile import Profile
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
+from hetlb.core.policies.base import COMBINE_FORMS
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.core.types import Outcome, RejectReason
 from hetlb.proxy.http.error_responses import REJECTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def page(name: str) -> str:
@@ -133,3 +137,34 @@ def test_every_link_inside_leads_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -> None:
+    """MkDocs in strict mode: links, anchors and the navigation, of the pages outside docs/ too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.stem for path in tmp_path.glob("*.html")} >= {"index", "ARCHITECTURE", "configuration"}
+    assert (tmp_path / "configs" / "deploy" / "fleet.yaml").is_file()
+
+
+def test_the_manual_page_has_every_command(tmp_path: Path) -> None:
+    """The page that `make man` writes."""
+    page = tmp_path / "hetlb.1"
+    subprocess.run(
+        [
+            str(Path(sys.executable).parent / "argparse-manpage"), "--module", "hetlb.cli.main",
+            "--function", "build_parser", "--prog", "hetlb", "--project-name", "hetlb", "--output", str(page),
+        ],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    text = page.read_text().replace("\\-", "-")
+    assert all(f"'hetlb {command}'" in text for command in COMMANDS)
+    assert "--event-log" in text

@@ -6,10 +6,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import hetlb
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,3 +76,47 @@ def test_a_constant_is_final(tree: ast.Module) -> None:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             assert not isinstance(node.value.value, int | float), ast.unparse(node)
+
+
+# --- packages ----------------------------------------------------------------------------------------------
+
+
+def hatchling(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_without_a_c_compiler_the_build_ends_with_one_line(tmp_path: Path) -> None:
+    done = hatchling("-t", "wheel", "-d", str(tmp_path), HETLB_COMPILE="1", CC="/none/cc")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "expected a C compiler (/none/cc), found none" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_pure_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
+    done = hatchling("-t", "wheel", "-d", str(tmp_path), HETLB_COMPILE="0")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name == f"hetlb-{hetlb.__version__}-py3-none-any.whl"
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("hetlb-")}
+    assert names >= {str(path.relative_to(ROOT)) for path in (ROOT / "hetlb").rglob("*.py")}
+    assert all(name.startswith("hetlb/") for name in names)
+
+
+def test_the_source_package_holds_no_recordings_and_no_pictures(tmp_path: Path) -> None:
+    done = hatchling("-t", "sdist", "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.iterdir()
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"hatch_build.py", "pyproject.toml", "LICENSE", "README.md", "hetlb/cli/main.py"} <= names
+    assert not any(name.startswith(("tests/", "bench/", "profiling/")) for name in names)
+    assert not any(name.endswith((".png", ".html", ".http")) for name in names if name.startswith("docs/"))

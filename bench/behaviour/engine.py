@@ -1,6 +1,6 @@
 """Engines for the behaviour benches: raw asyncio, as cheap as can be, with a clock on what their peer does.
 
-Promise: an answer is `max_tokens` events, one every `interval_s`; a prompt that begins with `wait` is read
+An answer is `max_tokens` events, one every `interval_s`; a prompt that begins with `wait` is read
 and never answered. When the peer of a request under way closes, the moment is noted by request id
 (`departure`, `time.perf_counter`); `run` counts executions. Health, metrics and models answer as vLLM's do.
 `Hole` is an address whose backlog is full: the kernel drops every SYN, as a firewall would.

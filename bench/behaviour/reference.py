@@ -1,6 +1,6 @@
 """A server that does nothing but answer: what a round trip costs on this machine at this moment.
 
-Promise: a bare asyncio server in a process of its own, of the same priority as everything else in the bench;
+A bare asyncio server in a process of its own, of the same priority as everything else in the bench;
 a time of the proxy says little where this one's is no better.
 """
 

@@ -1,6 +1,6 @@
 """`hetlb`, which on SIGUSR2 says how many asyncio tasks it has: `python watched.py serve …`.
 
-Promise: nothing else differs from `hetlb`, but that the dashboard remembers REMEMBERED requests and not
+Nothing else differs from `hetlb`, but that the dashboard remembers REMEMBERED requests and not
 100,000: what they take is filled before memory is looked at. The answer goes to the file that HETLB_WATCH
 names: JSON with the coroutines of the tasks that are not done, and how many objects the collector tracks.
 """

@@ -1,57 +1,61 @@
-"""The machines of the paper's experiments, as far as this project has them.
+"""Servers, lengths and studies of the paper's experiments, as far as this project has them.
 
-The paper (Xiong et al., arXiv 2504.15303) measured V100-32GB and A800 machines with Llama-3-8B. No measured
-latency grid of a V100 is at hand. So every experiment runs on several fleets: on the V100 as a roofline of
-its data sheet (`profiling/v100-*-roofline.yaml`, unmeasured) with the KV memory that the paper's own formula
-gives it; on the same roofline slowed to what the paper's result allows (`slowed_v100`); and on the closest
-layouts whose grids are measured. An A800 is an A100 with slower NVLink: at TP 1 it is the A100.
+The paper (Xiong et al., arXiv 2504.15303) measured 8 x V100-32GB (Llama-3-8B; DeepSeek-R1-Distill-Qwen-14B
+at TP 2 in section 5.3) and one A800 80GB, with vLLM 0.6.0 and requests of ShareGPT. What is not at hand:
+
+- a measured grid of a V100. A roofline of its data sheet stands in, every duration multiplied by `slowness`,
+  the one free parameter of these benches. KV memory is what the paper's own formula gives.
+- the text's sample of ShareGPT. `sharegpt-first-turn.csv` holds first turns of a part of it; both lengths are
+  multiplied so that their means are those of what `vllm bench serve` sends (`MEAN_INPUT`, `MEAN_OUTPUT`).
+- a grid of the 14B model. Qwen3-14B (same hidden size and heads, 40 layers for 48, 14.8e9 parameters both)
+  on an A100 stands for it on an A800, whose NVLink alone is slower: at TP 1 they are the same.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hetlb.config.cluster import load_cluster
 from hetlb.config.profile import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.tp_search import Machine, PlanModel, memory
+from hetlb.profiler.fit import fit
+from hetlb.profiler.sources import Roofline
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
-from hetlb.sim.sweep import Cell, Load, Study, run_sweep
+from hetlb.sim.sweep import Load, Study
 from hetlb.workload.traces import Row, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAREGPT = ROOT / "bench/data/sharegpt-first-turn.csv"
-AZURE = ROOT / "bench/data/azure-conv-sample.csv"
-MODEL = "llama-8b"
+MODEL = "llama"
 #: vLLM's defaults of the time; neither the paper's settings nor the profiles say otherwise.
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE = 256, 2048, 16
-V100_CLUSTER = ROOT / "configs/clusters/v100-llama-3-8b.yaml"
+#: Tokens of what `vllm bench serve --dataset-name sharegpt` sends: 217 to 230 in and 200 to 203 out in ten
+#: public logs, each of at least 500 requests.
+MEAN_INPUT, MEAN_OUTPUT = 225.0, 202.0
+#: Its limits: the prompt, and the prompt with its answer.
+_LONGEST_INPUT, _LONGEST = 1024, 2048
+_SHORTEST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One server: how fast it is, what its KV cache holds, and where its profile is from."""
+    """One server: how fast it is, what its KV cache holds, and where its figures are from."""
 
-    gpu: str
-    tp: int
+    name: str
     latency: LatencyModel
     kv_cache_tokens: int
     origin: str
-
-    @property
-    def name(self) -> str:
-        """As it stands in tables."""
-        return f"{self.gpu} TP {self.tp}"
 
     @property
     def capacity(self) -> Capacity:
@@ -60,74 +64,96 @@ class Layout:
         return Capacity(kv, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, None, kv)
 
 
-def v100_machine() -> tuple[PlanModel, Machine]:
-    """The paper's machine: 8 x V100-32GB, and Llama-3-8B."""
-    cluster = load_cluster(V100_CLUSTER)
-    return cluster.model, cluster.machines[0]
+# --- servers --------------------------------------------------------------------------------------------
+
+LLAMA_8B = PlanModel("Llama-3-8B", 8.03e9, 2, 131_072, 2048, 1024)
+QWEN_14B = PlanModel("DeepSeek-R1-Distill-Qwen-14B", 14.77e9, 2, 196_608, 2048, 1024)
+V100_BOX = Machine("v100-box", "V100-SXM2-32GB", 8, 34_359_738_368, 0.9, 2_147_483_648, ())
+A800_BOX = Machine("a800-box", "A800 80GB PCIe", 1, 85_899_345_920, 0.9, 2_147_483_648, ())
+_MEASURED = "measured kernels (aiconfigurator-core 0.12.0)"
 
 
 @cache
-def v100(tp: int) -> Layout:
-    """V100-32GB, roofline."""
-    profile = load_profile(ROOT / f"profiling/v100-llama-3-8b-tp{tp}-roofline.yaml")
-    room = memory(*v100_machine(), tp)
-    return Layout("V100", tp, profile.latency, room.kv_cache_tokens, "roofline of the data sheet, unmeasured")
-
-
-#: More than this the paper's V100 at TP 1 cannot have done, requests/s. At 24 requests/s its scheduler
-#: reached 2.225 times round robin's throughput. Round robin reaches twice the rate of TP 1, since it ends
-#: when the slower of two has done its half; and no scheduler reaches more than the 24 that arrive.
-MOST_V100_TP1_RPS = 24 / (2 * 2.225)
-#: The same for V100 at TP 2 in section 5.3: five instances, 1.336 times round robin at 16 requests/s. It is
-#: less than half of the TP 1 above, so the requests there must have been several times heavier.
-MOST_V100_TP2_RPS = 16 / (5 * 1.336)
-
-
-@cache
-def slowed_v100(tp: int) -> Layout:
-    """The roofline, every duration multiplied so that TP 1 does `MOST_V100_TP1_RPS` on ShareGPT lengths."""
-    factor = alone_rps(v100(1)) / MOST_V100_TP1_RPS
-    layout = v100(tp)
-    return replace(
-        layout,
-        gpu="slowed V100",
-        latency=layout.latency.scaled(factor),
-        origin=f"the roofline, {factor:.2f} times slower, unmeasured",
+def v100(tp: int, slowness: float = 1.0, model: PlanModel = LLAMA_8B) -> Layout:
+    """A V100-32GB server: the roofline of `profiling/v100-*-roofline.yaml`, `slowness` times as slow."""
+    roofline = Roofline(
+        peak_flops=125e12,
+        bandwidth_bytes_s=900e9,
+        parameters=model.parameters,
+        bytes_per_parameter=model.bytes_per_parameter,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        tensor_parallel_size=tp,
+        step_overhead_s=(1 + tp) / 1e3,
+    )
+    latency = fit(roofline.points()).latency
+    return Layout(
+        f"V100 TP {tp}",
+        latency.scaled(slowness),
+        memory(model, V100_BOX, tp).kv_cache_tokens,
+        f"roofline of the data sheet, {slowness:g} times as slow, unmeasured",
     )
 
 
 @cache
 def measured(system: str, tp: int) -> Layout:
-    """One of the measured grids under `profiling/`."""
+    """Llama-3.1-8B on one of the measured grids under `profiling/`."""
     profile = load_profile(ROOT / f"profiling/{system}-llama-3.1-8b-tp{tp}.yaml")
     assert profile.engine.kv_cache_tokens is not None, f"expected the capacity of {profile.name}"
     gpu = system.partition("_")[0].upper()
-    origin = "measured grid (aiconfigurator-core 0.12.0)"
-    return Layout(gpu, tp, profile.latency, profile.engine.kv_cache_tokens, origin)
+    return Layout(f"{gpu} TP {tp}", profile.latency, profile.engine.kv_cache_tokens, _MEASURED)
 
 
-def alone_rps(layout: Layout, trace: Path = SHAREGPT) -> float:
-    """Requests/s of one server alone with 1,500 requests at once."""
-    study = make_study([layout], trace=trace, count=1500)
-    run = run_sweep(study, [Cell("single", math.inf, 0)])[0]
-    return float(run.summary["request_throughput"])
+@cache
+def a800_14b() -> Layout:
+    """One A800 with the 14B model."""
+    profile = load_profile(ROOT / "profiling/a100_sxm-qwen3-14b-tp1.yaml")
+    tokens = memory(QWEN_14B, A800_BOX, 1).kv_cache_tokens
+    return Layout("A800 TP 1", profile.latency, tokens, f"{_MEASURED}: A100, Qwen3-14B")
 
 
-def lengths(trace: Path) -> list[Row]:
-    """The rows of a trace without their arrival times."""
-    return [Row(None, row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
+# --- requests -------------------------------------------------------------------------------------------
+
+
+@cache
+def sharegpt(mean_output: float = MEAN_OUTPUT, mean_input: float = MEAN_INPUT) -> tuple[Row, ...]:
+    """The rows of `SHAREGPT` with both lengths multiplied to these means, cut where the tool cuts."""
+    rows = read_trace(SHAREGPT)
+    inputs = _scaled([row.input_tokens for row in rows], mean_input, _LONGEST_INPUT)
+    outputs = _scaled([max(1, row.output_tokens) for row in rows], mean_output, None)
+    longest = _LONGEST if mean_output <= MEAN_OUTPUT else math.inf  # longer answers are no longer ShareGPT's
+    return tuple(Row(None, i, int(min(o, longest - i))) for i, o in zip(inputs, outputs, strict=True))
+
+
+def _scaled(lengths: Sequence[int], mean: float, most: int | None) -> list[int]:
+    """Lengths times the factor that gives them this mean, at least `_SHORTEST`, at most `most`."""
+
+    def at(factor: float) -> list[int]:
+        cut = math.inf if most is None else most
+        return [int(min(cut, max(_SHORTEST, round(length * factor)))) for length in lengths]
+
+    low, high = 0.01, 100.0
+    for _ in range(50):
+        factor = math.sqrt(low * high)
+        if sum(at(factor)) < mean * len(lengths):
+            low = factor
+        else:
+            high = factor
+    return at(high)
+
+
+def sample(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
+    """`count` rows drawn at random."""
+    return random.Random(f"paper {seed}").choices(rows, k=count)
 
 
 def make_study(
     layouts: Sequence[Layout],
+    rows: Sequence[Row],
     *,
-    trace: Path = SHAREGPT,
     weights: Sequence[float] = (),
     predictor: str = "normal",
-    count: int | None = None,
 ) -> Study:
-    """A fleet of these servers and `count` requests of the trace, for `run_sweep`."""
-    rows = lengths(trace)
+    """A fleet of these servers and these requests, for `run_sweep`."""
     names = [
         f"{layout.name} #{layouts[:index].count(layout) + 1}" if layouts.count(layout) > 1 else layout.name
         for index, layout in enumerate(layouts)
@@ -150,4 +176,4 @@ def make_study(
         spec.name: EngineSpec(layout.latency, EngineLimits.from_capacity(layout.capacity))
         for spec, layout in zip(specs, layouts, strict=True)
     }
-    return Study(setup, engines, MODEL, IterationRule.TOKEN, Load(rows, count))
+    return Study(setup, engines, MODEL, IterationRule.TOKEN, Load(rows))

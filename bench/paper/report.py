@@ -1,6 +1,6 @@
 """How results are kept and shown: JSON in bench/results, Markdown tables, blocks of a page.
 
-Promise: a page's block is replaced whole, between its two markers, or the page stays as it is.
+A page's block is replaced whole, between its two markers, or the page stays as it is.
 """
 
 from __future__ import annotations

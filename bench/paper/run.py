@@ -15,12 +15,10 @@ from functools import partial
 
 import degrees
 import policies
-from report import IMAGES, about, write_block, write_result
+from report import IMAGES, about, table, write_block, write_result
 
-SECTIONS = {
-    "5.1": degrees,
-    **dict.fromkeys(policies.EXPERIMENTS, policies),
-}
+EXPERIMENTS = policies.experiments()
+SECTIONS = {"5.1": degrees, **dict.fromkeys(EXPERIMENTS, policies)}
 
 
 def main() -> int:
@@ -35,15 +33,16 @@ def main() -> int:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for section in SECTIONS if args.section == "all" else [args.section]:
         module = SECTIONS[section]
-        runner = (
-            partial(policies.run, policies.EXPERIMENTS[section])
-            if section in policies.EXPERIMENTS
-            else degrees.run
-        )
+        runner = partial(policies.run, EXPERIMENTS[section]) if section in EXPERIMENTS else degrees.run
         document = runner(args.jobs)
         write_result(section, {"about": about(f"bench/paper/run.py {section}"), **document})
         module.draw(document)
         text = module.show(document)
+        if section in EXPERIMENTS:
+            claims = table(["section", "what the paper says", "holds", "ratio"], policies.orderings(document))
+            print(claims)
+            if args.page:
+                write_block(f"orderings {section}", claims)
         print(f"## Section {section}\n\n{text}\n")
         if args.page:
             write_block(section, text)

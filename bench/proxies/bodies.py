@@ -1,6 +1,6 @@
 """The requests of the bench as raw bytes, and HTTP chunks taken apart: shared by client and engine.
 
-Promise: what is built here is built before a measurement. A request says in its text what the engine shall do
+What is built here is built before a measurement. A request says in its text what the engine shall do
 (see mock_engine.py) and comes with what a right answer must hold.
 """
 

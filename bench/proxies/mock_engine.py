@@ -10,7 +10,7 @@ TAG has 8 characters. p = one plain answer that repeats TAG; c = CHUNKS events i
 every byte its own HTTP chunk; s = one event every PACE_US; d = a plain answer that names the length and
 CRC-32 of the body it got. BYTES pads each event's text.
 
-Promise: events are framed as vLLM under uvicorn frames them: each its own HTTP chunk of about 250 bytes and,
+Events are framed as vLLM under uvicorn frames them: each its own HTTP chunk of about 250 bytes and,
 when paced, its own write; the head goes with the first, the finishing event with `[DONE]`. Streams are spread
 over the milliseconds of their pace. `/bench/report` says how late it wrote and how many it answered since it
 was last asked.

@@ -1,6 +1,6 @@
 """The proxies of the bench: how each is installed, configured and started, all for the same work on one core.
 
-Promise: every peer is installed from the package index (or Debian's packages, unpacked, not installed) into a
+Every peer is installed from the package index (or Debian's packages, unpacked, not installed) into a
 folder of its own under `.cache/proxies`, once. Every one runs one worker, retries off where it has them, and
 writes its request log to `.cache/proxies/run/NAME.log` in its ordinary form when it has one.
 """

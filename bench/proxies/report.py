@@ -1,6 +1,6 @@
 """The figures as tables: medians over rounds, ratios within rounds, and what was wrong.
 
-Promise: a table of docs/proxies.md is replaced whole, between its two markers, or the page stays as it is. A
+A table of docs/proxies.md is replaced whole, between its two markers, or the page stays as it is. A
 figure that is missing has no run that counts: `void` says that there were runs and none did.
 """
 

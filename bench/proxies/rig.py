@@ -1,6 +1,6 @@
 """Engine, client and the proxies between them, each on its cores, and what one measurement is made of.
 
-Promise: one proxy works at a time; the others stand idle beside it, so that the same work goes through all
+One proxy works at a time; the others stand idle beside it, so that the same work goes through all
 of them within seconds. What a proxy uses while idle is measured over a quiet window before any load and taken
 off its figures; both are kept. A run is void, and says why, when the engine or the client was what limited it
 or an answer was not right.

@@ -1,6 +1,6 @@
 """What every proxy goes through in a round.
 
-Promise: the same work for all, in the same order; a figure's name says what it is of. Streams of the paced
+The same work for all, in the same order; a figure's name says what it is of. Streams of the paced
 scenarios begin before their window and end after it, so that a chunk's cost is a chunk's alone; a coalesced
 stream's is what is left after the cost of a plain request from the same round.
 """

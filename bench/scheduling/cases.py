@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec

@@ -2,7 +2,7 @@
 
 `python bench/scheduling/grid.py --data DIR` with `DIR/hw` (measured grids) and `DIR/traces`; writes
 `bench/results/scheduling.json` and the tables of docs/evidence-simulation.md.
-Promise: the page says what the recorded result says.
+The page says what the recorded result says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The figures as sentences and tables, and the page they stand on.
 
-Promise: a table of the page is replaced whole, between its two markers, or the page stays as it is.
+A table of the page is replaced whole, between its two markers, or the page stays as it is.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from measure import without
 from hetlb.config.fleet import load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec

@@ -1,4 +1,4 @@
-"""What commands that look at a running proxy share: its admin address and the operator's token.
+"""Client of a running proxy's admin listener: its address and the operator's token.
 
 The token comes from an environment variable, is shown nowhere and goes to that address alone;
 whatever is wrong with an address or an answer is one line.
@@ -53,7 +53,7 @@ def authorization(variable: str | None) -> dict[str, str]:
 
 
 def refusal(status: int, reason: str | None) -> str:
-    """What to say of an answer that is none, and what to do about a missing token."""
+    """Message for an answer that reports an error, with the remedy for a missing token."""
     if status == 401:
         return f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}, or where --token-env says"
     return f"status {status} {reason or ''}".rstrip()

@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
@@ -196,7 +196,7 @@ class _Bench:
         self._model = args.model
 
     def _read_rows(self) -> list[Row]:
-        """What is asked. Raises `InputError`."""
+        """Read the rows of the trace or data set. Raises `InputError`."""
         args, rng = self._args, random.Random(self._args.seed)
         if (args.trace is None) == (args.dataset_name is None):
             raise InputError("expected either --trace or --dataset-name")
@@ -227,7 +227,7 @@ class _Bench:
         return custom_rows(args.dataset_path, args.custom_output_len)
 
     def _check_rows(self, rows: list[Row]) -> None:
-        """What a chat cannot ask, and a header cannot say. Raises `InputError`."""
+        """Refuse rows that a chat or a header cannot express. Raises `InputError`."""
         args = self._args
         for number, row in enumerate(rows, start=1):
             where = f"{args.trace}: row {number}"
@@ -281,7 +281,7 @@ class _Bench:
         ).run()
 
     def document(self, outcome: Outcome) -> dict[str, Any]:
-        """What `--json` prints and `--save-result` keeps."""
+        """The document that `--json` prints and `--save-result` keeps."""
         detailed = self._args.save_detailed
         return {
             "runs": [

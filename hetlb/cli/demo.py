@@ -30,6 +30,7 @@ from rich.progress import Progress as Bars
 
 from hetlb.config.profile import load_profile
 from hetlb.errors import HetlbError, InputError
+from hetlb.extras import require
 from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo and print what came out."""
     if args.num_prompts is not None and args.num_prompts < 1:
         raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
+    require("numpy", "scipy")  # of the `hetlb profile` that it starts
     started = time.monotonic()
     try:
         # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
@@ -158,7 +160,7 @@ class _Demo:
         return {name: engine.urls[0] for name, engine in engines.items()}
 
     async def _profile(self, name: str, url: str) -> None:
-        """What the proxy will know of an engine: measured here, not what the engine is timed by."""
+        """Profile one engine: the proxy gets what is measured here, not what the engine is timed by."""
         await self._helpers.run(
             f"profiling {name}", "profile", "--url", url, "--out", str(self._profiles[name]),
             "--name", name, "--grid", str(self._grid), "--repeats", "1",

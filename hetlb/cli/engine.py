@@ -17,6 +17,7 @@ import uvloop
 from hetlb.config.profile import load_profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator import EmulatedEngine
+from hetlb.emulator.kv_transfer import KvSettings
 
 #: Engines of one server: far more than a machine has.
 MOST_ENGINES = 64
@@ -58,6 +59,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiplies every duration of the engine: 0.1 is ten times faster (default 1)",
     )
     parser.add_argument(
+        "--kv-transfer",
+        choices=("nixl", "mooncake", "shared-storage"),
+        help="hand KV blocks over to other engines as this connector of vLLM does (default: no connector)",
+    )
+    parser.add_argument(
+        "--kv-lease",
+        type=_positive,
+        default=30.0,
+        metavar="S",
+        help="seconds for which blocks that are not fetched are kept (default 30)",
+    )
+    parser.add_argument(
+        "--kv-bandwidth",
+        type=_positive,
+        default=5e9,
+        metavar="B",
+        help="bytes per second at which blocks are fetched (default 5e9)",
+    )
+    parser.add_argument(
+        "--kv-load-failure-policy",
+        choices=("fail", "recompute"),
+        default="fail",
+        help="what becomes of a request whose blocks cannot be fetched (default fail)",
+    )
+    parser.add_argument(
+        "--kv-folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of the blocks, with --kv-transfer shared-storage",
+    )
+    parser.add_argument(
         "--iteration",
         choices=[rule.value for rule in IterationRule],
         default=IterationRule.TOKEN.value,
@@ -77,6 +109,15 @@ def run(args: argparse.Namespace) -> int:
         iteration=IterationRule(args.iteration),
         data_parallel_size=args.data_parallel_size,
         where=str(args.profile),
+        kv=None
+        if args.kv_transfer is None
+        else KvSettings(
+            args.kv_transfer,
+            args.kv_lease,
+            args.kv_bandwidth,
+            args.kv_load_failure_policy,
+            args.kv_folder,
+        ),
     )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
 from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES
+from hetlb.core.policies.base import COMBINE_FORMS
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Candidate, Health, Request
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console()
         console.print(_table([c.document() for c in candidates], chosen))
         if chosen is None:
-            console.print("Nobody now: the request waits at the proxy until one of them can take it.")
+            console.print("None now: the request waits at the proxy until one of them can take it.")
     return 0
 
 
@@ -219,7 +220,7 @@ def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
-    """One decision: what was asked, everybody's terms, and in words why each was chosen or not."""
+    """One decision: the request, the terms of every instance, and in words why each was chosen or not."""
     sequences, tokens = decision["sequences"], decision["output_tokens"]
     came = f"{tokens / sequences:.0f} came" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (
@@ -261,7 +262,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
-    """Why a candidate was chosen, or was not."""
+    """The reason a candidate was chosen, or was not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"

@@ -1,6 +1,6 @@
 """`hetlb`: finds the command, runs it, and turns errors into one line and an exit status.
 
-0 done, 2 wrong usage or input (one line on stderr), 1 anything else; Ctrl-C ends at once.
+Exit status: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else. Ctrl-C ends at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-import hetlb
-from hetlb.build import compiled
+from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
+from hetlb.extras import missing_extra, require
 
 #: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
 COMMANDS = {
@@ -25,11 +25,14 @@ COMMANDS = {
     "simulate": "a fleet in virtual time, or a replay of a recorded event log",
     "profile": "latency profiles: make one, show one, compare two",
     "search": "the tensor-parallel degree that suits every machine of a cluster",
+    "stage": "a worker that holds some layers of a model",
     "place": "layers of a model over machines none of which holds it",
+    "split": "groups of GPUs for prefill and for decode, their parallelism, the KV flows between them",
     "rent": "which GPUs to rent for a budget, divided into which instances, and which requests go where",
     "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
     "explain": "one decision in numbers, or the last ones of a running proxy",
     "top": "the live fleet in a terminal",
+    "completion": "completion of commands and flags for bash, zsh, fish or tcsh",
 }
 
 
@@ -44,18 +47,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or of `only` one (the others then have no flags)."""
+    """The parser of all commands, or of `only` one: the others then have no flags.
+
+    Of all commands, those whose extra is not installed have no flags either.
+    """
     parser = _Parser(
         prog="hetlb",
         description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
     )
-    how = "compiled" if compiled() else "interpreted"
-    parser.add_argument("--version", action="version", version=f"hetlb {hetlb.__version__} ({how})")
+    parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if only in (None, name):
+        if only not in (None, name):
+            continue
+        try:
             importlib.import_module(f"hetlb.cli.{name}").add_arguments(sub)
+        except ModuleNotFoundError as error:
+            if only is not None or missing_extra(error) is None:
+                raise
     return parser
 
 
@@ -63,17 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
     try:
+        args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+        if getattr(args, "plot", None) is not None:
+            require("matplotlib")  # before the work, not after it
         status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        print(f"hetlb {command}: {missing}", file=sys.stderr)
+        return 2
     except InputError as error:
         for line in error.lines:
-            print(f"hetlb {args.command}: {line}", file=sys.stderr)
+            print(f"hetlb {command}: {line}", file=sys.stderr)
         return 2
     except HetlbError as error:
-        print(f"hetlb {args.command}: {error}", file=sys.stderr)
+        print(f"hetlb {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 1

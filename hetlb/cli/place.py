@@ -15,7 +15,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ _SHORT_S = 240.0
 #: Share of the time limit for the integer program, which ends at once where the bound can be reached.
 _SOLVER_SHARE = 0.15
 _STAGE_PORT = 9100
+#: Share of a plan's flow from which fixed pipelines are the better choice.
+_VLLM_SHARE = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +240,7 @@ def _document(
         "separate-pipelines": separate_pipelines(cluster),
         "petals": petals(cluster, random.Random(args.seed)),
     }
+    vllm = _vllm_plan(cluster, chosen, heuristics["separate-pipelines"])
     return {
         "max_flow_tokens_per_s": flow.tokens_per_s,
         "upper_bound_tokens_per_s": bound,
@@ -271,6 +274,8 @@ def _document(
         "losses": [_loss(loss) for loss in losses(cluster, chosen.placement, partial_inference=partial)],
         "solve_s": solve_s,
         "commands": _commands(cluster, chosen.placement),
+        "vllm": vllm,
+        "advice": _advice(flow.tokens_per_s, vllm),
     }
 
 
@@ -297,6 +302,56 @@ def _commands(cluster: Cluster, placement: Placement) -> list[str]:
         f"hetlb stage --model {model} --layers {first}:{end} --host 0.0.0.0 --port {_STAGE_PORT}  # on {name}"
         for name, (first, end) in placement.items()
     ]
+
+
+def _vllm_plan(cluster: Cluster, chosen: Candidate, separate: Intervals | None) -> dict[str, Any] | None:
+    """The same machines as vLLM servers with pipeline parallelism: the plan's own pipelines where they share
+    no machine, else separate ones. None where there are none.
+    """
+    found = pipelines(chosen.flow)
+    placement: Placement = chosen.placement
+    names = [name for pipeline in found for name in pipeline.nodes]
+    if len(set(names)) < len(names) or any(
+        at != placement[name][0]
+        for pipeline in found
+        for name, at in zip(pipeline.nodes, (0, *(placement[n][1] for n in pipeline.nodes)), strict=False)
+    ):
+        if separate is None:
+            return None
+        placement = separate
+        found = pipelines(max_flow(cluster, placement))
+        names = [name for pipeline in found for name in pipeline.nodes]
+        if len(set(names)) < len(names):
+            return None
+    return {
+        "max_flow_tokens_per_s": sum(pipeline.tokens_per_s for pipeline in found),
+        "pipelines": [list(pipeline.nodes) for pipeline in found],
+        "commands": [_vllm_command(cluster, placement, pipeline.nodes) for pipeline in found],
+    }
+
+
+def _vllm_command(cluster: Cluster, placement: Placement, nodes: Sequence[str]) -> str:
+    """One server over the machines of a pipeline, which are one Ray cluster."""
+    layers = [placement[name][1] - placement[name][0] for name in nodes]
+    words = ["vllm", "serve", cluster.model.name]
+    if len(nodes) == 1:
+        return f"{shlex.join(words)}  # on {nodes[0]}"
+    words += ["--pipeline-parallel-size", str(len(nodes)), "--distributed-executor-backend", "ray"]
+    partition = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, layers))}"
+    return f"{partition} {shlex.join(words)}  # Ray cluster of {', '.join(nodes)}, its head on {nodes[0]}"
+
+
+def _advice(flow: float, vllm: dict[str, Any] | None) -> str:
+    """A sentence that says which of both is the better choice."""
+    if vllm is None:
+        return "Stages: no pipelines of separate machines hold the model."
+    share = vllm["max_flow_tokens_per_s"] / flow if flow else 0.0
+    if share >= _VLLM_SHARE:
+        return (
+            f"vLLM: its pipelines of separate machines reach {share:.0%} of the flow, with faster kernels "
+            "than stages have."
+        )
+    return f"Stages: pipelines of separate machines, which vLLM can be, reach {share:.0%} of the flow."
 
 
 def _write_fleet(path: Path, cluster: Cluster, found: list[Pipeline]) -> None:
@@ -365,4 +420,7 @@ def _print(document: dict[str, Any], console: Console) -> None:
             f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians)"
         )
     for command in document["commands"]:
+        print(command)
+    console.print(document["advice"])
+    for command in (document["vllm"] or {"commands": ()})["commands"]:
         print(command)

@@ -50,7 +50,7 @@ class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class LiveResult:
-    """What was measured on which server, and the journal that still holds it."""
+    """Measurements of one server, and the journal that still holds them."""
 
     facts: ServerFacts
     points: tuple[Point, ...]
@@ -65,7 +65,7 @@ class LiveResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a live sweep."""
     live = parser.add_argument_group("a live server")
-    live.add_argument("--url", metavar="URL", help="of an OpenAI-compatible vLLM server that nobody uses")
+    live.add_argument("--url", metavar="URL", help="of an OpenAI-compatible vLLM server without other load")
     live.add_argument("--budget", default=_DEFAULT_BUDGET, metavar="TIME", help="such as 90s or 5m (default)")
     live.add_argument("--grid", type=Path, metavar="FILE", help="YAML: rows of [batch, length] per phase")
     live.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="samples a point (default 3)")

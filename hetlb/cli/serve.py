@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -14,14 +15,18 @@ from typing import Any
 import msgspec
 import uvloop
 
+from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy import systemd
-from hetlb.proxy.handover import Takeover
 from hetlb.proxy.service import Service, require_urls, tune_gc
+from hetlb.proxy.takeover import Takeover
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
+
+logger = logging.getLogger("hetlb.serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,16 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
     require_urls(fleet)
-    if fleet.proxy.workers > 1 and fleet.policy.state_file is not None:
-        raise InputError(
-            f"{fleet.where}policy.state_file: expected one process, got {fleet.proxy.workers} workers"
-        )
-    if fleet.proxy.workers > 1:
-        for source in fleet.engines.values():
-            if source.kv_events is not None:
-                raise InputError(
-                    f"{source.key}.kv_events: expected one process, got {fleet.proxy.workers} workers"
-                )
+    if fleet.stages and fleet.proxy.workers > 1:
+        raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
@@ -86,12 +83,32 @@ async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     if takeover is not None and event_log is not None:
         with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
             os.rename(event_log, f"{event_log}.before")
-    service = Service(fleet, event_log)
+    if fleet.stages:
+        await _serve_with_stages(fleet, event_log, takeover)
+    else:
+        await _run(Service(fleet, event_log), takeover)
+
+
+async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Takeover | None) -> None:
+    from hetlb.stage.group import StageGroups
+
+    groups = StageGroups(fleet, event_log)
+    try:
+        await groups.start()
+        service = Service(groups.located(fleet), event_log, groups.reload)
+        service.stages = groups.documents
+        await _run(service, takeover)
+    finally:
+        await groups.close()
+
+
+async def _run(service: Service, takeover: Takeover | None) -> None:
     try:
         await service.start(systemd.inherited(), takeover)
         tune_gc()
         print(service.ready_line, flush=True)
         systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
+        tell(logger, Event.STARTED, "%s", version_line())
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

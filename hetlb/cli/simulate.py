@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,11 +24,12 @@ from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.paths.eventlog import dispatches, is_path_log
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
-from hetlb.errors import ConfigError, InputError, ProfileError, TraceError
+from hetlb.errors import ConfigError, InputError, PlanError, ProfileError, TraceError
 from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.sim.engine import EngineLimits
@@ -228,7 +229,7 @@ def make_study(
     prefix_cache: bool = False,
     restarts_s: tuple[float, ...] = (),
 ) -> Study:
-    """What is simulated. Raises `InputError` where the fleet lacks what a simulation needs."""
+    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     name = models[0] if model is None else model
     if name not in models:
@@ -291,6 +292,7 @@ def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
         "predictor": study.setup.predictor,
         "iteration": study.rule.value,
         "bound": ran.bound,
+        "steady_bound": ran.steady_bound,
         "split": ran.split,
     }
 
@@ -324,7 +326,7 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        key: median(table[key] for table in tables)
+        key: None if tables[0][key] is None else median(table[key] for table in tables)
         for key in tables[0]
         if not isinstance(tables[0][key], str)
     }
@@ -337,8 +339,8 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
         words = [] if len(rates) == 1 else [_rate_in_words(rate)]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
-        reference = here[0]["bound"]["total_token_throughput"]
-        table = runs_table(here, reference_tok_s=reference, title=", ".join(words) or None)
+        reference = here[0]["steady_bound"]["total_token_throughput"]
+        table = runs_table(here, steady_tok_s=reference, title=", ".join(words) or None)
         if rate != rates[-1]:
             table.caption = None  # the same under each
         console.print(table)
@@ -377,12 +379,38 @@ def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 
 
+def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
+    """Check every path of a log: 0 if all are whole, else 1."""
+    from hetlb.plan.check import check_path  # needs the extra `tools`
+
+    paths, wrong = 0, []
+    for number, network, hops in dispatches(lines):
+        paths += 1
+        try:
+            check_path(network, hops)
+        except PlanError as error:
+            wrong.append({"line": number, "error": str(error)})
+    if as_json:
+        print(json.dumps({"paths": paths, "wrong": wrong}))
+    else:
+        told = f"line {wrong[0]['line']}: {wrong[0]['error']}" if wrong else "every path is whole"
+        print(f"{path}: {paths} paths: {told}")
+    return 1 if wrong else 0
+
+
 def replay(path: Path, as_json: bool) -> int:
-    """Feed a recorded log to the scheduler again: 0 if every decision is the recorded one, else 1."""
+    """Feed a recorded log to the scheduler again: 0 if every decision is the recorded one, else 1.
+
+    Of a log of paths through stages every path is checked instead.
+    """
     facts = decisions = 0
     differing: list[int] = []
     try:
         with path.open(encoding="utf-8") as lines:
+            if is_path_log(lines.readline()):
+                lines.seek(0)
+                return _check_paths(path, lines, as_json)
+            lines.seek(0)
             log = Replay(lines)
             for step in log:
                 facts += 1

@@ -80,7 +80,7 @@ def _draw_bars(axis: Any, runs: Sequence[Mapping[str, Any]], looks: Mapping[str,
         )
     axis.set_xticks(places, names)
     axis.set_xlim(-0.6, max(len(runs), 4) - 0.4)
-    references = {"sum of each alone": runs[0]["bound"], "fixed split": runs[0]["split"]}
+    references = {"sum of each while full": runs[0]["steady_bound"], "fixed split": runs[0]["split"]}
     for style, (label, reference) in zip(("--", ":"), references.items(), strict=True):
         if reference is not None:
             axis.axhline(reference["total_token_throughput"], color=_HELD, linestyle=style, label=label, lw=1)
@@ -114,8 +114,8 @@ def _draw_lines(
             axis.plot(*_columns(at[len(numbers) - 1 :]), **{**look, "linestyle": ":", "alpha": 0.5})
         axis.plot(*_columns(list(points.values())), "o", markersize=4, color=look["color"])
         axis.plot([], [], marker="o", markersize=4, label=policy, **look)
-    bound = runs[0]["bound"]["total_token_throughput"]
-    axis.axhline(bound, color=_HELD, linestyle="--", label="sum of each alone", lw=1)
+    bound = runs[0]["steady_bound"]["total_token_throughput"]
+    axis.axhline(bound, color=_HELD, linestyle="--", label="sum of each while full", lw=1)
     axis.set_xticks(list(places.values()), [_tick(rate) for rate in order.values()])
     axis.set_ylim(bottom=0)
     axis.set_xlabel("requests/s")

@@ -111,7 +111,7 @@ async def _one(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 async def _watch(url: str, headers: dict[str, str]) -> None:
-    """Draw what comes until somebody presses q. Raises `InputError` where no retry would help."""
+    """Draw what comes until q is pressed. Raises `InputError` where no retry would help."""
     view, changed, console = View(url), asyncio.Event(), Console()
 
     async def listen() -> None:
@@ -184,7 +184,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 
 
 class View:
-    """What is shown, and how: made into lines by `render`."""
+    """State and layout of the screen: made into lines by `render`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -336,7 +336,7 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
 
 
 def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
-    """Why somebody is not up."""
+    """Reasons of the instances that are not up."""
     lines = [
         Text(f"{row['name']} is {row['health']}: {row['health_reason']}", "red", no_wrap=True)
         for row in rows

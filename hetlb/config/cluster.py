@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import Positive, PositiveInt, load_yaml, read_text, short
+from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml, read_text, short
 from hetlb.errors import ConfigError
+from hetlb.plan.model_shape import ModelShape, read_shape
 from hetlb.plan.tp_search import Machine, PlanModel
 
 
@@ -19,9 +21,9 @@ class ClusterModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The model to serve. `config` is its `config.json`, which gives the KV size where it is not stated."""
 
     name: str
-    parameters: Positive
+    parameters: Quantity
     bytes_per_parameter: Positive = 2.0
-    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_token: Quantity | None = None
     kv_bytes_per_value: Positive = 2.0
     config: str | None = None
 
@@ -34,16 +36,20 @@ class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile."""
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile.
+
+    A profile of a degree that does not divide `gpus` is for layouts of unequal instances.
+    """
 
     name: str
     gpu: str
     gpus: PositiveInt
-    memory_bytes: PositiveInt
+    memory_bytes: Quantity
     profiles: dict[str, str]
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    reserved_bytes_per_gpu: Quantity = 0
     count: PositiveInt = 1
+    price_per_gpu_hour: NonNegative | None = None
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,15 +112,30 @@ def model_kv_bytes(
         )
     config_path = path.parent / config
     try:
-        raw = msgspec.json.decode(read_text(config_path, ConfigError))
-    except msgspec.DecodeError as caught:
-        raise ConfigError(f"{config_path}: expected valid JSON: {caught}") from caught
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{config_path}: the file: expected a mapping of keys, got {short(raw)}")
-    try:
-        return kv_bytes_per_token(raw, bytes_per_value)
+        return kv_bytes_per_token(_model_config(config_path), bytes_per_value)
     except ConfigError as caught:
         raise ConfigError(f"{config_path}: {caught}") from caught
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    """A `config.json`. Raises `ConfigError` without its path."""
+    try:
+        raw = msgspec.json.decode(read_text(path, ConfigError))
+    except msgspec.DecodeError as caught:
+        raise ConfigError(f"expected valid JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ConfigError(f"the file: expected a mapping of keys, got {short(raw)}")
+    return raw
+
+
+def model_shape(path: Path, config: str | None) -> ModelShape | None:
+    """Sizes that vLLM must split evenly, None without a `config.json`. Raises `ConfigError`."""
+    if config is None:
+        return None
+    try:
+        return read_shape(_model_config(path.parent / config))
+    except ConfigError as caught:
+        raise ConfigError(f"{path.parent / config}: {caught}") from caught
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -122,15 +143,21 @@ def load_cluster(path: Path) -> Cluster:
     file = load_yaml(path, ClusterFile, ConfigError)
     if not file.machines:
         raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    stated = file.model.kv_bytes_per_token
     model = PlanModel(
         file.model.name,
-        file.model.parameters,
+        read_parameters(file.model.parameters, f"{path}: model.parameters"),
         file.model.bytes_per_parameter,
         model_kv_bytes(
-            path, "model.", file.model.kv_bytes_per_token, file.model.config, file.model.kv_bytes_per_value
+            path,
+            "model.",
+            None if stated is None else read_bytes(stated, f"{path}: model.kv_bytes_per_token"),
+            file.model.config,
+            file.model.kv_bytes_per_value,
         ),
         file.limits.max_input_tokens,
         file.limits.max_output_tokens,
+        model_shape(path, file.model.config),
     )
     profiles: dict[str, Profile] = {}
     machines: list[Machine] = []
@@ -145,9 +172,9 @@ def load_cluster(path: Path) -> Cluster:
                 raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
             degree = int(text)
             by_degree[degree] = written
-            if table.gpus % degree:
+            if degree > table.gpus:
                 raise ConfigError(
-                    f"{where}: expected a degree that divides the {table.gpus} GPUs, got {degree}"
+                    f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}"
                 )
             if written not in profiles:
                 if not (path.parent / written).is_file():
@@ -155,20 +182,23 @@ def load_cluster(path: Path) -> Cluster:
                         f"{where}: expected the path of a latency profile, got {written!r}: no such file"
                     )
                 profiles[written] = load_profile(path.parent / written)
-            stated = profiles[written].engine.tensor_parallel_size
-            if stated is not None and stated != degree:
+            measured = profiles[written].engine.tensor_parallel_size
+            if measured is not None and measured != degree:
                 raise ConfigError(
-                    f"{where}: expected a profile of degree {degree}, got one of degree {stated}"
+                    f"{where}: expected a profile of degree {degree}, got one of degree {measured}"
                 )
         machines += [
             Machine(
                 name=table.name if table.count == 1 else f"{table.name}-{copy}",
                 gpu=table.gpu,
                 gpus=table.gpus,
-                memory_bytes=table.memory_bytes,
+                memory_bytes=read_memory(table.memory_bytes, f"{key}.memory_bytes"),
                 gpu_memory_utilization=table.gpu_memory_utilization,
-                reserved_bytes_per_gpu=table.reserved_bytes_per_gpu,
+                reserved_bytes_per_gpu=read_bytes(reserved, f"{key}.reserved_bytes_per_gpu")
+                if (reserved := table.reserved_bytes_per_gpu)
+                else 0,
                 profiles=tuple(sorted(by_degree.items())),
+                price_per_gpu_hour=table.price_per_gpu_hour,
             )
             for copy in range(table.count)
         ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
 from hetlb.config.discovery import DiscoveryTable, parse_selector, select_profile
 from hetlb.config.profile import Profile, load_profile
+from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
 from hetlb.config.yaml_file import (
     Mistakes,
     NonNegative,
@@ -27,13 +29,17 @@ from hetlb.config.yaml_file import (
 )
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams
+from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
-from hetlb.core.types import Capacity, InstanceSpec
+from hetlb.core.types import Capacity, Connector, InstanceSpec, KvTransfer, Role
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
 from hetlb.workload.traces import read_trace
+
+#: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
+MOONCAKE_BOOTSTRAP_PORT: Final = 8998
+MOONCAKE_LEASE_S: Final = 480.0
 
 
 class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,7 +50,7 @@ class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the proxy accepts requests; with `tls` it speaks TLS there and nothing else."""
+    """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -78,7 +84,7 @@ class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which policy, and its parameters.
+    """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
@@ -113,13 +119,13 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How instances that come back are trusted again. `slow_start_s` 0: at once."""
+    """Return of instances to full load. `slow_start_s` 0: at once."""
 
     slow_start_s: NonNegative = 30.0
 
 
 class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How engines are watched."""
+    """Intervals and limits of probes and scrapes."""
 
     interval_s: Positive = 1.0
     timeout_s: Positive = 2.0
@@ -176,7 +182,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where spans of requests go: a collector's address (OTLP over HTTP).
+    """Collector of spans: its address (OTLP over HTTP).
 
     `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
     clients that do not say whether theirs is.
@@ -188,7 +194,7 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where vLLM publishes its KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
+    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
 
     endpoint: str
     topic: str = ""
@@ -200,6 +206,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
     signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
+    `role` says which phases of a request it takes, `kv_bootstrap` where its Mooncake bootstrap server is.
     `labels` choose its profile under `profiles:` where it names none.
     """
 
@@ -212,10 +219,29 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ca_file: str | None = None
     kv_events: str | KvEventsTable | None = None
     labels: dict[str, str] = {}
+    role: Literal["prefill", "decode", "both"] = "both"
+    kv_bootstrap: str | None = None
+
+
+ConnectorName: TypeAlias = Literal["nixl", "mooncake", "shared-storage"]
+
+
+class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and what is known of it.
+
+    `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
+    seconds in vLLM. The others are the first estimate of a transfer's time.
+    """
+
+    connector: ConnectorName
+    lease_s: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    bytes_per_token: Positive | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_s: NonNegative | None = None
 
 
 class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
+    """Rule by which a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
 
     `tokens`: every image alike. `patch`, `merge`: a token for `merge` x `merge` patches of so many pixels a
     side, after a resize to `min_pixels` .. `max_pixels` or to `longest_edge`. `tile`, `tile_tokens`,
@@ -237,18 +263,22 @@ class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for those without one of their own.
 
+    `stages` are workers of `hetlb stage` that together are one more instance.
+    `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
     one takes requests.
     """
 
     name: str
-    instances: tuple[InstanceTable, ...]
+    instances: tuple[InstanceTable, ...] = ()
+    stages: StagesTable | None = None
     aliases: tuple[str, ...] = ()
     fallback: str | None = None
     tokenizer: str | None = None
     image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
+    kv_transfer: ConnectorName | KvTransferTable | None = None
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -269,7 +299,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a secret stands: a file or an environment variable. `key` names it in errors."""
+    """Source of a secret: a file or an environment variable. `key` names it in errors."""
 
     key: str
     file: Path | None = None
@@ -277,15 +307,17 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the key and the authorities of one instance stand. `key` names the instance in errors.
+    """Sources of the key and the authorities of one instance. `key` names the instance in errors.
 
-    `kv_events` is where it publishes KV events, None where it does not.
+    `kv_events` is where it publishes KV events, None where it does not; `kv_bootstrap` the URL of its
+    Mooncake bootstrap server.
     """
 
     key: str
     api_key: SecretSource | None = None
     ca_file: Path | None = None
     kv_events: KvEventsTable | None = None
+    kv_bootstrap: str | None = None
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +344,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
+    #: Stages by the name of the instance that they are.
+    stages: dict[str, StageGroup] = {}
 
     @property
     def discovery(self) -> DiscoveryTable | None:
@@ -324,12 +358,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """How an error about this fleet begins."""
+        """Beginning of an error about this fleet."""
         return f"{self.path}: " if self.path else ""
 
     @property
     def base(self) -> Path:
-        """What paths in the file are relative to."""
+        """Folder that paths in the file are relative to."""
         return self.path.parent if self.path else Path()
 
     @property
@@ -375,6 +409,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         rows = read_trace(self.base / self.policy.trace)
         return LengthDistribution(row.output_tokens for row in rows)
 
+
+#: Address of an instance made of stages until its coordinator listens.
+STAGES_URL = "http://stages.invalid"
 
 #: What may stand between `//` and the path: it is sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -422,7 +459,7 @@ def _check_endpoint(url: str, where: str) -> None:
 
 
 def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
-    """Where the secret of `{key}_file` or `{key}_env` stands, None without either. Raises `ConfigError`."""
+    """The source that `{key}_file` or `{key}_env` names, None without either. Raises `ConfigError`."""
     if file is not None and env is not None:
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
@@ -434,18 +471,81 @@ def secret_source(file: str | None, env: str | None, key: str, base: Path) -> Se
 def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
     api_key = secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base)
     kv_events = _kv_events(instance.kv_events, f"{key}.kv_events")
+    bootstrap = instance.kv_bootstrap
+    if bootstrap is not None:
+        bootstrap = check_url(bootstrap, f"{key}.kv_bootstrap")
+    elif url:
+        bootstrap = f"http://{_bracketed(urlsplit(url).hostname or '')}:{MOONCAKE_BOOTSTRAP_PORT}"
     if instance.ca_file is None:
-        return EngineSource(key=key, api_key=api_key, kv_events=kv_events)
+        return EngineSource(key=key, api_key=api_key, kv_events=kv_events, kv_bootstrap=bootstrap)
     if not url.startswith("https://"):
         raise ConfigError(f"{key}.ca_file: expected one only where the url begins with https://, got {url!r}")
-    return EngineSource(key=key, api_key=api_key, ca_file=base / instance.ca_file, kv_events=kv_events)
+    return EngineSource(
+        key=key,
+        api_key=api_key,
+        ca_file=base / instance.ca_file,
+        kv_events=kv_events,
+        kv_bootstrap=bootstrap,
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _kv_transfer(stated: str | KvTransferTable | None) -> KvTransfer | None:
+    if stated is None:
+        return None
+    table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
+    connector = Connector(table.connector)
+    known = {
+        name: value
+        for name in ("lease_s", "bytes_per_token", "bandwidth_bytes_per_s", "latency_s")
+        if (value := getattr(table, name)) is not None
+    }
+    if connector is Connector.MOONCAKE:
+        known.setdefault("lease_s", MOONCAKE_LEASE_S)
+    return KvTransfer(connector, **known)
+
+
+def _with_kv_transfer(
+    spec: InstanceSpec,
+    role: str,
+    kv_transfer: KvTransfer | None,
+    stated: KvTransferTable | None,
+    profile: Profile | None,
+) -> InstanceSpec:
+    """The instance with its role; the KV bytes of a token are its profile's unless stated."""
+    if kv_transfer is not None and (stated is None or stated.bytes_per_token is None):
+        model = None if profile is None else profile.model
+        if model is not None and model.kv_bytes_per_token is not None:
+            kv_transfer = replace(kv_transfer, bytes_per_token=float(model.kv_bytes_per_token))
+    return replace(spec, role=Role(role), kv_transfer=kv_transfer)
+
+
+def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
+    """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
+    roles = [instance.role for instance in model.instances]
+    if model.kv_transfer is None:
+        for i, role in enumerate(roles):
+            if role != "both":
+                raise ConfigError(
+                    f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+                )
+        return
+    if workers > 1:
+        raise ConfigError(
+            f"{where}proxy.workers: expected 1 where a model has kv_transfer ({key}), got {workers}"
+        )
+    if all(role == "prefill" for role in roles):
+        raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
 
 
 _ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
 
 
 def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
-    """Where KV events are read. Raises `ConfigError` unless the addresses can be connected to."""
+    """The source of KV events, checked. Raises `ConfigError` unless the addresses can be connected to."""
     if stated is None:
         return None
     table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
@@ -567,7 +667,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                     f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
                     "no such file"
                 )
-    resolved = _Resolved(base, mistakes, file)
+    resolved = _Resolved(base, mistakes, file, where)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
     with mistakes.here():
@@ -596,6 +696,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         profiles=resolved.profiles,
         tokenizers=resolved.tokenizers,
         image_rules=resolved.image_rules,
+        stages=resolved.stages,
         engines=resolved.engines,
         model_keys=resolved.model_keys,
     )
@@ -622,8 +723,9 @@ def _check_names(file: FleetFile, where: str) -> None:
 class _Resolved:
     """What the models of a file resolve to, one after the other."""
 
-    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile) -> None:
+    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile, where: str) -> None:
         self._base = base
+        self._where = where
         self._file = file
         self._mistakes = mistakes
         self._models: set[str] = set()
@@ -632,6 +734,7 @@ class _Resolved:
         self.profiles: dict[str, Profile] = {}
         self.tokenizers: dict[str, Path] = {}
         self.image_rules: dict[str, ImageRule] = {}
+        self.stages: dict[str, StageGroup] = {}
         self.engines: dict[str, EngineSource] = {}
         self.model_keys: dict[str, SecretSource] = {}
 
@@ -642,7 +745,7 @@ class _Resolved:
             if model.name in self._models:
                 raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
             self._models.add(model.name)
-            if not model.instances and self._file.discovery is None:
+            if not model.instances and model.stages is None and self._file.discovery is None:
                 raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             self.tokenizers[model.name] = base / model.tokenizer
@@ -652,14 +755,31 @@ class _Resolved:
         with mistakes.here():
             if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
                 self.model_keys[model.name] = model_key
+        with mistakes.here():
+            _check_roles(model, key, self._file.proxy.workers, self._where)
         for i, instance in enumerate(model.instances):
             with mistakes.here():
-                self._add_instance(instance, model.name, f"{key}.instances[{i}]")
+                self._add_instance(instance, model, f"{key}.instances[{i}]")
+        if model.stages is not None:
+            with mistakes.here():
+                self._add_stages(model.stages, model.name, f"{key}.stages")
 
-    def _add_instance(self, instance: InstanceTable, model: str, key: str) -> None:
+    def _add_stages(self, table: StagesTable, model: str, key: str) -> None:
+        group = resolve_stages(table, model, key, self._base)
+        instance = InstanceTable(name=group.name, url=STAGES_URL)
+        spec, _ = resolve_instance(instance, model, f"{key}.", self._base, self._cache)
+        if any(other.name == spec.name for other in self.specs):
+            raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
+        self.specs.append(spec)
+        self.engines[spec.name] = EngineSource(key=key)
+        self.stages[spec.name] = group
+
+    def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
         spec, profile = resolve_instance(
-            instance, model, f"{key}.", self._base, self._cache, self._file.profiles
+            instance, model.name, f"{key}.", self._base, self._cache, self._file.profiles
         )
+        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
+        spec = _with_kv_transfer(spec, instance.role, _kv_transfer(model.kv_transfer), stated, profile)
         for other in self.specs:
             if other.name == spec.name:
                 raise ConfigError(

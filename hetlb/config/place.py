@@ -1,41 +1,216 @@
-"""PLACE.yaml: the file that `hetlb place` reads.
+"""PLACE.yaml: the file that `hetlb place` reads, with CSV files of a cluster or with machines and profiles.
 
 A file that loads names a whole cluster; anything else is one `ConfigError` line.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.yaml_file import load_yaml
+from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml, read_text, short
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.cluster import Cluster
+from hetlb.plan.placement.cluster import Cluster, MachineKind, ModelShape, Node
 from hetlb.plan.placement.files import ClusterFiles, load_cluster
+from hetlb.plan.placement.machines import USUAL_BATCHED_TOKENS, USUAL_SEQS, MachineModel, machine_kind
+
+#: Bytes/s between machines where the file does not say: 5 Gbit/s.
+_BETWEEN = 0.625e9
+_TOKEN_BYTES = 4
+_ACTIVATION_VALUE_BYTES = 2
+
+
+class PlaceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model; `config` is its `config.json`, which gives the layers, hidden size and KV size that are not
+    stated.
+    """
+
+    name: str
+    parameters: Positive
+    bytes_per_parameter: Positive = 2.0
+    layers: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_value: Positive = 2.0
+    config: str | None = None
+
+
+class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile of the
+    whole model; that of the highest degree is used.
+    """
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: PositiveInt
+    profiles: dict[str, str]
+    site: str = ""
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: PositiveInt = 1
+
+
+class PlaceLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes/s between machines of a site, between sites, or a matrix with a row per machine in file order.
+
+    `inside` (rates inside machines) is part of the profiles and changes nothing here.
+    """
+
+    inside: dict[str, Positive] = {}
+    between: Positive = _BETWEEN
+    between_sites: Positive | None = None
+    matrix: tuple[tuple[NonNegative, ...], ...] | None = None
+    latency_s: NonNegative = 2e-4
+
+
+class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Mean lengths of requests, tokens."""
+
+    input_tokens: Positive = 750.0
+    output_tokens: Positive = 240.0
 
 
 class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A placement file as written. Paths are relative to the file."""
+    """A placement file as written: `nodes`, `layer_times`, `limits` and paths under `links` and `model`, or
+    `machines`. Paths are relative to the file.
+    """
 
     version: Literal[1] = 1
-    nodes: str
-    links: str
-    layer_times: str
-    limits: str
-    model: str
+    model: str | PlaceModel
+    nodes: str | None = None
+    links: str | PlaceLinks | None = None
+    layer_times: str | None = None
+    limits: str | None = None
+    machines: tuple[PlaceMachine, ...] = ()
+    workload: PlaceWorkload = PlaceWorkload()
 
 
 def load_place(path: Path) -> Cluster:
-    """Read PLACE.yaml and the files that it names. Raises `ConfigError`."""
+    """Read PLACE.yaml and the files that it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, PlaceFile, ConfigError)
+    if file.machines:
+        return _from_machines(path, file)
     base = path.parent
-    files = ClusterFiles(
-        nodes=base / file.nodes,
-        links=base / file.links,
-        layer_times=base / file.layer_times,
-        limits=base / file.limits,
-        model=base / file.model,
+    named = {key: getattr(file, key) for key in ("nodes", "links", "layer_times", "limits", "model")}
+    for key, value in named.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}: {key}: expected the path of a file (or machines), got {short(value)}")
+    return load_cluster(ClusterFiles(**{key: base / value for key, value in named.items()}))
+
+
+def _from_machines(path: Path, file: PlaceFile) -> Cluster:
+    for key in ("nodes", "layer_times", "limits"):
+        if getattr(file, key) is not None:
+            raise ConfigError(f"{path}: {key}: expected either {key} or machines, got both")
+    if isinstance(file.model, str) or isinstance(file.links, str):
+        key = "model" if isinstance(file.model, str) else "links"
+        raise ConfigError(f"{path}: {key}: expected a mapping beside machines, got a path")
+    table = file.model
+    layers, hidden = _shape(path, table)
+    kv_bytes = model_kv_bytes(
+        path, "model.", table.kv_bytes_per_token, table.config, table.kv_bytes_per_value
     )
-    return load_cluster(files)
+    nodes: list[Node] = []
+    sites: list[str] = []
+    kinds: dict[str, MachineKind] = {}
+    for m, machine in enumerate(file.machines):
+        key = f"{path}: machines[{m}]"
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", machine.name) or machine.name in (SOURCE, SINK):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(machine.name)}")
+        degree, profile = _profile(path, key, machine)
+        memory = machine.memory_bytes * machine.gpu_memory_utilization - machine.reserved_bytes_per_gpu
+        engine = profile.engine
+        kind = machine_kind(
+            MachineModel(
+                kind=machine.name,
+                latency=profile.latency,
+                memory_bytes=degree * memory,
+                layers=layers,
+                weight_bytes=table.parameters * table.bytes_per_parameter,
+                kv_bytes_per_token=kv_bytes,
+                max_num_seqs=engine.max_num_seqs or USUAL_SEQS,
+                max_num_batched_tokens=engine.max_num_batched_tokens or USUAL_BATCHED_TOKENS,
+            ),
+            file.workload.input_tokens,
+            file.workload.output_tokens,
+        )
+        if not kind.holdings:
+            raise ConfigError(f"{key}.memory_bytes: expected room for one layer and its KV cache")
+        kinds[kind.name] = kind
+        for copy in range(machine.count):
+            name = machine.name if machine.count == 1 else f"{machine.name}-{copy}"
+            nodes.append(Node(name, kind.name, machine.site, len(kind.holdings), float("inf"), float("inf")))
+            sites.append(machine.site)
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names) or len(kinds) < len(file.machines):
+        raise ConfigError(f"{path}: machines: expected every name once")
+    shape = ModelShape(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
+    links = _links(path, file.links or PlaceLinks(), names, sites)
+    return Cluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
+
+
+def _profile(path: Path, key: str, machine: PlaceMachine) -> tuple[int, Profile]:
+    """The highest degree that has a profile, and that profile."""
+    degrees = []
+    for text in machine.profiles:
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > machine.gpus:
+            raise ConfigError(
+                f"{key}.profiles: expected degrees from 1 to {machine.gpus} as keys, got {short(text)}"
+            )
+        degrees.append(int(text))
+    if not degrees:
+        raise ConfigError(f"{key}.profiles: expected at least one latency profile, got none")
+    file = path.parent / machine.profiles[str(max(degrees))]
+    if not file.is_file():
+        raise ConfigError(
+            f"{key}.profiles.{max(degrees)}: expected the path of a latency profile, got {file}"
+        )
+    return max(degrees), load_profile(file)
+
+
+def _shape(path: Path, table: PlaceModel) -> tuple[int, int]:
+    """Layers and hidden size of the model."""
+    raw: object = {}
+    if table.config is not None:
+        config = path.parent / table.config
+        try:
+            raw = msgspec.json.decode(read_text(config, ConfigError))
+        except msgspec.DecodeError as caught:
+            raise ConfigError(f"{config}: expected valid JSON: {caught}") from caught
+    found = []
+    for key, stated, theirs in (
+        ("layers", table.layers, "num_hidden_layers"),
+        ("hidden_size", table.hidden_size, "hidden_size"),
+    ):
+        value = stated if stated is not None or not isinstance(raw, dict) else raw.get(theirs)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{path}: model.{key}: expected a value or model.config, got {short(value)}")
+        found.append(value)
+    return found[0], found[1]
+
+
+def _links(path: Path, table: PlaceLinks, names: Sequence[str], sites: Sequence[str]) -> dict[Edge, LinkSpec]:
+    """All links between machines, and those of the coordinator, which is in the first machine's site."""
+    apart = table.between if table.between_sites is None else table.between_sites
+    matrix = table.matrix
+    if matrix is not None and any(len(rows) != len(names) for rows in (matrix, *matrix)):
+        raise ConfigError(f"{path}: links.matrix: expected {len(names)} rows and columns, one per machine")
+    links: dict[Edge, LinkSpec] = {}
+    for i, sender in enumerate(names):
+        for j, receiver in enumerate(names):
+            rate = table.between if sites[i] == sites[j] else apart
+            if matrix is not None:
+                rate = matrix[i][j]
+            if i != j and rate > 0.0:
+                links[sender, receiver] = LinkSpec(rate, table.latency_s)
+        rate = table.between if sites[i] == sites[0] else apart
+        links[SOURCE, sender] = links[sender, SINK] = LinkSpec(rate, table.latency_s)
+    return links

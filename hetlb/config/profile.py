@@ -16,7 +16,7 @@ from hetlb.errors import ProfileError
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the profile was measured on. `memory_bytes` is of one GPU."""
+    """Hardware the profile was measured on. `memory_bytes` is of one GPU."""
 
     gpu: str
     gpus: PositiveInt = 1
@@ -126,7 +126,7 @@ class MixedSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is not in the points: the host's share of every iteration, and what a server adds to a request."""
+    """Time that no point shows: the host's share of every iteration, and what a server adds to a request."""
 
     iteration_s: NonNegative = 0.0
     request_s: NonNegative = 0.0
@@ -162,7 +162,7 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the points came from. `measured` is false for estimates that no hardware has confirmed."""
+    """Origin of the points. `measured` is false for estimates that no hardware has confirmed."""
 
     kind: str
     measured: bool = True
@@ -230,7 +230,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What the profile does not hold, and what is taken instead; one phrase each."""
+        """Missing parts of the profile and what is taken instead; one phrase each."""
         found = []
         if self.better_prefill is None or self.better_prefill.tile is None:
             found.append("tiles: time is taken to be proportional to tokens")
@@ -246,7 +246,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def capacity(self) -> Capacity:
-        """What the engine can hold, None where the profile does not say."""
+        """Limits of the engine, None where the profile does not state them."""
         e = self.engine
         return Capacity(
             kv_cache_tokens=e.kv_cache_tokens,

@@ -241,7 +241,7 @@ class FairQueue:
 
 
 class Share:
-    """How much of the queue one tenant holds."""
+    """Part of the queue that one tenant holds."""
 
     __slots__ = ("bytes", "requests")
 
@@ -318,7 +318,7 @@ class Queue:
         return [(fair, flow, fit) for _, _, _, fair, flow, fit in found]
 
     def by_model(self) -> dict[str, int]:
-        """How many wait, by model."""
+        """Number of waiting requests, by model."""
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
@@ -326,7 +326,7 @@ class Queue:
         return min((flow[0].arrived_at for flow in self.flows()), default=None)
 
     def count(self, key: QueueKey) -> int:
-        """How many wait in a line."""
+        """Number of requests that wait in a line."""
         return sum(len(flow) for fair in self._lines.get(key, {}).values() for flow in fair.flows.values())
 
     def waiting(self, model: str) -> int:
@@ -334,12 +334,12 @@ class Queue:
         return self._sizes.get(model, 0)
 
     def overtaken(self, entry: Queued) -> int:
-        """How many later requests have gone before a waiting one."""
+        """Number of later requests that went before a waiting one."""
         key, priority, _, _ = self.held[entry.request.id]
         return MOST_OVERTAKEN - entry.credit + self._lines[key][priority].lines[entry.fit].passes
 
     def may_pass(self, request: Request) -> bool:
-        """Whether a request that has just come may be served before those that wait in its line."""
+        """True if a request that has just come may be served before those that wait in its line."""
         by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
         if by_priority is None:
             return True
@@ -355,7 +355,7 @@ class Queue:
     # --- bounds ---
 
     def has_room(self, request: Request) -> bool:
-        """Whether one more request with this body stays within the bounds and its tenant's share of them."""
+        """True if one more request with this body stays within the bounds and its tenant's share of them."""
         return self._within(len(self.held), self.bytes, request) and self._within_share(request)
 
     def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
@@ -377,7 +377,7 @@ class Queue:
         return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
 
     def held_by(self, tenant: str | None) -> tuple[int, int]:
-        """How many requests and bytes a tenant holds."""
+        """Requests and bytes that a tenant holds."""
         share = self._shares.get(tenant)
         return (0, 0) if share is None else (share.requests, share.bytes)
 

@@ -1,7 +1,7 @@
 """The blocks in an engine's prefix cache as its own KV events tell them: exact, evictions included.
 
 A block is named by a chain: a hash of its content and of the chain of the block before it, so equal chains
-mean equal beginnings of prompts. Contents are digests (`block_digests`): no token id is kept. The index is
+mean equal prefixes of prompts. Contents are digests (`block_digests`): no token id is kept. The index is
 `live` while every event since the cache was empty is known; else belief is the LRU tree's (`Tree`).
 """
 
@@ -85,7 +85,7 @@ def _next(chain: int, content: int) -> int:
 
 
 class BlockIndex:
-    """What one engine's cache holds, and what the prompts of live leases will bring into it."""
+    """Blocks in one engine's cache, and those that the prompts of live leases will add."""
 
     __slots__ = ("_adapters", "_chains", "_copies", "_leases", "_pending", "_stored", "block_tokens", "live",
                  "reason")  # fmt: skip
@@ -128,7 +128,7 @@ class BlockIndex:
         return removed, cleared
 
     def doubt(self, reason: str) -> None:
-        """What is known is not all: believe nothing of it until the cache is known to be empty."""
+        """Events were missed: believe nothing of the index until the cache is known to be empty."""
         self._clear()
         self.live, self.reason = False, reason
 

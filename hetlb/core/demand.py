@@ -1,4 +1,4 @@
-"""How much work is asked for, in sizes that no instance decides.
+"""Demand: the work that is asked for, in sizes that no instance decides.
 
 The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is read
 together with many others, an output token takes a step of its own). A rate says what keeps arriving, not
@@ -30,6 +30,8 @@ SLOTS: Final = 16
 BURST: Final = 3.0
 #: Arrivals are kept until a horizon is asked for, so many at most.
 _KEPT: Final = 128
+#: Nothing is expected any more after a silence in which so many mean requests should have come.
+_SILENCE: Final = 16.0
 #: Bounds of a rate allow for sums that were added up in another order.
 _BELOW: Final = 1.0 - 1e-9
 _ABOVE: Final = 1.0 + 1e-9
@@ -151,23 +153,37 @@ class Costs:
         self.batch_s = batch_s
 
 
-class _Fleet:
-    """Facts about a sequence of instances that stay while none of them changes."""
+class Fleet:
+    """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    __slots__ = ("changes", "instances", "kinds", "order", "speed", "twins")
+    `speed` of all together; `order`: their indices, a full batch done soonest first; `first_token_s`: of the
+    mean prompt on the fastest one while it is idle. `groups`: for each the number of its group of instances
+    with equal parameters, -1 for one without an equal; there are `group_count`.
+    """
+
+    __slots__ = ("changes", "first_token_s", "group_count", "groups", "instances", "order", "speed")
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
         self.changes = changes
-        self.speed = sum(cost.speed for cost in costs)
+        self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        self.kinds: list[int] = []
+        self.first_token_s = min([cost.first_token_s for cost in costs])
+        members: list[list[int]] = []
         for i, instance in enumerate(instances):
-            same = (
-                j for j in range(i) if self.kinds[j] == j and instances[j].parameters == instance.parameters
-            )
-            self.kinds.append(next(same, i))
-        self.twins = any(kind != i for i, kind in enumerate(self.kinds))
+            for equals in members:
+                if instances[equals[0]].parameters == instance.parameters:
+                    equals.append(i)
+                    break
+            else:
+                members.append([i])
+        self.groups = [-1] * len(instances)
+        self.group_count = 0
+        for equals in members:
+            if len(equals) > 1:
+                for i in equals:
+                    self.groups[i] = self.group_count
+                self.group_count += 1
 
 
 class Mix:
@@ -190,11 +206,11 @@ class Mix:
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
-        self._fleet: _Fleet | None = None
+        self._fleet: Fleet | None = None
 
     @property
     def empty(self) -> bool:
-        """Whether no request has come yet."""
+        """True if no request has come yet."""
         return self._count == 0
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
@@ -211,13 +227,17 @@ class Mix:
         self.residual = weight / mean_output if mean_output > 0.0 else 0.0
         if not self._bookings:
             self.booked = self.read = mean_prompt
-        now = (mean_prompt, mean_output, self.booked, self.read)
-        for new, old in zip(now, self._measured, strict=True):
-            if abs(new - old) > _MIX_CHANGE * old:
-                self._measured = now
-                self._costs.clear()
-                self._fleet = None
-                break
+        old_prompt, old_output, old_booked, old_read = self._measured
+        booked, read = self.booked, self.read
+        if (
+            abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
+            or abs(mean_output - old_output) > _MIX_CHANGE * old_output
+            or abs(booked - old_booked) > _MIX_CHANGE * old_booked
+            or abs(read - old_read) > _MIX_CHANGE * old_read
+        ):
+            self._measured = (mean_prompt, mean_output, booked, read)
+            self._costs.clear()
+            self._fleet = None
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
         """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
@@ -230,29 +250,16 @@ class Mix:
         """Sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
 
-    def fleet(self, instances: Sequence[Instance]) -> tuple[float, list[int]]:
-        """The speed of all of them together, and their indices, a full batch done soonest first."""
-        known = self._known(instances)
-        return known.speed, known.order
-
-    def kinds(self, instances: Sequence[Instance]) -> list[int]:
-        """For each instance the index of the first one with the same latency model and capacity."""
-        return self._known(instances).kinds
-
-    def has_twins(self, instances: Sequence[Instance]) -> bool:
-        """Whether two of them are of one kind."""
-        return self._known(instances).twins
-
-    def _known(self, instances: Sequence[Instance]) -> _Fleet:
-        """The sequence must not be changed afterwards: it is known again by its identity."""
+    def fleet(self, instances: Sequence[Instance]) -> Fleet:
+        """Facts about all of them together. The sequence is known again by its identity: do not change it."""
         known, changes = self._fleet, instances[0].changes.count
         if known is None or known.instances is not instances or known.changes != changes:
             costs = [self.costs(instance) for instance in instances]
-            known = self._fleet = _Fleet(instances, changes, costs)
+            known = self._fleet = Fleet(instances, changes, costs)
         return known
 
     def costs(self, instance: Instance) -> Costs:
-        """What an instance is to the mean request. To be read, not kept."""
+        """Costs of the mean request on an instance. Read-only, valid until the next change."""
         known = self._costs.get(instance.name)
         if known is None or known.parameters_version != instance.parameters_version:
             known = self._costs[instance.name] = self._measure(instance)
@@ -297,9 +304,9 @@ def _share_s(instance: Instance, batch: int, prompt: float, read: float, output:
 
 
 class Demand:
-    """What is asked for, of one model: the mean request, and how much keeps arriving."""
+    """Demand for one model: the mean request, and the rate at which requests keep arriving."""
 
-    __slots__ = ("_horizons", "_sizes", "_times", "mix")
+    __slots__ = ("_horizons", "_sizes", "_times", "mix", "newest_s")
 
     def __init__(self) -> None:
         self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
@@ -307,10 +314,13 @@ class Demand:
         self._times: list[float] = []
         self._sizes: list[float] = []
         self.mix = Mix()
+        #: When the newest request came.
+        self.newest_s = 0.0
 
     def arrived(self, size: float, now: float) -> None:
         """A request of this size came in."""
         times, sizes = self._times, self._sizes
+        self.newest_s = now
         times.append(now)
         sizes.append(size)
         if len(times) >= _KEPT:
@@ -321,7 +331,11 @@ class Demand:
             sizes.clear()
 
     def rate(self, horizon_s: float, now: float) -> float:
-        """Size arriving per second, judged by about the last `horizon_s` seconds."""
+        """Size arriving per second, judged by about the last `horizon_s` seconds and the silence since."""
+        rate = self._slot_rate(horizon_s, now)
+        return 0.0 if self._silent(rate, now) else rate
+
+    def _slot_rate(self, horizon_s: float, now: float) -> float:
         slots = self._slots(horizon_s)
         if slots.nothing_in == int(now / slots.width_s):
             return 0.0
@@ -329,20 +343,33 @@ class Demand:
         slots.advance(now)
         return slots.rate()
 
+    def _silent(self, rate: float, now: float) -> bool:
+        """True if arrivals at this rate have stopped: their slots notice it only when half of them are empty.
+
+        Poisson arrivals are silent for so long once in e^16 requests.
+        """
+        missing = rate * (now - self.newest_s)
+        return missing > 0.0 and missing > _SILENCE * (PROMPT_WEIGHT * self.mix.prompt + self.mix.output)
+
     def below(self, limit: float, horizon_s: float, now: float) -> bool:
-        """Whether `rate` is below a limit; mostly known without computing it."""
+        """True if `rate` is below a limit; mostly known without computing it."""
         least, most = self.bounds(horizon_s, now)
         if least >= limit:
             return False
         return most < limit or self.rate(horizon_s, now) < limit
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
-        """Between which figures `rate` lies; computed once per slot of the horizon."""
+        """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""
         slots = self._slots(horizon_s)
         if slots.bounded != int(now / slots.width_s):
-            self.rate(horizon_s, now)
+            self._slot_rate(horizon_s, now)
             slots.bound()
-        return slots.least, slots.most
+        least, most = slots.least, slots.most
+        if self._silent(most, now):
+            least = 0.0
+            if self._silent(slots.least, now):
+                most = 0.0
+        return least, most
 
     def _slots(self, horizon_s: float) -> _Slots:
         """The longest horizon that is not longer than asked for, or the shortest there is."""

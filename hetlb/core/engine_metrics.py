@@ -45,7 +45,7 @@ MOST_SERIES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters(PickleByFields):
-    """What a server has done since it started; None for what it does not count.
+    """Counters of a server since it started; None for those it does not export.
 
     `iterations` are those in which a token came out: a pass over a mere piece of one prompt is not counted.
     """
@@ -111,12 +111,12 @@ def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
 
 
 def has_prefix_cache(text: str) -> bool:
-    """Whether the server of this page says that it keeps prefixes of prompts."""
+    """True if the server of this page says that it keeps prefixes of prompts."""
     return _caches_prefixes(_series(text, frozenset(CACHE_CONFIG))) is True
 
 
 def _caches_prefixes(series: dict[str, dict[str, float]]) -> bool | None:
-    """Whether the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
+    """True if the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
     for labels in series.get(CACHE_CONFIG[0], ()):
         found = _CACHES.search(labels)
         if found is not None:
@@ -157,7 +157,7 @@ def _lines(text: str, beginning: str) -> Iterator[str]:
 
 
 def process_began(text: str) -> float | None:
-    """When the server's process began (Unix time, s), None where its page does not say."""
+    """Start time of the server's process (Unix time, s), None where its page does not say."""
     for line in _lines(text, "process_start_time_seconds "):
         try:
             return float(line.split()[1])
@@ -196,7 +196,7 @@ def _engine(labels: str) -> str:
 
 
 def _engines(series: dict[str, dict[str, float]]) -> int | None:
-    """How many engines the page has series of, None without any of the gauges."""
+    """Number of engines the page has series of, None without any of the gauges."""
     for name in (*RUNNING, *KV_USAGE, *CACHE_CONFIG):
         if name in series:
             found = len(set(map(_engine, series[name])))

@@ -1,4 +1,4 @@
-"""What the scheduler saw and decided, as JSON lines; and the same facts fed to a scheduler again.
+"""Event log: facts and decisions of the scheduler as JSON lines, and a replay of them.
 
 A log holds everything a decision depends on (the set-up with its seed, then every fact with its
 time), so that replaying it gives the same decisions, to the last bit. The first line is the set-up; every
@@ -17,8 +17,7 @@ from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, K
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -28,15 +27,18 @@ from hetlb.core.types import (
     Capacity,
     CapacityLearned,
     Command,
+    Connector,
     Dispatch,
     EngineSample,
     Health,
     HealthChanged,
+    Hold,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
     InstanceUpdated,
+    KvTransfer,
     Lease,
     LeaseId,
     LiveLease,
@@ -48,6 +50,7 @@ from hetlb.core.types import (
     Reject,
     Request,
     RequestId,
+    Role,
 )
 
 FORMAT_VERSION: Final = 3
@@ -75,6 +78,16 @@ class RecordingScheduler(Scheduler):
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         return self._record("first_token", now, super().on_first_token(lease, now), lease=lease.id)
+
+    def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
+        return self._record("prefilled", now, super().on_prefilled(lease, now), lease=lease.id)
+
+    def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        commands = super().on_unsplit(lease, outcome, now)
+        return self._record("unsplit", now, commands, lease=lease.id, outcome=outcome.value)
+
+    def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
+        return self._record("hold_released", now, super().on_hold_released(hold, now), hold=hold.id)
 
     def on_lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
@@ -147,7 +160,9 @@ def encode_command(command: Command) -> list[Any]:
     """A command as a short JSON list: its kind, then what identifies it."""
     if isinstance(command, Dispatch):
         lease = command.lease
-        return ["dispatch", command.request_id, lease.id, lease.instance, lease.work_ns, lease.kv_tokens]
+        said = ["dispatch", command.request_id, lease.id, lease.instance, lease.work_ns, lease.kv_tokens]
+        decode = lease.decode
+        return said if decode is None else [*said, decode.id, decode.instance]
     if isinstance(command, Reject):
         return ["reject", command.request_id, command.reason.value]
     if isinstance(command, HealthChanged):
@@ -177,12 +192,16 @@ def encode_setup(setup: SchedulerSetup) -> str:
 
 
 def _spec(raw: dict[str, Any]) -> InstanceSpec:
-    latency = raw["latency"]
+    latency, transfer = raw["latency"], raw.get("kv_transfer")
     return InstanceSpec(
         **{
             **raw,
             "latency": _latency(latency) if latency else None,
             "capacity": Capacity(**raw["capacity"]),
+            "role": Role(raw.get("role", Role.BOTH)),
+            "kv_transfer": KvTransfer(**{**transfer, "connector": Connector(transfer["connector"])})
+            if transfer
+            else None,
         }
     )
 
@@ -268,7 +287,7 @@ class Replayed(PickleByFields):
 
     @property
     def same(self) -> bool:
-        """Whether the decisions agree."""
+        """True if the decisions agree."""
         return self.recorded == [encode_command(command) for command in self.commands]
 
 
@@ -293,6 +312,8 @@ class Replay:
             for command in commands:
                 if isinstance(command, Dispatch):
                     self._leases[command.lease.id] = command.lease
+                    if command.lease.decode is not None:
+                        self._leases[command.lease.decode.id] = command.lease.decode
             yield Replayed(number, raw, recorded, commands)
 
     def _feed(self, raw: dict[str, Any]) -> list[Command]:
@@ -309,6 +330,13 @@ class Replay:
             return scheduler.on_lease_ended(
                 lease, outcome, now, retry=raw["retry"], server_error=raw["server_error"]
             )
+        if kind == "prefilled":
+            return scheduler.on_prefilled(self._leases[raw["lease"]], now)
+        if kind == "unsplit":
+            return scheduler.on_unsplit(self._leases[raw["lease"]], Outcome(raw["outcome"]), now)
+        if kind == "hold_released":
+            held = [each for each in scheduler.holds if each.id == raw["hold"]]
+            return scheduler.on_hold_released(held[0], now) if held else []
         if kind == "busy":
             return scheduler.on_busy(self._leases[raw["lease"]], raw["retry_after_s"], now)
         if kind == "cancelled":

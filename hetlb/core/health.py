@@ -1,25 +1,16 @@
-"""Whether an instance can be trusted with work: evidence in, `Health` out.
+"""Health of an instance: evidence in, `Health` out; every change is a row of `TRANSITIONS`.
 
-Proof of absence (a refused connection) counts at once; a missed probe alone never takes out an
-instance that is emitting tokens, nor the only one there is; 4xx answers and clients that leave count for
-nothing; every ejection grows the next one, up to a cap; a green probe alone gives nobody back the trust that
-failed answers cost.
-
-| state | event | next |
-|---|---|---|
-| any | connection refused (probe or dispatch) | ejected |
-| suspect | probe ok, or an answer began | up |
-| up | `FALL` probes failed in a row, no answer since | ejected; suspect where it is the only one |
-| up, suspect | `PASSIVE_FALL` failed answers in a row, if it may be ejected | ejected |
-| up, suspect | `FAILED_SHARE` of `LEAST_ANSWERS` failed in `WINDOW_S`, if it may be ejected | ejected |
-| up | ejected for failed answers before, it fails again before one ended well | ejected |
-| ejected | ejection time over and `RISE` probes ok in a row | up |
+Proof of absence (a refused connection) counts at once. A missed probe alone never takes out an instance that
+is emitting tokens, nor the only one there is. 4xx answers and clients that leave count for nothing. Every
+ejection makes the next one longer, up to a cap. A probe that answers does not restore the trust that failed
+answers cost: an instance ejected for its answers comes back half-open, and one more failure before one answer
+that ends well ejects it again.
 
 Beside the states there is probation: an instance that failed `PROBATION_AFTER` times in a row gets one
 request at a time, with longer and longer pauses, until an answer ends well; half of the failures are
-forgotten every `PROBATION_HALF_S`.
-Where answers were dropped or broken off a pause also ends as soon as a request or two went elsewhere, so that
-the failures that eject come soon; beyond those, where it may not be ejected, after 4, 8, 16, ... requests.
+forgotten every `PROBATION_HALF_S`. Where answers were dropped or broken off a pause also ends as soon as a
+request or two went elsewhere, so that the failures that eject come soon; beyond those, where it may not be
+ejected, after 4, 8, 16, ... requests.
 """
 
 from __future__ import annotations
@@ -60,7 +51,7 @@ class HealthParams(PickleByFields):
 
 
 class Verdict(StrEnum):
-    """What the end of a lease says about its instance."""
+    """Meaning of the end of a lease for its instance."""
 
     WELL = "as a success"
     ABSENT = "as a refused connection"
@@ -79,13 +70,65 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 def verdict(outcome: Outcome, server_error: bool) -> Verdict:
-    """What a lease that ended in `outcome` says; `server_error`: a whole answer of 500 or more."""
+    """Verdict of a lease that ended in `outcome`; `server_error`: a whole answer of 500 or more."""
     if server_error and outcome is Outcome.UPSTREAM_ERROR:
         return Verdict.ERROR
     return _VERDICTS.get(outcome, Verdict.NOTHING)
 
 
-#: All that a tracker is, but its source of chance.
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of `Health`: the event, the states in which it may happen, the state that follows."""
+
+    event: str
+    before: tuple[Health, ...]
+    after: Health
+
+
+_IN_USE: Final = (Health.SUSPECT, Health.UP)
+REFUSED: Final = Transition("a connection is refused, by a probe or a dispatch", _IN_USE, Health.EJECTED)
+ANSWERS: Final = Transition("a probe is answered, or an answer begins", (Health.SUSPECT,), Health.UP)
+PROBES_FAIL: Final = Transition(
+    f"{FALL} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
+)
+PROBES_FAIL_ALONE: Final = Transition(
+    f"{FALL} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
+)
+FAILS_IN_A_ROW: Final = Transition(
+    f"{PASSIVE_FALL} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
+)
+FAILS_OFTEN: Final = Transition(
+    f"{FAILED_SHARE:.0%} of at least {LEAST_ANSWERS} answers fail within {WINDOW_S:.0f} s, and it may be"
+    " ejected",
+    _IN_USE,
+    Health.EJECTED,
+)
+FAILS_HALF_OPEN: Final = Transition(
+    "half-open (ejected for its answers before), it fails before an answer ends well", _IN_USE, Health.EJECTED
+)
+RECOVERS: Final = Transition(
+    f"the ejection time is over and {RISE} probes in a row are answered", (Health.EJECTED,), Health.UP
+)
+TRANSITIONS: Final = (
+    REFUSED,
+    ANSWERS,
+    PROBES_FAIL,
+    PROBES_FAIL_ALONE,
+    FAILS_IN_A_ROW,
+    FAILS_OFTEN,
+    FAILS_HALF_OPEN,
+    RECOVERS,
+)
+
+
+def transitions_table() -> str:
+    """The transitions as a Markdown table, as docs/behaviour.md has it."""
+    rows = ["| state | event | next |", "|---|---|---|"]
+    rows += [f"| {', '.join(each.before)} | {each.event} | {each.after} |" for each in TRANSITIONS]
+    return "\n".join(rows)
+
+
+#: State of a tracker: all its attributes but the source of random numbers.
 _STATE = (
     "_clean",
     "_ejections",
@@ -139,11 +182,11 @@ class HealthTracker:
 
     @property
     def clean(self) -> bool:
-        """Whether it is up and no success could make it any better."""
+        """True if it is up and no success could make it any better."""
         return self._clean
 
     def saved(self) -> dict[str, object]:
-        """How it stands, for `restore` in another process with the same clock."""
+        """State for `restore` in another process with the same clock."""
         return {name: getattr(self, name) for name in _STATE}
 
     def restore(self, saved: Mapping[str, object]) -> None:
@@ -154,7 +197,7 @@ class HealthTracker:
     # --- evidence ---
 
     def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
-        """A probe ended. True if the state changed. `alone`: no other instance could take over.
+        """Take a probe's result. True if the state changed. `alone`: no other instance could take over.
 
         `detail` says how the probe failed.
         """
@@ -162,9 +205,9 @@ class HealthTracker:
             self._probe_failures = 0
             self._probe_successes += 1
             if self.state is Health.SUSPECT:
-                return self._become(Health.UP, "probe answered")
+                return self._enter(ANSWERS, "probe answered")
             if self.state is Health.EJECTED and self._probe_successes >= RISE and now >= self.ejected_until:
-                return self._become(Health.UP, f"{self._probe_successes} probes answered")
+                return self._enter(RECOVERS, f"{self._probe_successes} probes answered")
             return False
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
@@ -174,18 +217,18 @@ class HealthTracker:
         if self.state is Health.UP and self._probe_failures >= FALL:
             reason = f"{self._probe_failures} probes failed in a row"
             reason = f"{reason}: {detail}" if detail else reason
-            return self._become(Health.SUSPECT, reason) if alone else self._eject(reason, now)
+            return self._enter(PROBES_FAIL_ALONE, reason) if alone else self._eject(PROBES_FAIL, reason, now)
         if self.state is Health.SUSPECT:
             self.reason = detail or "a probe failed"
         return False
 
     def on_refused(self, now: float, detail: str = "") -> bool:
-        """A connection was refused: no engine is there. No back-off: it may return as soon as it answers.
+        """A connection was refused: no process listens. No back-off: it may return as soon as it answers.
 
         `detail`: why no connection could be made, where that is known.
         """
         self._probe_successes = 0
-        # Whoever returns is another process: nothing is held against it.
+        # What returns is another process: nothing is held against it.
         self._half_open = False
         self._window_since = None
         self._failures = 0
@@ -193,14 +236,14 @@ class HealthTracker:
             self.reason = detail or self.reason
             return False
         self.ejected_until = now
-        return self._become(Health.EJECTED, detail or "connection refused")
+        return self._enter(REFUSED, detail or "connection refused")
 
     def on_answering(self, now: float) -> bool:
         """An answer began: it is alive, whatever a probe says. True if the state changed."""
         if self._clean:
             return False
         self._probe_failures = 0
-        return self.state is Health.SUSPECT and self._become(Health.UP, "answered a request")
+        return self.state is Health.SUSPECT and self._enter(ANSWERS, "answered a request")
 
     def on_success(self, now: float) -> bool:
         """An answer is whole and well: the strongest evidence there is. True if the state changed."""
@@ -217,7 +260,7 @@ class HealthTracker:
             self._ejections -= 1
             self._forgiven_at = now
         if self.state is Health.SUSPECT:
-            return self._become(Health.UP, "answered a request")
+            return self._enter(ANSWERS, "answered a request")
         self._clean = self.state is Health.UP and self._window_since is None and not self._ejections
         return False
 
@@ -225,19 +268,19 @@ class HealthTracker:
         """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
         self._passive_failures += 1
         in_a_row = self._passive_failures
-        reason = f"{in_a_row} answers failed in a row" if in_a_row >= PASSIVE_FALL else ""
         if in_a_row > PROBATION_AFTER:
             self._skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
         else:
             self._skip = 1
-        return self._failed_once(reason, now, may_eject)
+        reason = f"{in_a_row} answers failed in a row"
+        return self._failed_once(FAILS_IN_A_ROW if in_a_row >= PASSIVE_FALL else None, reason, now, may_eject)
 
     def on_server_error(self, now: float, *, may_eject: bool) -> bool:
         """A whole answer that says 5xx: the request's fault or the engine's. True if the state changed."""
         self._skip = None
-        return self._failed_once("", now, may_eject)
+        return self._failed_once(None, "", now, may_eject)
 
-    def _failed_once(self, reason: str, now: float, may_eject: bool) -> bool:
+    def _failed_once(self, found: Transition | None, reason: str, now: float, may_eject: bool) -> bool:
         self._clean = False
         self._failures = self._remembered(now) + 1
         self._failed_at = now
@@ -247,36 +290,37 @@ class HealthTracker:
             self._window_since, self._failed, self._well = now, 0, 0
         self._failed += 1
         answers = self._failed + self._well
-        if not reason and self._half_open:
-            reason = "failed again after it came back"
-        if not reason and answers >= LEAST_ANSWERS and self._failed >= FAILED_SHARE * answers:
-            reason = f"{self._failed} of {answers} answers failed within {now - self._window_since:.0f} s"
-        if reason and may_eject and self.state is not Health.EJECTED:
+        if found is None and self._half_open:
+            found, reason = FAILS_HALF_OPEN, "failed again after it came back"
+        if found is None and answers >= LEAST_ANSWERS and self._failed >= FAILED_SHARE * answers:
+            seconds = now - self._window_since
+            found, reason = FAILS_OFTEN, f"{self._failed} of {answers} answers failed within {seconds:.0f} s"
+        if found is not None and may_eject and self.state is not Health.EJECTED:
             self._half_open = True
             self._window_since = None
-            return self._eject(reason, now)
+            return self._eject(found, reason, now)
         return False
 
     @property
     def ejected_for_failures(self) -> bool:
-        """Whether it is out because of its answers, not because nobody is there."""
+        """True if it is out because of its answers, not because its process is gone."""
         return self.state is Health.EJECTED and self._half_open
 
     # --- doubt ---
 
     def on_probation(self, now: float) -> bool:
-        """Whether it failed so often of late that it gets one request at a time, with pauses."""
+        """True if it failed so often of late that it gets one request at a time, with pauses."""
         return self._failures >= PROBATION_AFTER and self._remembered(now) >= PROBATION_AFTER
 
     def held(self, now: float) -> bool:
-        """Whether it is on probation and its pause is not over."""
+        """True if it is on probation and its pause is not over."""
         if now >= self._held_until or (self._skip is not None and self._skipped >= self._skip):
             return False
         return self.on_probation(now)
 
     @property
     def probation_reason(self) -> str:
-        """What the doubt rests on."""
+        """Evidence that the probation rests on."""
         return f"{self._failures} answers failed in a row"
 
     def on_dispatched(self, now: float) -> None:
@@ -299,15 +343,16 @@ class HealthTracker:
 
     # --- states ---
 
-    def _eject(self, reason: str, now: float) -> bool:
+    def _eject(self, transition: Transition, reason: str, now: float) -> bool:
         self._ejections += 1
         self._forgiven_at = now
         jitter = 1.0 + EJECTION_JITTER * (2.0 * self._rng.random() - 1.0)
         self.ejected_until = now + min(EJECTION_CAP_S, EJECTION_BASE_S * self._ejections) * jitter
-        return self._become(Health.EJECTED, reason)
+        return self._enter(transition, reason)
 
-    def _become(self, state: Health, reason: str) -> bool:
-        self.state = state
+    def _enter(self, transition: Transition, reason: str) -> bool:
+        assert self.state in transition.before, f"{self.state.value}: {transition.event}"
+        self.state = state = transition.after
         self.reason = reason
         self._clean = False
         self._passive_failures = 0

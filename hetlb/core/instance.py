@@ -1,4 +1,4 @@
-"""What we believe about one instance: its ledger, its limits, its speed, corrected by evidence.
+"""Belief about one instance: its ledger, its limits, its speed, corrected by evidence.
 
 The ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
 sum over the live leases at every moment; nothing in it can fall below zero. What it may take for a while
@@ -20,6 +20,7 @@ from hetlb.core.types import (
     Capacity,
     EngineSample,
     Health,
+    Hold,
     InstanceSpec,
     Lease,
     LeaseId,
@@ -79,14 +80,14 @@ class PeakEwma:
 
 #: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
 BUSY_CAP_S: Final = 60.0
-#: How an instance stands at a moment: like any other, only if nobody else can, not now.
+#: Availability at a moment: like any other, only if no other can, not now.
 NORMAL: Final = 0
 DEPRIORITISED: Final = 1
 BLOCKED: Final = 2
 
 
 class ChangeCounter:
-    """How often the figures of a fleet's instances have changed: what is derived from them goes by it."""
+    """Changes to the parameters of a fleet's instances: the version of what is derived from them."""
 
     __slots__ = ("count",)
 
@@ -98,10 +99,41 @@ class ChangeCounter:
 Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
+class EngineLoad:
+    """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
+
+    `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
+    With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
+    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. It is never changed.
+    """
+
+    __slots__ = (
+        "batch", "budget", "context_share", "latency", "latency_bound", "next_step_s", "next_token_s",
+        "parameters_version", "sequences", "slots", "step_s", "token_s",
+    )  # fmt: skip
+
+    def __init__(self, instance: Instance) -> None:
+        self.sequences = sequences = instance.sequences
+        self.parameters_version = instance.parameters_version
+        self.latency = latency = instance.latency
+        self.latency_bound = instance.latency_bound
+        self.budget = float(instance.token_budget)
+        slots, share = instance.max_num_seqs, 1.0 / instance.engines
+        self.slots = slots * share
+        self.context_share = share
+        self.batch = batch = sequences * share
+        if sequences > slots:
+            self.context_share = share * slots / sequences
+            self.batch = batch = self.slots
+        self.step_s, self.token_s = latency.step_line(batch)
+        self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+
+
 class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
+        "_load",
         "_waiting_seen",
         "admin",
         "asleep",
@@ -112,12 +144,15 @@ class Instance:
         "changes",
         "engines",
         "health",
+        "holds",
         "in_flight",
         "incarnation",
+        "incoming",
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
         "latency",
+        "latency_bound",
         "leases",
         "longest_request_tokens",
         "max_num_seqs",
@@ -163,7 +198,7 @@ class Instance:
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: What its cache holds by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
-        #: Whether it has been up, and whether it starts slowly when it is the next time.
+        #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
         #: Since when, and for how many seconds, what it may run at once grows.
@@ -182,6 +217,7 @@ class Instance:
         self.latency: LatencyModel = self.nominal
         #: What derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
+        self.latency_bound = self.latency
         #: How often they have changed: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
@@ -198,8 +234,13 @@ class Instance:
         self.sample_at: float | None = None
         self.peak_ewma = PeakEwma(now)
         self.leases: dict[LeaseId, Lease] = {}
+        #: Leases of decode legs that are booked and not dispatched yet: their prompts are being prefilled.
+        self.incoming: dict[LeaseId, Lease] = {}
+        #: Prompts that it has prefilled and keeps until other instances have fetched them.
+        self.holds: dict[LeaseId, Hold] = {}
         self.work_ns = 0
-        #: Tokens of the KV cache that its leases will use, and of them those of prompts; shared ones once.
+        #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
+        #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
@@ -212,6 +253,7 @@ class Instance:
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
+        self._load: EngineLoad | None = None
 
     # --- limits ---
 
@@ -227,7 +269,19 @@ class Instance:
 
     def own_batch(self, sequences: int) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
-        return max(1.0, sequences / self.engines)
+        return 1.0 if sequences <= self.engines else sequences / self.engines
+
+    @property
+    def load(self) -> EngineLoad:
+        """Load of each of its engines now."""
+        load = self._load
+        if (
+            load is None
+            or load.sequences != self.sequences
+            or load.parameters_version != self.parameters_version
+        ):
+            load = self._load = EngineLoad(self)
+        return load
 
     @property
     def kv_utilization(self) -> float:
@@ -236,7 +290,7 @@ class Instance:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether its engine keeps prompts for others: vLLM's default while it has not told."""
+        """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
     def expected_kv_tokens(self, now: float) -> float:
@@ -294,11 +348,12 @@ class Instance:
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
         if parameters != self.parameters:
             self.parameters = parameters
+            self.latency_bound = self.latency.lower_bound()
             self.parameters_version += 1
             self.changes.count += 1
 
     def fits(self, request: Request) -> bool:
-        """Whether prompt and the output the client may ask for fit this instance at all."""
+        """True if prompt and the output the client may ask for fit this instance at all."""
         limit = self.longest_request_tokens
         if limit is None:
             return True
@@ -309,13 +364,13 @@ class Instance:
 
     @property
     def routable(self) -> bool:
-        """Whether new work may go here at all."""
+        """True if new work may go here at all."""
         if self.removed or self.asleep:
             return False
         return self.admin is AdminState.READY and self.health.state is not Health.EJECTED
 
     def serves(self, model: str) -> bool:
-        """Whether this instance answers to `model`: by its own list once known, else as configured."""
+        """True if this instance answers to `model`: by its own list once known, else as configured."""
         if self.served is None:
             return self.spec.model == model
         return model in self.served
@@ -331,13 +386,13 @@ class Instance:
         self.busy_slots = max(1, self.sequences - sequences)
 
     def throttled(self, now: float) -> bool:
-        """Whether it may now not stand like any other."""
+        """True if it may now not stand like any other."""
         if self.ramp_since is not None and now - self.ramp_since >= self.ramp_s:
             self.ramp_since = None
         return self.ramp_since is not None or now < self.busy_until or self.health.on_probation(now)
 
     def availability(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
-        """How it stands, and why; `doubt`: whether doubts are heeded.
+        """Availability now, and its reason; `doubt`: whether probation is heeded.
 
         One that runs nothing may always take one request, but for doubts.
         """
@@ -391,6 +446,46 @@ class Instance:
         if self.sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
 
+    def reserve(self, lease: Lease) -> None:
+        """Book the lease of a decode leg, which begins when its prompt has been prefilled elsewhere."""
+        now = lease.dispatched_at
+        if now > self.speed.last:
+            self._elapsed(now)
+        lease.incoming = True
+        self.incoming[lease.id] = lease
+        self.acquire(lease)
+        lease.mark = None
+
+    def begin(self, lease: Lease, now: float) -> None:
+        """The decode leg of a lease is dispatched."""
+        if now > self.speed.last:
+            self._elapsed(now)
+        del self.incoming[lease.id]
+        lease.incoming = False
+        lease.dispatched_at = now
+        if self.sequences - len(self.incoming) <= self.max_num_seqs:
+            lease.mark = self.speed.mark()
+
+    def hold(self, hold: Hold) -> None:
+        """Keep a prompt for another instance."""
+        self.holds[hold.id] = hold
+        self.kv_tokens += hold.tokens
+        self.kv_prompt_tokens += hold.tokens
+
+    def let_go(self, hold: Hold) -> None:
+        """A kept prompt was fetched, released or has expired."""
+        kept = self.holds.pop(hold.id, None)
+        assert kept is hold, f"hold {hold.id} is not kept by {self.name}"
+        hold.ended = True
+        self.kv_tokens -= hold.tokens
+        self.kv_prompt_tokens -= hold.tokens
+        self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of prompts that it keeps for others."""
+        return sum(hold.tokens for hold in self.holds.values())
+
     def first_token(self, lease: Lease, now: float) -> None:
         """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
         if lease.first_token_at is not None:
@@ -410,6 +505,9 @@ class Instance:
         assert booked is lease, f"{lease!r} is not booked on {self.name}"
         if now > self.speed.last:
             self._elapsed(now)
+        if lease.incoming:
+            del self.incoming[lease.id]
+            lease.incoming = False
         lease.ended = True
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
@@ -457,6 +555,10 @@ class Instance:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""
         running, places = self.sequences, self.max_num_seqs
         tokens = (self.promised_tokens + self.prompt_tokens) / 2
+        if self.incoming:  # booked and not there yet
+            for lease in self.incoming.values():
+                running -= lease.request.sequences
+                tokens -= (lease.promised_tokens + lease.prompt_tokens) / 2
         if running > places:
             tokens *= places / running
             running = places
@@ -479,7 +581,9 @@ class Instance:
             while node is not None:
                 used[id(node)] = node.own
                 node = node.parent
-        shared = sum(used.values())
+        shared = sum(used.values()) + self.held_tokens
+        assert all(not hold.ended for hold in self.holds.values()), self.name
+        assert all(self.leases.get(each.id) is each and each.incoming for each in self.incoming.values())
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
@@ -553,6 +657,11 @@ class Instance:
             return None
         return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
 
+    def learn_prefill(self, lease: Lease, now: float) -> None:
+        """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""
+        if self.speed.prefilled(lease.expected_first_s, now - lease.dispatched_at, now):
+            self._take_speed()
+
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""
         steps = lease.output_tokens / lease.request.sequences - 1.0
@@ -568,9 +677,12 @@ class Instance:
             return False
         changed = self.speed.answered(self.nominal, mark, now - began_at, steps, now, self.token_budget)
         lease.evidence = (self.speed.last_expected_s, now - began_at, self.speed.last_mixed)
-        if not changed:
-            return False
+        if changed:
+            self._take_speed()
+        return changed
+
+    def _take_speed(self) -> None:
+        """Put the factor of the speed tracker in force."""
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
         self._update_parameters()
-        return True

@@ -26,7 +26,7 @@ from hetlb.core.pickle_by_fields import PickleByFields
 
 
 class IterationRule(StrEnum):
-    """How the time of an iteration that holds both prefill and decode work is put together.
+    """Rule by which the times of prefill and decode work in one iteration combine.
 
     `TOKEN` reads the weights once (5-8 % off measured mixed steps); `SUM` adds the two pure steps
     (21-27 % too long, since it reads them twice) and is kept as the paper's reading.
@@ -38,6 +38,8 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
+#: Tangents of a bound: it lies at most 0.0017 of the corner below it.
+_TANGENTS: Final = 32
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
@@ -94,12 +96,42 @@ def in_tiles(tokens: float, tile: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillBound(PickleByFields):
+    """Lower bound of a `PnormPrefill` without powers or logarithms.
+
+    The corner is convex in low / high, so that its tangents lie below it: value at 0 and slope of each, in
+    turn, one per equal part of 0..1. `factor` is the least of the grid.
+    """
+
+    tangents: tuple[float, ...]
+    factor: float
+
+    @classmethod
+    def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
+        """The bound of a corner of power `p` and a grid."""
+        tangents: list[float] = []
+        for part in range(_TANGENTS):
+            ratio = (part + 0.5) / _TANGENTS
+            value = math.pow(1.0 + math.pow(ratio, p), 1.0 / p)
+            slope = math.pow(ratio / value, p - 1.0)
+            tangents += (value - slope * ratio, slope)
+        least = 0.0 if grid is None else min(min(row) for row in grid.log_ratio)
+        return cls(tuple(tangents), math.exp(least))
+
+    def corner(self, ratio: float) -> float:
+        """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
+        part = 2 * min(int(ratio * _TANGENTS), _TANGENTS - 1)
+        return self.tangents[part] + self.tangents[part + 1] * ratio
+
+
+@dataclass(frozen=True, slots=True)
 class PnormPrefill(PickleByFields):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
     whichever is longer, with a soft corner (`p`); attention adds `attention_s` = b per token squared. Dense
-    kernels work on tiles of `tile` tokens: the last one takes as long as a full one.
+    kernels work on tiles of `tile` tokens: the last one takes as long as a full one. `bound`: see
+    `lower_bound`.
     """
 
     floor_s: float
@@ -108,6 +140,7 @@ class PnormPrefill(PickleByFields):
     p: float
     grid: PrefillGrid | None = None
     tile: int = 1
+    bound: PrefillBound | None = None
 
     def __post_init__(self) -> None:
         if self.tile < 1:
@@ -140,10 +173,16 @@ class PnormPrefill(PickleByFields):
         floor = max(self.floor_s, floor_s)
         rate = self.token_s * in_tiles(tokens + decodes, self.tile)
         low, high = (floor, rate) if floor < rate else (rate, floor)
-        dense_s = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p) if high > 0.0 else 0.0
+        bound = self.bound
+        if high <= 0.0:
+            dense_s = 0.0
+        elif bound is not None:
+            dense_s = high * bound.corner(low / high)
+        else:
+            dense_s = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p)
         attention_s = self.attention_s * attended
         if self.grid is not None:
-            factor = self.grid.factor(prompts, tokens / prompts)
+            factor = self.grid.factor(prompts, tokens / prompts) if bound is None else bound.factor
             attention_s *= factor
             dense_s *= factor
             if dense_s < floor_s:
@@ -165,12 +204,18 @@ class PnormPrefill(PickleByFields):
 
     def scaled(self, factor: float) -> PnormPrefill:
         """The same form, every duration multiplied by `factor`."""
-        return replace(
-            self,
-            floor_s=self.floor_s * factor,
-            token_s=self.token_s * factor,
-            attention_s=self.attention_s * factor,
+        return PnormPrefill(
+            self.floor_s * factor,
+            self.token_s * factor,
+            self.attention_s * factor,
+            self.p,
+            self.grid,
+            self.tile,
         )
+
+    def lower_bound(self) -> PnormPrefill:
+        """The form with its corner and grid bounded from below, at a fraction of the work."""
+        return replace(self, bound=PrefillBound.of(self.p, self.grid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +245,8 @@ class DecodeTable(PickleByFields):
         if falling or not self.seconds[0] > 0.0 or not math.isfinite(self.seconds[-1]):
             raise ValueError(f"seconds: expected numbers above 0 that do not fall, got {list(self.seconds)}")
 
-    def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
+    def step_line(self, batch: float) -> tuple[float, float]:
+        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
         batches, seconds = self.batches, self.seconds
         last = len(batches) - 1
         if batch <= batches[0]:
@@ -212,7 +257,12 @@ class DecodeTable(PickleByFields):
                 i += 1
             low = batches[i - 1]
             own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
-        return self.token_s * kv_tokens + self.context_s * kv_tokens / batch + own_s
+        return own_s, self.token_s + self.context_s / batch
+
+    def step_s(self, batch: float, kv_tokens: float) -> float:
+        """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
+        own_s, token_s = self.step_line(batch)
+        return own_s + token_s * kv_tokens
 
     def scaled(self, factor: float) -> DecodeTable:
         """The same form, every duration multiplied by `factor`."""
@@ -312,14 +362,20 @@ class LatencyModel(PickleByFields):
 
     # --- one iteration ---
 
-    def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
+    def step_line(self, batch: float) -> tuple[float, float]:
+        """Seconds of one decode step of `batch` sequences, and more of them per token that they hold."""
         if batch <= 0.0:
-            return 0.0
+            return 0.0, 0.0
         better = self.better_decode
         if better is not None:
-            return self.host_s + better.step_s(batch, kv_tokens)
-        return self.host_s + self.k5 * kv_tokens + self.k6 * batch + self.k7 * kv_tokens / batch + self.k8
+            own_s, token_s = better.step_line(batch)
+            return self.host_s + own_s, token_s
+        return self.host_s + self.k6 * batch + self.k8, self.k5 + self.k7 / batch
+
+    def step_s(self, batch: float, kv_tokens: float) -> float:
+        """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
+        own_s, token_s = self.step_line(batch)
+        return own_s + token_s * kv_tokens
 
     def step_growth_s(self, batch: float) -> float:
         """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
@@ -377,7 +433,7 @@ class LatencyModel(PickleByFields):
         return seconds if seconds > step_s else step_s
 
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
-        """What prompt tokens add to a pass, by k1..k3."""
+        """Seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
     def iteration_s(
@@ -480,13 +536,10 @@ class LatencyModel(PickleByFields):
         """Seconds by which each of `batch` decoding sequences is delayed while these prompts are read."""
         if batch <= 0.0:
             return 0.0
+        read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
         new = prompt_tokens - cached_tokens
-        total = sequences * (new if new >= 1.0 else 1.0)
-        part = budget - batch if budget - batch >= 1.0 else 1.0
-        iterations = math.ceil(total / part)
-        mixed_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
-        delay_s = mixed_s - iterations * self.step_s(batch, kv_tokens)
-        return delay_s if delay_s > 0.0 else 0.0
+        tokens = sequences * (new if new >= 1.0 else 1.0)
+        return delay_of_reading_s(read_s, tokens, batch, self.step_s(batch, kv_tokens), budget)
 
     def step_delay_s(self, batch: float, kv_tokens: float, context: float, sequences: float = 1.0) -> float:
         """Seconds by which `sequences` more of `context` tokens each make a step of `batch` others longer."""
@@ -496,16 +549,38 @@ class LatencyModel(PickleByFields):
         delay_s = more - self.step_s(batch, kv_tokens)
         return delay_s if delay_s > 0.0 else 0.0
 
+    def lower_bound(self) -> LatencyModel:
+        """A model that never says more seconds and is cheap to ask; itself where it is cheap."""
+        prefill = self.better_prefill
+        return self if prefill is None else replace(self, better_prefill=prefill.lower_bound())
+
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
         prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
-        return replace(
-            LatencyModel(*(getattr(self, f"k{index}") * factor for index in range(1, 9))),
+        return LatencyModel(
+            self.k1 * factor,
+            self.k2 * factor,
+            self.k3 * factor,
+            self.k4 * factor,
+            self.k5 * factor,
+            self.k6 * factor,
+            self.k7 * factor,
+            self.k8 * factor,
             better_prefill=None if prefill is None else prefill.scaled(factor),
             better_decode=None if decode is None else decode.scaled(factor),
             mixed=None if mixed is None else mixed.scaled(factor),
             host_s=self.host_s * factor,
         )
+
+
+def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
+    """Seconds by which each of `batch` decoding sequences is delayed by prompts that take `read_s` to read.
+
+    In the iterations that compute their `tokens` each sequence makes a step, otherwise of `step_s`.
+    """
+    part = budget - batch if budget - batch >= 1.0 else 1.0
+    delay_s = read_s - math.ceil(tokens / part) * step_s
+    return delay_s if delay_s > 0.0 else 0.0
 
 
 #: What an instance without a profile is taken for until it has shown its speed: an 8B model at bf16 on
@@ -517,7 +592,7 @@ DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e
 def ideal_batch(
     kv_cache_tokens: int, input_tokens: float, output_tokens: float, max_num_seqs: int | None
 ) -> int:
-    """How many copies of one request fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
+    """Copies of one request that fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
 
     Xiong et al., arXiv 2504.15303; the cap `max_num_seqs` is vLLM's own limit on a batch.
     """

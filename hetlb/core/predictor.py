@@ -1,4 +1,4 @@
-"""How long an answer will be: predictors of output lengths, in tokens.
+"""Predictors of output lengths, in tokens.
 
 No predictor but `OraclePredictor` ever sees a true length before the request has ended. All of
 them give an expectation (or, for `normal`, the paper's draw) of at least one token and never above the
@@ -72,7 +72,7 @@ class LengthDistribution:
 
 
 class Predictor(Protocol):
-    """What the scheduler asks before it places a request, and tells when one has ended."""
+    """Output length predictor: asked before a request is placed, told when one has ended."""
 
     def outlook(self, request: Request) -> tuple[float, float, float]:
         """`predict`, `long` and `residual` at once: all three are asked for at every arrival."""
@@ -407,14 +407,14 @@ class OnlinePredictor(Predictor):
             own.add(tokens)
 
     def parts(self) -> Iterator[tuple[str, str | None, list[Any]]]:
-        """What was learnt of every model (tenant None) and tenant, one by one; it may change meanwhile."""
+        """Learnt lengths of every model (tenant None) and tenant, one by one; they may change meanwhile."""
         for model, histogram in list(self._by_model.items()):
             yield model, None, histogram.state()
         for (model, tenant), histogram in list(self._by_tenant.items()):
             yield model, tenant, histogram.state()
 
     def state(self, parts: Iterable[tuple[str, str | None, list[Any]]] | None = None) -> dict[str, Any]:
-        """What was learnt, or these parts of it, as a JSON document: restored by `restore`."""
+        """Learnt lengths, or these parts of them, as a JSON document: restored by `restore`."""
         models: dict[str, list[Any]] = {}
         tenants: list[list[Any]] = []
         for model, tenant, learnt in self.parts() if parts is None else parts:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-#: Shorter beginnings get no key, in tokens; four bytes of text are taken for one.
+#: Shorter prefixes get no key, in tokens; four bytes of text are taken for one.
 FIRST_TOKENS: Final = 256
 BYTES_PER_TOKEN: Final = 4
-#: Beginnings longer than this share their last key.
+#: Prefixes longer than this share their last key.
 _MOST_KEYS: Final = 96
 
 

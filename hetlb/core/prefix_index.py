@@ -1,7 +1,7 @@
-"""Belief about prefix caches: which beginnings of prompts each engine holds, and how many use them now.
+"""Belief about prefix caches: which prefixes of prompts each engine holds, and how many use them now.
 
 A request names what its prompt begins with by a chain of keys, shortest first; a key stands for everything up
-to its end, so equal keys mean equal beginnings. For each engine the index keeps a tree of such keys. A node
+to its end, so equal keys mean equal prefixes. For each engine the index keeps a tree of such keys. A node
 counts the live leases that use it: its tokens are in use once, however many share them. Unused nodes stay,
 as cached blocks do in vLLM, and are evicted least recently used first and the end of a prompt before its
 beginning, when the KV cache is full or the index holds too many nodes.
@@ -78,7 +78,7 @@ class Tree:
         self.cache_id = cache_id
         #: What of the KV cache holds unused blocks; 1 until evidence says otherwise.
         self.share = 1.0
-        #: Whether the engine tells what it evicts: then it is not guessed from the room there is.
+        #: True if the engine tells what it evicts: then it is not guessed from the room there is.
         self.told = False
         self._owed = 0.0
         self.nodes: dict[str, Node] = {}
@@ -213,12 +213,13 @@ class Tree:
 
 @mypyc_attr(acyclic=True)
 class Held:
-    """What engines hold of one prompt, by `Tree.cache_id`.
+    """Tokens of one prompt that engines hold, by `Tree.cache_id`.
 
     `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
     it is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt
     that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
-    already."""
+    already.
+    """
 
     __slots__ = ("credit", "credits", "tokens")
 
@@ -242,7 +243,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """What each engine holds of a prompt; None if none holds any.
+        """Tokens that each engine holds of a prompt; None if none holds any.
 
         At least one token of a prompt is always computed.
         """

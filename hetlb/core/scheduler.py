@@ -3,7 +3,7 @@
 No I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
 what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
 leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
-for a while (it has just come back, is busy, has failed) restrains nobody where all are alike. Queues are
+for a while (it has just come back, is busy, has failed) throttles none where all are alike. Queues are
 bounded. The proxy drives this object from real traffic, the simulator from a heap, a replay from a file.
 """
 
@@ -23,11 +23,12 @@ from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
 from hetlb.core.instance import ChangeCounter, Instance
-from hetlb.core.policies.base import Policy, SchedulingContext, best, paper_terms
-from hetlb.core.policies.baselines import make_policy
+from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
+from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
+from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -38,6 +39,7 @@ from hetlb.core.types import (
     EngineSample,
     Health,
     HealthChanged,
+    Hold,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
@@ -55,6 +57,7 @@ from hetlb.core.types import (
     RejectReason,
     Request,
     RequestId,
+    Role,
 )
 
 __all__ = ["TICK_S", "Scheduler"]
@@ -90,9 +93,9 @@ def _with_excluded(
 
 @mypyc_attr(acyclic=True)
 class _Decision:
-    """What a policy chose for a request, before anything is booked."""
+    """Decision of a policy for a request, before anything is booked."""
 
-    __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "work_s")
+    __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "pair", "target", "work_s")
 
     def __init__(
         self,
@@ -102,7 +105,12 @@ class _Decision:
         able: Sequence[Instance],
         excluded: dict[str, str],
         instance: Instance,
+        pair: SplitChoice | None = None,
+        target: Instance | None = None,
     ) -> None:
+        #: Where the answer is decoded, if elsewhere than on `instance`, and what that books.
+        self.pair = pair
+        self.target = target
         self.ctx = ctx
         self.work_s = work_s
         self.candidates = candidates
@@ -118,7 +126,8 @@ class _Ready:
     """
 
     __slots__ = (
-        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "throttled",
+        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "mixed", "parts",
+        "roles", "throttled",
     )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], now: float) -> None:
@@ -130,12 +139,22 @@ class _Ready:
                 self.excluded[instance.name] = reason
             else:
                 routable.append(instance)
-        self.able = [instance for instance in routable if instance.health.state is Health.UP] or routable
-        if len(self.able) < len(routable):
+        up = [instance for instance in routable if instance.health.state is Health.UP] or routable
+        if len(up) < len(routable):
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Whether somebody may not stand like the others: then every request is looked at by itself.
+        #: Those that may get a part of a split request, [] where none is split.
+        self.parts = up if _splits(up) else []
+        #: True if none of these has a role of its own.
+        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
+        #: Those that get no whole request, and why: their role, while another one is there.
+        self.roles = _kept_by_role(routable)
+        self.excluded.update(self.roles)
+        self.able = [each for each in up if each.name not in self.roles] if self.roles else up
+        if not self.able and routable:  # those of the role that takes whole requests are all suspect
+            self.able = [each for each in routable if each.name not in self.roles]
+        #: True if an instance is throttled: then every request is looked at by itself.
         self.throttled = any(instance.throttled(now) for instance in self.able)
         #: Whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
@@ -143,7 +162,7 @@ class _Ready:
         )
         #: Lengths that instances can take, ascending: the index of one is the class of an instance.
         self.limits = sorted({_longest(instance) for instance in instances})
-        #: A prompt longer than this, with one token of output if there is any, fits nobody.
+        #: A prompt longer than this, with one token of output if there is any, fits no instance.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
 
     def fit_of(self, request: Request) -> int:
@@ -167,8 +186,28 @@ def _longest(instance: Instance) -> float:
     return math.inf if limit is None else limit
 
 
+def _splits(instances: Sequence[Instance]) -> bool:
+    """True if one of them can prefill for another one."""
+    linked = [each for each in instances if each.spec.kv_transfer is not None]
+    sources = [each for each in linked if each.spec.role is not Role.DECODE]
+    return any(
+        target is not source and target.spec.role is not Role.PREFILL
+        for source in sources
+        for target in linked
+    )
+
+
+def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
+    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
+    roles = {each.spec.role for each in routable}
+    if roles <= {Role.BOTH} or len(roles) == 1:
+        return {}
+    takes = Role.BOTH if Role.BOTH in roles else Role.DECODE
+    return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
+
+
 def _why_not(instance: Instance) -> str:
-    """Why an instance can take no request now, "" if it can."""
+    """Reason an instance can take no request now, "" if it can."""
     if instance.admin is not AdminState.READY:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
@@ -182,13 +221,15 @@ def _prompt_needs(request: Request) -> int:
 
 
 class _Attempts:
-    """Where a request that is being retried was sent before, and how often it may have been run there."""
+    """Earlier destinations of a request that is being retried, and how often it may have been run."""
 
-    __slots__ = ("runs", "tried", "turned_away")
+    __slots__ = ("runs", "tried", "turned_away", "whole")
 
     def __init__(self) -> None:
         self.tried: list[str] = []
         self.runs = 0
+        #: Whether it is not to be split: a hand-over has failed.
+        self.whole = False
         #: Of the runs, those that ended with an engine saying that it is busy.
         self.turned_away = 0
 
@@ -228,6 +269,9 @@ class Scheduler:
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
         self._prefixes = PrefixIndex()
+        self._transfers = TransferTimes()
+        #: Prompts that are kept for decode instances, by the lease of their prefill, and where.
+        self._holds: dict[LeaseId, tuple[Instance, Hold]] = {}
         #: Instances that publish KV events.
         self._telling: list[Instance] = []
         #: Waiting requests whose predicted length is older than what was learnt since.
@@ -331,9 +375,123 @@ class Scheduler:
         queue.passed(request, size_of(request, predicted), ready.class_of(found.instance))
         return [self._book(found, ready, now)]
 
+    def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
+        """A prefill leg ended well: its KV blocks are held there, and the decode leg is dispatched.
+
+        Where the decode instance is gone the request is dispatched anew, to one instance.
+        """
+        request, decode = lease.request, lease.decode
+        assert decode is not None, f"{lease!r} is no prefill leg"
+        source = self._leased[lease.id]
+        target = self._leased[decode.id]
+        if decode.incoming and (target.removed or target.health.state is Health.EJECTED):
+            return self.on_unsplit(lease, Outcome.OK, now)
+        self._end_prefill(lease, decode, now)
+        commands: list[Command] = []
+        if source.health.on_success(now):
+            commands = self._health_changed(source, now)
+        if decode.incoming:
+            target.begin(decode, now)
+            commands.append(Dispatch(request.id, decode, "decode"))
+        return commands + self._flush(now)
+
+    def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
+        """End the lease of a prefill leg; its blocks are held where its connector does that.
+
+        `decode` is the lease that fetches them; None where nothing will.
+        """
+        source = self._leased.pop(lease.id)
+        self._retrying.discard(lease.id)
+        source.first_token(lease, now)
+        source.release(lease, now)
+        source.learn_prefill(lease, now)
+        link = source.spec.kv_transfer
+        planned = lease.decode
+        if link is None or planned is None or not link.connector.holds:
+            return None
+        if decode is not None and decode.first_token_at is not None:
+            return None  # fetched already: both legs were sent at once
+        tokens = lease.request.prompt_tokens
+        held = 0 if planned.shared is None else planned.shared.held_tokens
+        hold = Hold(
+            lease.id, source.name, planned.instance, tokens, tokens - held, planned.expected_first_s, now,
+            now + link.lease_s,
+        )  # fmt: skip
+        source.hold(hold)
+        if not len(self._queue) and not self._holds:
+            self._last_tick = now
+        self._holds[hold.id] = source, hold
+        if decode is not None:
+            decode.hold = hold
+        return hold
+
+    def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """A hand-over failed before anything reached the client: one instance gets the whole request.
+
+        `lease` is that of either leg; `outcome` is what its end says about the instance, where `OK` is that
+        of a prefill leg whose blocks will not be fetched. The commands hold another dispatch, or a reject, or
+        nothing of the request if it waits in the queue.
+        """
+        request, predicted = lease.request, lease.predicted_output
+        commands: list[Command] = []
+        if lease.decode is not None:
+            predicted = lease.decode.predicted_output
+            self._drop(lease.decode, now)
+        if outcome is Outcome.OK and lease.decode is not None:
+            self._end_prefill(lease, None, now)
+        else:
+            instance = self._drop(lease, now)
+            commands = self._ended_badly(instance, outcome, now, False)
+        attempts = self._attempts.setdefault(request.id, _Attempts())
+        attempts.whole = True
+        if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
+            attempts.tried.append(lease.instance)
+        ready = self._ready.get(request.model)
+        placed = None if ready is None else self._place(request, ready, now, predicted)
+        commands += [placed] if placed is not None else self._enqueue(request, now, predicted)
+        return commands + self._flush(now)
+
+    def _drop(self, lease: Lease, now: float) -> Instance:
+        """Give back what a lease booked."""
+        instance = self._leased.pop(lease.id)
+        self._retrying.discard(lease.id)
+        instance.release(lease, now)
+        return instance
+
+    def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
+        """A prefill instance was told that a prompt will not be fetched."""
+        if hold.ended:
+            return []
+        self._let_go(hold)
+        return self._flush(now)
+
+    def _let_go(self, hold: Hold) -> None:
+        source, _ = self._holds.pop(hold.id)
+        source.let_go(hold)
+
+    @property
+    def holds(self) -> list[Hold]:
+        """Prompts that prefill instances keep for others. To be read, not written."""
+        return [hold for _, hold in self._holds.values()]
+
+    def _fetched(self, lease: Lease, hold: Hold, now: float) -> None:
+        """The first token of a decode leg came: its blocks were fetched."""
+        source, _ = self._holds[hold.id]
+        target = self._leased[lease.id]
+        self._let_go(hold)
+        link = target.spec.kv_transfer
+        if link is not None and hold.sent_tokens > 0:
+            seconds = max(0.0, now - lease.dispatched_at - hold.expected_s)
+            pair = source.incarnation, target.incarnation
+            self._transfers.observe(pair, link, hold.sent_tokens, seconds, now)
+
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
         instance = self._leased[lease.id]
+        if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
+            instance.begin(lease, now)
+        elif lease.hold is not None and not lease.hold.ended:
+            self._fetched(lease, lease.hold, now)
         instance.first_token(lease, now)
         instance.peak_ewma.observe(now - lease.dispatched_at, now, self._params.decay_s)
         if self._retrying:  # another instance answers: this one costs nothing more than any other
@@ -359,6 +517,8 @@ class Scheduler:
             self._retrying.discard(lease.id)
         instance.release(lease, now)
         lease.outcome, lease.ended_at = outcome, now
+        if lease.decode is not None and not lease.decode.ended:
+            self._drop(lease.decode, now)
         health = instance.health
         commands: list[Command] = []
         if outcome is Outcome.OK:
@@ -381,7 +541,7 @@ class Scheduler:
     def _ended_badly(
         self, instance: Instance, outcome: Outcome, now: float, server_error: bool
     ) -> list[Command]:
-        """What the end of a lease says about its instance."""
+        """Effect of the end of a lease on the health of its instance."""
         health, says = instance.health, verdict(outcome, server_error)
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
@@ -429,9 +589,10 @@ class Scheduler:
             return passed_on
         attempts.runs += 1
         attempts.turned_away += 1
-        del self._leased[lease.id]
-        self._retrying.discard(lease.id)
-        instance.release(lease, now)
+        attempts.whole = attempts.whole or lease.hold is not None
+        self._drop(lease, now)
+        if lease.decode is not None:
+            self._drop(lease.decode, now)
         placed = self._book(found, ready, now)
         self._retrying.add(placed.lease.id)
         return [placed, *self._flush(now)]
@@ -484,6 +645,7 @@ class Scheduler:
         if isinstance(change, InstanceRemoved):
             instance.removed = True
             instance.tree.retire()
+            self._transfers.forget(instance.incarnation)
             del self._instances[change.name]
             self._telling = [each for each in self._telling if each is not instance]
         elif isinstance(change, AdminStateSet):
@@ -530,12 +692,15 @@ class Scheduler:
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """When `on_tick` is due, None while nothing waits for time to pass."""
-        return self._last_tick + TICK_S if len(self._queue) else None
+        """Time at which `on_tick` is due, None while nothing waits for time to pass."""
+        return self._last_tick + TICK_S if len(self._queue) or self._holds else None
 
     def on_tick(self, now: float) -> list[Command]:
         """Time passed: expire what has waited too long."""
         self._last_tick = now
+        for _, hold in list(self._holds.values()):
+            if hold.expires_at <= now:
+                self._let_go(hold)
         commands = self._flush(now)
         for waiting in self._queue.flows():
             for entry in waiting:
@@ -547,7 +712,7 @@ class Scheduler:
         return commands
 
     def _waited(self, entry: Queued, now: float) -> Reject | None:
-        """How a request is turned down that has waited for too long, None if it has not."""
+        """Rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
             return Reject(
@@ -573,6 +738,14 @@ class Scheduler:
         for lease_id, instance in self._leased.items():
             assert lease_id in instance.leases, f"lease {lease_id} is not booked on {instance.name}"
         leased = {instance.leases[lease_id].request.id for lease_id, instance in self._leased.items()}
+        legs = [instance.leases[lease_id] for lease_id, instance in self._leased.items()]
+        incoming = {lease.id for lease in legs if lease.incoming}
+        expected = {lease.decode.id for lease in legs if lease.decode is not None and lease.decode.incoming}
+        assert incoming == expected, "a decode leg is booked without its prefill leg"
+        for hold_id, (source, hold) in self._holds.items():
+            assert source.holds.get(hold_id) is hold, f"hold {hold_id} is not kept by {source.name}"
+        kept = {id(source): source for source, _ in self._holds.values()} | everyone
+        assert sum(len(instance.holds) for instance in kept.values()) == len(self._holds)
         for entry in self._queue:
             assert entry.request.id not in leased, f"request {entry.request.id} waits and is leased"
         self._queue.check_integrity()
@@ -663,13 +836,13 @@ class Scheduler:
         return [ready.instances for ready in self._ready.values() if instance in ready.instances]
 
     def _has_another(self, instance: Instance) -> bool:
-        """Whether some other instance could take over what this one is answering."""
+        """True if some other instance could take over what this one is answering."""
         return any(
             other is not instance and other.routable for pool in self._pools(instance) for other in pool
         )
 
     def _may_eject(self, instance: Instance) -> bool:
-        """Whether failed answers may take an instance out: of every model it serves enough must be left.
+        """True if failed answers may take an instance out: of every model it serves enough must be left.
 
         What has left for other reasons (drained, refused, not answering) is no capacity to begin with.
         """
@@ -717,7 +890,9 @@ class Scheduler:
         return chosen, excluded, availabilities
 
     def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
-        """Who is there, has not had the request and is large enough, and why each other one is not."""
+        """Instances that are there, have not had the request and are large enough, and a reason for each
+        other one.
+        """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
         if attempts is None and request.pinned is None:
@@ -732,6 +907,8 @@ class Scheduler:
                 reason = "the request belongs to another instance"
             else:
                 reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
+                if not reason and ready.roles and request.pinned is None:
+                    reason = ready.roles.get(instance.name, "")
             if reason:
                 excluded[instance.name] = reason
             else:
@@ -768,7 +945,7 @@ class Scheduler:
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if demand.mix.empty:  # to explain one request on a fleet that has had none: it is the mean one
+        if demand.mix.empty and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
         held = (
@@ -779,7 +956,7 @@ class Scheduler:
         return SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
 
     def _exact(self, request: Request, held: Held | None) -> Held:
-        """What is held of a prompt, with the exact figures of engines that publish KV events."""
+        """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
         if held is None:
             held = Held()
         for instance in self._telling:
@@ -829,6 +1006,16 @@ class Scheduler:
         `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
         instances of class `ceiling` and above are kept for another.
         """
+        if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
+            waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+            ctx = self._question(request, predicted, waiting, now, None, long)
+            choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
+            if choice is None:
+                return None
+            if choice.prefill >= 0:
+                source, target = parts[choice.prefill], parts[choice.decode]
+                pair = None if source is target else choice
+                return _Decision(ctx, choice.work_s, choice.candidates, parts, {}, source, pair, target)
         availabilities: list[tuple[int, str]] | None = None
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
         if (
@@ -854,12 +1041,58 @@ class Scheduler:
             return None
         return _Decision(ctx, work_s, candidates, able, excluded, able[index])
 
+    def _parts(self, request: Request, ready: _Ready, now: float, ceiling: int | None) -> Sequence[Instance]:
+        """The instances that may get a part of a request, [] where it is not to be split."""
+        attempts = self._attempts.get(request.id)
+        if request.pinned is not None or (attempts is not None and attempts.whole):
+            return []
+        parts: Sequence[Instance] = ready.parts
+        if (
+            attempts is None
+            and not ready.throttled
+            and ceiling is None
+            and _needs(request) <= ready.limits[0]
+        ):
+            return parts
+        tried: Sequence[str] = attempts.tried if attempts is not None else ()
+        parts = [
+            each
+            for each in parts
+            if each.name not in tried
+            and each.fits(request)
+            and not each.throttled(now)
+            and (ceiling is None or ready.class_of(each) < ceiling)
+        ]
+        return parts if _splits(parts) else []
+
+    def _book_pair(
+        self, ctx: SchedulingContext, pair: SplitChoice, source: Instance, target: Instance, now: float
+    ) -> Lease:
+        """Book both legs of a request: the lease of the prefill, which names that of the decode."""
+        request = ctx.request
+        lease = self._lease(request, source, 1.0, round(pair.work_s * 1e9), now)
+        lease.expected_first_s = pair.first_s / source.speed.factor
+        self._next_lease += 1
+        decode = self._lease(
+            request, target, ctx.predicted_output, round(pair.decode_work_s * 1e9), now, transferred=True
+        )
+        decode.expected_first_s = pair.decode_first_s
+        self._next_lease += 1
+        source.acquire(lease)
+        target.reserve(decode)
+        self._leased[decode.id] = target
+        lease.decode = decode
+        return lease
+
     def _book(self, found: _Decision, ready: _Ready, now: float) -> Dispatch:
         ctx, instance = found.ctx, found.instance
-        work_ns = round(found.work_s * 1e9)
-        lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
-        self._next_lease += 1
-        instance.acquire(lease)
+        if found.pair is not None and found.target is not None:
+            lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
+        else:
+            work_ns = round(found.work_s * 1e9)
+            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
+            self._next_lease += 1
+            instance.acquire(lease)
         if ctx.availabilities is not None:
             instance.health.on_dispatched(now)
             for other in ready.able:
@@ -881,9 +1114,18 @@ class Scheduler:
         return Dispatch(ctx.request.id, lease, policy.name, considered)
 
     def _lease(
-        self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
+        self,
+        request: Request,
+        instance: Instance,
+        predicted: float,
+        work_ns: int,
+        now: float,
+        transferred: bool = False,
     ) -> Lease:
-        """What a request takes on an instance: its prefixes are used from now on."""
+        """Lease of a request on an instance: its prefixes are used from now on.
+
+        `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
+        """
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
@@ -906,6 +1148,8 @@ class Scheduler:
                 shared, held = Shared(None, 0, 0, exact), exact
             own = min(prompts * (prompt - common), cache)
             unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
+        if transferred:
+            unread = 1
         return Lease(
             self._next_lease,
             request,
@@ -1035,11 +1279,11 @@ class Scheduler:
         return other if other is not None and other.instance is found.instance else found
 
     def _may_retry(self) -> bool:
-        """Whether the budget of retries that may run twice allows one more."""
+        """True if the budget of retries that may run twice allows one more."""
         return len(self._retrying) < max(RETRY_FLOOR, int(RETRY_SHARE * len(self._leased)))
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """What becomes of a request that an engine did not answer."""
+        """Retry or reject a request that an engine did not answer."""
         request, predicted = lease.request, lease.predicted_output
         attempts = self._attempts.setdefault(request.id, _Attempts())
         attempts.tried.append(lease.instance)
@@ -1055,7 +1299,7 @@ class Scheduler:
                 if outcome is Outcome.NO_RESPONSE:
                     self._retrying.add(placed.lease.id)
                 return [placed]
-            # Somebody can take it, but not now: nobody has room, or too many are being tried again.
+            # An instance can take it, but not now: none has room, or too many are being tried again.
             if unsent:
                 self._attempts.pop(request.id)
             if self._queue.has_room(request):

@@ -1,4 +1,4 @@
-"""What a scheduler is built from: the same object makes the proxy's, a worker's and the simulator's."""
+"""Set-up of a scheduler: the same object makes the proxy's, a worker's and the simulator's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
 from hetlb.core.types import Health, InstanceSpec, RequestId
 

@@ -1,4 +1,4 @@
-"""How fast an instance is, as its answers show, against what its latency model says.
+"""Speed of an instance, as its answers show, against what its latency model says.
 
 One factor on all durations of the model, bounded, and exactly 1 while the model is about right: a
 profile that was measured is believed until the evidence speaks clearly against it.
@@ -37,7 +37,7 @@ _MIXED_SHARE: Final = 0.1
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Mark(PickleByFields):
-    """What an instance has done so far: sequence-seconds, token-seconds in the KV cache, what it has read."""
+    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, tokens read."""
 
     sequence_s: float
     token_s: float
@@ -108,7 +108,7 @@ class SpeedTracker:
         self._prompt_tokens += tokens
 
     def mark(self) -> Mark:
-        """What has happened so far, `elapsed` up to now."""
+        """The work so far, `elapsed` up to now."""
         return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
 
     def answered(
@@ -134,6 +134,15 @@ class SpeedTracker:
             expected_s += delay_s
         self.last_expected_s = expected_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s
+        return self._observe(expected_s, seconds, now)
+
+    def prefilled(self, expected_s: float, seconds: float, now: float) -> bool:
+        """A prompt was read in `seconds` where the uncorrected model says `expected_s`. True if the factor
+        changed."""
+        return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
+
+    def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Take one comparison over. True if the factor changed."""
         keep = math.exp(-(now - self._at) / MEMORY_S)
         self._at = now
         self._observed_s = self._observed_s * keep + seconds

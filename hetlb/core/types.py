@@ -28,7 +28,7 @@ MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
 class AdminState(StrEnum):
-    """What an operator asked for. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
+    """Administrative state. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
 
     READY = "ready"
     DRAIN = "drain"
@@ -36,7 +36,7 @@ class AdminState(StrEnum):
 
 
 class Health(StrEnum):
-    """What the evidence says. `SUSPECT` is used only while no instance that can take a request is `UP`."""
+    """Health by evidence. `SUSPECT` is used only while no instance that can take a request is `UP`."""
 
     UP = "up"
     SUSPECT = "suspect"
@@ -44,7 +44,7 @@ class Health(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a request, or one lease of it, ended. Every accepted request has exactly one."""
+    """End of a request, or of one lease of it. Every accepted request has exactly one."""
 
     OK = "ok"
     UPSTREAM_ERROR = "upstream_error"
@@ -62,7 +62,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity(PickleByFields):
-    """What one instance can hold. `None` means not known yet.
+    """Limits of one instance. `None` means not known yet.
 
     `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
     `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
@@ -90,11 +90,58 @@ class Capacity(PickleByFields):
         )
 
 
+class Role(StrEnum):
+    """Phases of a request that an instance takes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Connector(StrEnum):
+    """KV connectors of vLLM by which one instance hands the KV blocks of a prompt to another."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    SHARED_STORAGE = "shared-storage"
+
+    @property
+    def concurrent(self) -> bool:
+        """Both legs of a request are sent at the same time."""
+        return self is Connector.MOONCAKE
+
+    @property
+    def holds(self) -> bool:
+        """The prefill instance keeps the blocks in its KV cache until they are fetched or the lease ends."""
+        return self is not Connector.SHARED_STORAGE
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer(PickleByFields):
+    """KV hand-over between instances of one model.
+
+    `lease_s` is the time for which a prefill instance keeps blocks that were not fetched. `latency_s`,
+    `bytes_per_token` and `bandwidth_bytes_per_s` give the first estimate of a transfer's time, which
+    `core.transfer` corrects per pair of instances.
+    """
+
+    connector: Connector
+    lease_s: float = 30.0
+    bytes_per_token: float = 131_072.0
+    bandwidth_bytes_per_s: float = 5e9
+    latency_s: float = 0.01
+
+    def nominal_s(self, tokens: float) -> float:
+        """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
+        return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSpec(PickleByFields):
     """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
 
     `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
+    `kv_transfer` is None where prefill and decode of a request are never split.
     """
 
     name: str
@@ -103,12 +150,14 @@ class InstanceSpec(PickleByFields):
     weight: float = 1.0
     latency: LatencyModel | None = None
     capacity: Capacity = Capacity()
+    role: Role = Role.BOTH
+    kv_transfer: KvTransfer | None = None
 
 
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
-    """One request as the scheduler sees it. It never holds the true output length, and nobody changes it.
+    """One request as the scheduler sees it. It never holds the true output length, and is never changed.
 
     (Not frozen, and with a constructor that can be compiled: one is made for every request.)
 
@@ -121,7 +170,8 @@ class Request(PickleByFields):
     tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
     lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
     None is a tenant like any other. `blocks` are digests of a prompt of known token ids, for engines that
-    publish KV events.
+    publish KV events. `splittable`: prefill and decode may run on different instances; `streamed`: its first
+    token can be seen before the answer is whole.
     """
 
     id: RequestId
@@ -139,6 +189,8 @@ class Request(PickleByFields):
     tenant: str | None
     samples: int
     blocks: PromptBlocks | None
+    splittable: bool
+    streamed: bool
 
     def __init__(
         self,
@@ -157,6 +209,8 @@ class Request(PickleByFields):
         tenant: str | None = None,
         samples: int = 1,
         blocks: PromptBlocks | None = None,
+        splittable: bool = False,
+        streamed: bool = False,
     ) -> None:
         self.id = id
         self.model = model
@@ -173,6 +227,42 @@ class Request(PickleByFields):
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks
+        self.splittable = splittable
+        self.streamed = streamed
+
+
+@mypyc_attr(acyclic=True)
+class Hold:
+    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+
+    `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
+    dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
+    """
+
+    __slots__ = (
+        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lease_id: LeaseId,
+        instance: str,
+        target: str,
+        tokens: int,
+        sent_tokens: int,
+        expected_s: float,
+        began_at: float,
+        expires_at: float,
+    ) -> None:
+        self.id = lease_id
+        self.instance = instance
+        self.target = target
+        self.tokens = tokens
+        self.sent_tokens = sent_tokens
+        self.expected_s = expected_s
+        self.began_at = began_at
+        self.expires_at = expires_at
+        self.ended = False
 
 
 @mypyc_attr(acyclic=True)
@@ -187,14 +277,18 @@ class Lease:
     it reports the end; nothing is called per token."""
 
     __slots__ = (
+        "decode",
         "dispatched_at",
         "ended",
         "ended_at",
         "evidence",
+        "expected_first_s",
         "first_mark",
         "first_token_at",
+        "hold",
         "id",
         "incarnation",
+        "incoming",
         "instance",
         "kv_prompt_tokens",
         "kv_tokens",
@@ -254,6 +348,13 @@ class Lease:
         #: How and when it ended, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
+        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
+        #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
+        self.decode: Lease | None = None
+        self.expected_first_s = 0.0
+        #: Of a decode leg: `incoming` until it is dispatched, then `hold` is what it fetches.
+        self.incoming = False
+        self.hold: Hold | None = None
 
     def __repr__(self) -> str:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
@@ -325,7 +426,7 @@ class ModelsLearned(PickleByFields):
 
 
 class ProbeResult(StrEnum):
-    """What a probe of an engine found. A refused connection is proof of absence, a timeout is not."""
+    """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -377,7 +478,7 @@ class EngineSample(PickleByFields):
 
 
 class RejectReason(StrEnum):
-    """Why the scheduler turned a request down."""
+    """Reason for which the scheduler turned a request down."""
 
     UNKNOWN_MODEL = "unknown_model"
     TOO_LONG = "too_long"
@@ -469,7 +570,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of an engine that says it is busy: nobody else can take the request.
+    """Give the client the answer of an engine that says it is busy: no other instance can take the request.
 
     The lease goes on and ends as that of any other answer.
     """

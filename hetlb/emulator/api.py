@@ -7,6 +7,7 @@ it has for an embedding model, is there for both kinds of request to be tried).
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hetlb.emulator import metrics
+from hetlb.emulator.audio import TranscriptionReply, read_transcription
 from hetlb.emulator.data_parallel import EngineGroup
+from hetlb.emulator.fields import ApiError, bad_type, chat_text, read_object, token_ids
 from hetlb.emulator.http import Connection, Message
+from hetlb.emulator.kv_transfer import KvExchange
+from hetlb.emulator.messages import MessagesReply
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -25,15 +30,7 @@ from hetlb.emulator.replies import (
     Reply,
     ResponsesReply,
 )
-from hetlb.emulator.requests import (
-    ApiError,
-    Generation,
-    Reader,
-    bad_type,
-    chat_text,
-    read_object,
-    token_ids,
-)
+from hetlb.emulator.requests import Generation, Reader
 from hetlb.emulator.runner import Choice
 
 Handler: TypeAlias = Callable[[Connection, Message], None]
@@ -44,7 +41,10 @@ _encode = msgspec.json.encode
 class Api:
     """Routes requests of one server to its engines."""
 
-    def __init__(self, engines: EngineGroup, reader: Reader, kv_cache_tokens: int) -> None:
+    def __init__(
+        self, engines: EngineGroup, reader: Reader, kv_cache_tokens: int, kv: KvExchange | None = None
+    ) -> None:
+        self._kv = kv
         self._engines = engines
         self._reader = reader
         self._kv_cache_tokens = kv_cache_tokens
@@ -63,8 +63,16 @@ class Api:
             "/v1/completions": {"POST": self._generator(reader.completion, CompletionReply)},
             "/v1/chat/completions": {"POST": self._generator(reader.chat, ChatReply)},
             "/v1/responses": {"POST": self._generator(reader.response, ResponsesReply)},
+            "/v1/messages": {"POST": self._generator(reader.message, MessagesReply)},
+            "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/v1/embeddings": {"POST": self._embeddings},
+            "/v1/audio/transcriptions": {"POST": self._audio("transcription")},
+            "/v1/audio/translations": {"POST": self._audio("translation")},
         }
+        if kv is not None:
+            self._routes["/kv_transfer/pull"] = {"POST": self._pull}
+            self._routes["/kv_transfer/done"] = {"POST": self._done}
+            self._routes["/query"] = {"GET": self._query}
 
     def handle(self, connection: Connection, message: Message) -> None:
         """Answer one request, now or as its tokens come."""
@@ -78,18 +86,27 @@ class Api:
             try:
                 handler(connection, message)
             except ApiError as error:
-                connection.respond(error.status, error.body())
+                anthropic = message.path.startswith("/v1/messages")
+                connection.respond(error.status, error.messages_body() if anthropic else error.body())
 
     # --- generating ---
 
     def _generator(self, read: Callable[[dict[str, Any]], Generation], kind: type[Reply]) -> Handler:
         def handle(connection: Connection, message: Message) -> None:
-            generation = read(read_object(message.body, message.content_type))
+            data = read_object(message.body, message.content_type)
+            try:
+                generation = read(data)
+            except ApiError:
+                if self._kv is not None and isinstance(params := data.get("kv_transfer_params"), dict):
+                    self._kv.reject(params)
+                raise
             request_id = message.request_id or self._new_id()
             reply = kind(connection, generation, self._reader.max_model_len, request_id)
+            if self._kv is not None:
+                self._kv.prepare(reply, generation.kv_transfer_params)
             if generation.stream:
                 connection.start_stream()
-            self._run(connection, reply.choices)
+            self._run(connection, reply.choices, reply)
 
         return handle
 
@@ -98,9 +115,58 @@ class Api:
         reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
         self._run(connection, reply.choices)
 
-    def _run(self, connection: Connection, choices: Sequence[Choice]) -> None:
-        connection.watch(lambda: self._engines.abort(choices))
+    def _audio(self, task: str) -> Handler:
+        def handle(connection: Connection, message: Message) -> None:
+            request = read_transcription(message.body, message.content_type, self._reader)
+            reply = TranscriptionReply(connection, request, task, message.request_id or self._new_id())
+            if request.stream:
+                connection.start_stream()
+            self._run(connection, [reply])
+
+        return handle
+
+    def _count_tokens(self, connection: Connection, message: Message) -> None:
+        tokens = self._reader.message_tokens(read_object(message.body, message.content_type))
+        body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+        connection.respond(200, _encode(body))
+
+    def _run(self, connection: Connection, choices: Sequence[Choice], reply: Reply | None = None) -> None:
+        def gone() -> None:
+            self._engines.abort(choices)
+            if self._kv is not None and reply is not None:
+                self._kv.abandon(reply)
+
+        connection.watch(gone)
         self._engines.submit(choices)
+
+    # --- between engines ---
+
+    def _pull(self, connection: Connection, message: Message) -> None:
+        asked = read_object(message.body, message.content_type)
+        assert self._kv is not None
+
+        def answer(done: asyncio.Task[str]) -> None:
+            if not done.cancelled():
+                connection.respond(200, _encode({"state": done.result()}))
+
+        pulling = asyncio.get_running_loop().create_task(
+            self._kv.pull(str(asked.get("engine_id")), str(asked.get("key")))
+        )
+
+        def gone() -> None:
+            pulling.cancel()
+
+        connection.watch(gone)
+        pulling.add_done_callback(answer)
+
+    def _done(self, connection: Connection, message: Message) -> None:
+        assert self._kv is not None
+        self._kv.done(str(read_object(message.body, message.content_type).get("key")))
+        connection.respond(200, b'{"state":"released"}')
+
+    def _query(self, connection: Connection, message: Message) -> None:
+        assert self._kv is not None
+        connection.respond(200, _encode(self._kv.directory()))
 
     def _new_id(self) -> str:
         return f"{self._ids.getrandbits(64):016x}"
@@ -118,7 +184,7 @@ class Api:
         connection.respond(200, b'{"server_load":0}')
 
     def _metrics(self, connection: Connection, message: Message) -> None:
-        page = metrics.render(self._engines.runners, self._reader.served[0], self._kv_cache_tokens)
+        page = metrics.render(self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv)
         connection.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     def _models(self, connection: Connection, message: Message) -> None:

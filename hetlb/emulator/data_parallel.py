@@ -46,6 +46,8 @@ class EngineGroup:
     def submit(self, choices: Sequence[Choice]) -> None:
         """Give the sequences of one request to engines."""
         if len(self.runners) == 1:
+            for choice in choices:
+                choice.runner = self.runners[0]
             self.runners[0].submit(choices)
             return
         for choice in choices:

@@ -16,6 +16,7 @@ from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
 from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.http import Connection, Listener
+from hetlb.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.emulator.requests import Reader
 from hetlb.emulator.runner import Runner
 from hetlb.errors import ConfigError, ProfileError
@@ -47,6 +48,7 @@ class EmulatedEngine:
         keep_alive_s: float = KEEP_ALIVE_S,
         data_parallel_size: int = 1,
         where: str | None = None,
+        kv: KvSettings | None = None,
     ) -> None:
         where = where or profile.name
         try:
@@ -80,6 +82,15 @@ class EmulatedEngine:
         self.models = tuple(
             EngineModel(profile.latency, limits, iteration) for _ in range(data_parallel_size)
         )
+        if kv is not None and data_parallel_size > 1:
+            raise ConfigError(f"--kv-transfer: expected --data-parallel-size 1, got {data_parallel_size}")
+        if kv is not None and kv.connector == "shared-storage" and kv.folder is None:
+            raise ConfigError("--kv-folder: expected a folder for shared-storage, got none")
+        model = profile.model
+        self._bytes_per_token = float((model.kv_bytes_per_token if model else None) or 131_072)
+        self._kv_settings = kv
+        #: Hand-over of KV blocks, from its start on where it has a connector.
+        self.kv: KvExchange | None = None
         self._kv_cache_tokens = limits.kv_cache_tokens
         self._time_scale = time_scale
         self._keep_alive_s = keep_alive_s
@@ -89,7 +100,7 @@ class EmulatedEngine:
 
     @property
     def url(self) -> str:
-        """Where it accepts; the true port once it has started."""
+        """Address of the server; the true port once it has started."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -129,7 +140,16 @@ class EmulatedEngine:
         loop = asyncio.get_running_loop()
         engines = EngineGroup([Runner(model, loop, self._time_scale) for model in self.models])
         reader = Reader(self.served_model_names, self.max_model_len)
-        api = Api(engines, reader, self._kv_cache_tokens)
+        if self._kv_settings is not None:
+            self.kv = KvExchange(
+                self._kv_settings,
+                self._bytes_per_token,
+                lambda: (self.host, self.port),
+                loop,
+                self._time_scale,
+            )
+            engines.runners[0].on_fetch = self.kv.fetch
+        api = Api(engines, reader, self._kv_cache_tokens, self.kv)
         listener = Listener(loop, api.handle, self._keep_alive_s)
         self._server = await loop.create_server(
             lambda: Connection(listener), self.host, self.port, backlog=2048
@@ -147,6 +167,8 @@ class EmulatedEngine:
         for connection in tuple(self._listener.connections):
             connection.abort()
         self._engines.close()
+        if self.kv is not None:
+            await self.kv.close()
         await self._server.wait_closed()
         self._server = None
 

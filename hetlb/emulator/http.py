@@ -16,7 +16,13 @@ from urllib.parse import unquote
 
 import httptools
 
-_PHRASES = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed"}
+_PHRASES = {
+    200: b"OK",
+    400: b"Bad Request",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    500: b"Internal Server Error",
+}
 
 
 class Message:
@@ -36,7 +42,7 @@ class Message:
 
 
 class Listener:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     __slots__ = ("_date", "_date_at", "connections", "handle", "keep_alive_s", "loop")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.runner import Runner
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -53,7 +54,9 @@ _FAMILIES: tuple[tuple[str, str, str, Callable[[Runner], float]], ...] = (
 )
 
 
-def render(runners: Sequence[Runner], model_name: str, kv_cache_tokens: int) -> bytes:
+def render(
+    runners: Sequence[Runner], model_name: str, kv_cache_tokens: int, kv: KvExchange | None = None
+) -> bytes:
     """The page of a server of these engines; `kv_cache_tokens` is the capacity of each by the profile."""
     name_label = f'model_name="{_escaped(model_name)}"'
     engines = [(f'engine="{number}"', runner) for number, runner in enumerate(runners)]
@@ -87,6 +90,20 @@ def render(runners: Sequence[Runner], model_name: str, kv_cache_tokens: int) -> 
             for reason, count in runner.finished.items()
         ],
     )
+    if kv is not None:
+        label = f'engine="0",{name_label}'
+        text = "Number of NIXL requests whose KV blocks expired."
+        family("vllm:nixl_num_kv_expired_reqs_total", "counter", text, [(label, kv.expired)])
+        text = "Number of failed NIXL KV cache transfers."
+        family("vllm:nixl_num_failed_transfers_total", "counter", text, [(label, kv.failed)])
+        computed = sum(runner.prompt_tokens for _, runner in engines) - kv.fetched_tokens
+        sources = (("local_compute", computed), ("external_kv_transfer", kv.fetched_tokens))
+        family(
+            "vllm:prompt_tokens_by_source_total",
+            "counter",
+            "Number of prompt tokens by source.",
+            [(f'{label},source="{source}"', tokens) for source, tokens in sources],
+        )
     lines += _iteration_tokens(engines, name_label)
     family(
         "vllm:cache_config_info",

@@ -8,20 +8,22 @@ change from token to token is built once per answer: a token costs one formattin
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from hetlb.emulator.requests import Generation, Prompt
 from hetlb.emulator.runner import Choice
+from hetlb.emulator.tools import ToolCall
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
 #: Stands where a token's text goes while a template is built; JSON never holds it unescaped.
 _MARK = "\0"
-_DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-_END = b"0\r\n\r\n"
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 _encode = msgspec.json.encode
 _words = ""
@@ -54,7 +56,7 @@ def quoted(text: str) -> str:
 
 
 class Out(Protocol):
-    """What a reply needs of its connection."""
+    """Interface of a reply's connection."""
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body."""
@@ -75,6 +77,12 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
+        #: What stands before the number of a token: `x` where its KV cache is that of another prompt.
+        self.word = "t"
+        #: KV hand-over: what the answer says of the blocks that are kept, and whence they are fetched.
+        self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
+        self.kv_source: dict[str, Any] | None = None
+        self.kv_done = False
         self.choices: list[ReplyChoice] = []
         kind = self.choice_type()
         for prompt in generation.prompts:
@@ -86,7 +94,7 @@ class Reply:
     PREFIX = ""
 
     def choice_type(self) -> type[ReplyChoice]:
-        """How the choices tell their tokens."""
+        """Class of the choices, by the way their tokens are sent."""
         return PlainChoice
 
     @property
@@ -103,6 +111,7 @@ class Reply:
         """A choice is complete; `tail` is the last piece of its stream."""
         self.open -= 1
         self.output_tokens += choice.output_tokens
+        params = None if self.on_finished is None or self.open else self.on_finished(self)
         if self.generation.stream:
             if self.open:
                 self.out.write(tail)
@@ -110,23 +119,47 @@ class Reply:
                 self.out.write(tail + self.closing())
                 self.out.done()
         elif not self.open:
-            self.out.respond(200, _encode(self.body()))
+            body = self.body()
+            if params is not None:
+                body["kv_transfer_params"] = params
+            self.out.respond(200, _encode(body))
+
+    def text(self, count: int) -> str:
+        """The first `count` tokens of the answer."""
+        text = words(count)
+        return text if self.word == "t" else text.replace(" t", f" {self.word}")
+
+    def fail(self, message: str) -> None:
+        """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        body = _encode({"error": error})
+        if self.generation.stream:
+            self.out.write(chunk(b"data: %b\n\n" % body) + DONE)
+            self.out.done()
+        else:
+            self.out.respond(500, body)
 
     def body(self) -> dict[str, Any]:
         """The whole answer of a plain request."""
         raise NotImplementedError
 
     def opening(self) -> bytes:
-        """What goes before the first token of a stream, framed."""
+        """Bytes before the first token of a stream, framed."""
         return b""
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
         """One event of a stream; `text` goes in as it is."""
         raise NotImplementedError
 
+    def finish_reason(self, choice: ReplyChoice) -> str:
+        """vLLM's word for why an answer ended; a call that the request named ends as text does."""
+        tool = self.generation.tool
+        called = tool is not None and not tool.forced and choice.finish_reason == "stop"
+        return "tool_calls" if called else choice.finish_reason
+
     def closing(self) -> bytes:
-        """What ends a stream, framed."""
-        return _DONE
+        """Bytes that end a stream, framed."""
+        return DONE
 
     def usage_so_far(self, choice: ReplyChoice, extra: str = "") -> str:
         """The `usage` of one event under `continuous_usage_stats`."""
@@ -148,7 +181,7 @@ class Reply:
 class ReplyChoice(Choice):
     """One of the answers of a reply. `sent` counts its tokens."""
 
-    __slots__ = ("index", "prompt", "reply", "sent")
+    __slots__ = ("index", "prompt", "reasoning_tokens", "reply", "sent")
 
     def __init__(self, reply: Reply, index: int, prompt: Prompt, output_tokens: int, reason: str) -> None:
         super().__init__(prompt.tokens, output_tokens, reason)
@@ -156,6 +189,22 @@ class ReplyChoice(Choice):
         self.index = index
         self.prompt = prompt
         self.sent = 0
+        self.reasoning_tokens = reply.generation.reasoning_tokens(output_tokens)
+
+    @property
+    def reasoning(self) -> str | None:
+        """The text of its reasoning; None where it has none."""
+        return self.reply.text(self.reasoning_tokens) if self.reasoning_tokens else None
+
+    @property
+    def content(self) -> str:
+        """The text that follows the reasoning."""
+        return self.reply.text(self.output_tokens)[len(words(self.reasoning_tokens)) :]
+
+    def arguments(self, tool: ToolCall) -> str:
+        """The arguments of its call, as far as its tokens reach."""
+        pieces = range(self.output_tokens - self.reasoning_tokens)
+        return "".join([tool.piece(number) for number in pieces])
 
 
 class PlainChoice(ReplyChoice):
@@ -189,14 +238,14 @@ class StreamChoice(ReplyChoice):
         number = self.sent
         opening = self.reply.opening() if number == 0 else b""
         self.sent = number + 1
-        event = self.reply.event(self, f" t{number}", last=True)
+        event = self.reply.event(self, f" {self.reply.word}{number}", last=True)
         self.reply.finished(self, opening + chunk(event.encode()))
 
     def _widen(self, number: int) -> None:
         """Prepare for numbers of one more digit: the chunk's size is part of what is constant."""
         if number == 0:
             head, _, tail = self.reply.event(self, _MARK).partition(_MARK)
-            self._head = head.encode() + b" t"
+            self._head = head.encode() + f" {self.reply.word}".encode()
             self._suffix = tail.encode() + b"\r\n"
             if opening := self.reply.opening():
                 self._write(opening)
@@ -221,7 +270,7 @@ class EventChoice(ReplyChoice):
         number = self.sent
         opening = self.reply.opening() if number == 0 else b""
         self.sent = number + 1
-        return opening + chunk(self.reply.event(self, f" t{number}", last=last).encode())
+        return opening + chunk(self.reply.event(self, f" {self.reply.word}{number}", last=last).encode())
 
 
 class CompletionReply(Reply):
@@ -245,7 +294,7 @@ class CompletionReply(Reply):
                 {
                     "index": choice.index,
                     "text": (choice.prompt.text if self.generation.echo else "")
-                    + words(choice.output_tokens),
+                    + self.text(choice.output_tokens),
                     "logprobs": None,
                     "finish_reason": choice.finish_reason,
                     "stop_reason": None,
@@ -277,7 +326,7 @@ class CompletionReply(Reply):
 
     def closing(self) -> bytes:
         if not self.generation.include_usage:
-            return _DONE
+            return DONE
         event = {
             "id": self.id,
             "object": "text_completion",
@@ -287,7 +336,7 @@ class CompletionReply(Reply):
             "usage": self.usage,
             "system_fingerprint": FINGERPRINT,
         }
-        return chunk(b"data: %b\n\n" % _encode(event)) + _DONE
+        return chunk(b"data: %b\n\n" % _encode(event)) + DONE
 
 
 class ChatReply(Reply):
@@ -298,9 +347,30 @@ class ChatReply(Reply):
     _opened = False
 
     def choice_type(self) -> type[ReplyChoice]:
-        if not self.generation.stream:
+        generation = self.generation
+        if not generation.stream:
             return PlainChoice
-        return EventChoice if self.generation.continuous_usage else StreamChoice
+        varies = generation.continuous_usage or generation.tool is not None or generation.reasoning
+        return EventChoice if varies else StreamChoice
+
+    def _message(self, choice: ReplyChoice) -> dict[str, Any]:
+        tool = self.generation.tool
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.content if tool is None else None,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+        }
+        if tool is not None and choice.output_tokens > choice.reasoning_tokens:
+            function = {"name": tool.name, "arguments": choice.arguments(tool)}
+            message["tool_calls"] = [{"id": self.call_id(choice), "type": "function", "function": function}]
+        return {**message, "reasoning": choice.reasoning}
+
+    def call_id(self, choice: ReplyChoice) -> str:
+        """The id of the call of a choice."""
+        return f"chatcmpl-tool-{self.id[len(self.PREFIX) :]}{choice.index or ''}"
 
     def body(self) -> dict[str, Any]:
         return {
@@ -311,17 +381,9 @@ class ChatReply(Reply):
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {
-                        "role": "assistant",
-                        "content": words(choice.output_tokens),
-                        "refusal": None,
-                        "annotations": None,
-                        "audio": None,
-                        "function_call": None,
-                        "reasoning": None,
-                    },
+                    "message": self._message(choice),
                     "logprobs": None,
-                    "finish_reason": choice.finish_reason,
+                    "finish_reason": self.finish_reason(choice),
                     "stop_reason": None,
                     "token_ids": None,
                     "routed_experts": None,
@@ -361,16 +423,29 @@ class ChatReply(Reply):
         return b"".join(events)
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
-        reason = f'"{choice.finish_reason}","stop_reason":null' if last else "null"
+        reason = f'"{self.finish_reason(choice)}","stop_reason":null' if last else "null"
         usage = self.usage_so_far(choice, ',"completion_tokens_details":null')
         return self._frame(
-            f'{{"index":{choice.index},"delta":{{"content":"{text}"}},"logprobs":null,'
+            f'{{"index":{choice.index},"delta":{{{self._delta(choice, text)}}},"logprobs":null,'
             f'"finish_reason":{reason},"token_ids":null}}]{usage}{self.stamp(last)}'
         )
 
+    def _delta(self, choice: ReplyChoice, text: str) -> str:
+        """The fields of a delta, as JSON without braces."""
+        number = choice.sent - 1 - choice.reasoning_tokens
+        if choice.sent and number < 0:
+            return f'"reasoning":"{text}"'
+        tool = self.generation.tool
+        if tool is None:
+            return f'"content":"{text}"'
+        if number == 0:
+            call = f'"id":{quoted(self.call_id(choice))},"type":"function","index":0,'
+            return f'"tool_calls":[{{{call}"function":{{"name":{quoted(tool.name)},"arguments":""}}}}]'
+        return f'"tool_calls":[{{"index":0,"function":{{"arguments":{quoted(tool.piece(number))}}}}}]'
+
     def closing(self) -> bytes:
         if not self.generation.include_usage:
-            return _DONE
+            return DONE
         event = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -380,7 +455,7 @@ class ChatReply(Reply):
             "usage": self.usage,
             "system_fingerprint": FINGERPRINT,
         }
-        return chunk(b"data: %b\n\n" % _encode(event)) + _DONE
+        return chunk(b"data: %b\n\n" % _encode(event)) + DONE
 
 
 class ResponsesReply(Reply):
@@ -405,7 +480,7 @@ class ResponsesReply(Reply):
         return self._response(
             status="incomplete" if cut else "completed",
             incomplete={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(words(choice.output_tokens))],
+            output=[self._item(self.text(choice.output_tokens))],
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {
@@ -511,7 +586,7 @@ class ResponsesReply(Reply):
         return self._named("response.output_text.delta", fields)
 
     def closing(self) -> bytes:
-        text = words(self.choices[0].output_tokens)
+        text = self.text(self.choices[0].output_tokens)
         place = {"content_index": 0, "item_id": self.item_id}
         done = {**place, "logprobs": [], "output_index": 0, "text": text}
         part = {**place, "output_index": 0, "part": self._part(text, None)}
@@ -521,7 +596,7 @@ class ResponsesReply(Reply):
             ("response.output_item.done", {"item": self._item(text), "output_index": 0}),
             ("response.completed", {"response": self.body()}),
         )
-        return b"".join(chunk(self._named(name, fields).encode()) for name, fields in events) + _END
+        return b"".join(chunk(self._named(name, fields).encode()) for name, fields in events) + LAST_CHUNK
 
 
 class EmbeddingReply:

@@ -12,6 +12,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from hetlb.sim.engine import EngineModel, Sequence, SequenceState
@@ -77,6 +78,7 @@ class Runner:
         "finished",
         "iteration_tokens",
         "model",
+        "on_fetch",
         "prompt_tokens",
     )
 
@@ -94,8 +96,10 @@ class Runner:
         self._arrivals: deque[tuple[float, Many[Choice]]] = deque()  # later than the iteration in flight
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
+        #: Told of a sequence whose KV cache is to be fetched.
+        self.on_fetch: Callable[[Choice], None] | None = None
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
-        self._idle: asyncio.Future[None] | None = None  # somebody waits for the engine to have no work
+        self._idle: asyncio.Future[None] | None = None  # a caller waits for the engine to have no work
 
     @property
     def running(self) -> int:
@@ -127,6 +131,21 @@ class Runner:
             self.finished["abort"] += 1
         self._tell_idle()
 
+    def complete_fetch(self, choice: Choice, *, loaded: bool) -> None:
+        """The KV cache of a prompt is here, or could not be fetched."""
+        self.model.complete_fetch(choice, loaded=loaded)
+        self._wake_up()
+
+    def release_held(self, choice: Choice) -> None:
+        """The KV cache of a prompt is no longer kept for another engine."""
+        self.model.release_held(choice)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        """Something may be able to run that could not."""
+        if self._handle is None:
+            self._begin(time.monotonic())
+
     async def wait_idle(self) -> None:
         """Wait until no sequence runs or waits."""
         while self.running or self.waiting:
@@ -157,6 +176,9 @@ class Runner:
                         self._pending -= 1
                         model.submit(choice)
             duration_s = model.begin_iteration()
+            if self.on_fetch is not None:
+                for sequence in model.take_fetches():
+                    self.on_fetch(sequence)  # type: ignore[arg-type]
             if duration_s is not None:
                 break
             if not arrivals:  # else those who had arrived by then have left again: take the next

@@ -29,7 +29,7 @@ _REPORT_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Reported:
-    """What engines said of themselves during a run, by instance; those that did not are left out.
+    """Figures that engines reported during a run, by instance; those that did not are left out.
 
     `preemptions` are those of the run; `kv_peak` is the largest share (0 to 1) of the KV cache in use that
     was seen, one look a second: a shorter peak may be higher.
@@ -45,7 +45,7 @@ class FleetAdmin:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
-        #: Whether a policy was put in force here.
+        #: True if a policy was put in force here.
         self.changed = False
 
     async def policy(self) -> str:
@@ -73,7 +73,7 @@ class FleetAdmin:
 
     @contextlib.asynccontextmanager
     async def reported(self) -> AsyncIterator[Reported]:
-        """What the engines report during the block; complete after it."""
+        """Reports of the engines during the block; complete after it."""
         found = Reported()
         before = {each["name"]: each.get("preemptions") for each in await self._new_reports()}
         looking = asyncio.create_task(self._look(found))
@@ -150,7 +150,7 @@ async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
 
 
 def why(error: Exception) -> str:
-    """Why there is no answer, in a few words."""
+    """Reason for which there is no answer, in a few words."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or "timeout"
@@ -167,7 +167,7 @@ def _note_kv(found: Reported, instances: list[dict[str, Any]]) -> None:
 
 
 def busy_figures(fleet: Mapping[str, Any]) -> list[str]:
-    """What keeps a fleet from being idle and ready, in words; empty if nothing."""
+    """Figures that show a fleet is not idle and ready, in words; empty if it is."""
     found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
     for instance in _instances(fleet):
         found += [

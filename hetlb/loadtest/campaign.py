@@ -19,12 +19,13 @@ from hetlb.loadtest.generator import Progress
 from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.runs import LoadSpec, Measured, measure
 from hetlb.loadtest.search import RateSearch
+from hetlb.loadtest.verdict import verdict_of
 from hetlb.workload.schedules import Ramp, Rate
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign gives; `comparison` and `search` as they stand in the document."""
+    """Result of a campaign; `comparison` and `search` as they stand in the document."""
 
     measured: list[Measured] = field(default_factory=list)
     comparison: list[dict[str, Any]] = field(default_factory=list)
@@ -120,6 +121,9 @@ class Campaign:
         return {
             "policy": policy,
             "slo_attainment": attainment,
+            "verdict": verdict_of(
+                each.run for each in self._outcome.measured if each.run["policy"] == policy
+            ),
             "max_request_rate": search.highest_met_rps,
             "lowest_missed_rate": search.lowest_missed_rps,
             "probes": [

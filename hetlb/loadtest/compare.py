@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from scipy.special import stdtrit
 
+from hetlb.loadtest.verdict import verdict_of
+
 Policy = TypeVar("Policy", bound="str | None")
 
 CONFIDENCE = 0.95
@@ -50,6 +52,7 @@ def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> l
             rounds = sorted(by_policy[policy].keys() & by_policy[baseline].keys())
             if not rounds:
                 continue
+            compared = [by_policy[each][number] for each in (policy, baseline) for number in rounds]
             found.append(
                 {
                     "request_rate": rate,
@@ -57,6 +60,7 @@ def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> l
                     "baseline": baseline,
                     "rounds": len(rounds),
                     "confidence": CONFIDENCE,
+                    "verdict": verdict_of(compared),
                     "figures": {
                         figure: paired(
                             [by_policy[policy][number][figure] for number in rounds],

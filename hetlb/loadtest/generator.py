@@ -39,7 +39,7 @@ _INSTANCE_HEADER = "x-hetlb-instance"
 
 
 class Progress:
-    """Live counts of a run; whoever shows them reads them when it likes."""
+    """Live counts of a run; a display reads them when it likes."""
 
     __slots__ = ("completed", "failed", "output_tokens", "planned", "sent")
 
@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What a run gives: a record per planned request in plan order, and how the client fared."""
+    """Result of a run: a record per planned request in plan order, and the client's own lag."""
 
     plan: Sequence[PlannedRequest]
     records: list[RequestResult]
@@ -72,9 +72,9 @@ class LoadResult:
     errors: dict[str, int] = field(default_factory=dict)
     #: One message for each kind of error.
     examples: dict[str, str] = field(default_factory=dict)
-    #: Whether every answer was to be exactly as long as planned, or at most.
+    #: True if every answer was to be exactly as long as planned, or at most.
     exact_output: bool = True
-    #: Whether the planned lengths of the prompts are exact, or estimates.
+    #: True if the planned lengths of the prompts are exact, or estimates.
     exact_prompt: bool = True
 
     def summary(self, **options: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ async def run_load(
 
     `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
     that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
-    Without `request_timeout_s` an answer may take as long as it likes: a limit that nobody asked for would
+    Without `request_timeout_s` an answer may take as long as it likes: a limit that was not asked for would
     turn the slowest answers into failures and flatter the percentiles.
     """
     run = _Run(plan, bodies, url, progress or Progress(), request_timeout_s, headers or {}, max_concurrency)
@@ -286,7 +286,7 @@ class _Run:
         self._progress.failed += 1
 
     async def _watch_lag(self) -> None:
-        """How late the event loop calls what is due: the error of every other stamp."""
+        """Measure how late the event loop calls what is due: the error of every other stamp."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)

@@ -15,6 +15,7 @@ from hetlb.loadtest.plots import against_rate, distribution, in_flight, output_r
 from hetlb.loadtest.report import comparison_title, milliseconds, percent, rate_text, seconds
 from hetlb.loadtest.runs import Measured
 from hetlb.loadtest.svg import COLOURS, Axis, Line, chart, legend
+from hetlb.loadtest.verdict import SUSPECT, VALID, verdict_of
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1e; --soft: #5f6368; --page: #fff; --panel: #f5f6f8;
@@ -30,25 +31,44 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 90rem; background: var(--page
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .25rem; } .soft { color: var(--soft); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .75rem; background: var(--panel); border-radius: 8px; }
 figcaption { font-weight: 600; } figure svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font-size: 11px; } .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin: .5rem 0; }
 .sample { width: 24px; height: 10px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .75rem; text-align: right; white-space: nowrap; }
-tr { border-bottom: 1px solid var(--rule); }
+.table { container-type: inline-size; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem; text-align: right; } .wide th, .wide td { padding: .25rem .4rem; }
+td { white-space: nowrap; } tr { border-bottom: 1px solid var(--rule); } th { vertical-align: bottom; }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child, .text td { text-align: left; }
-.text td { white-space: normal; overflow-wrap: anywhere; }
+td:first-child, .text td { white-space: normal; overflow-wrap: anywhere; min-width: 6em; }
 .VALID { color: var(--good); } .SUSPECT { color: var(--bad); font-weight: 600; }
+.flag { display: inline-block; min-width: 0; margin-left: .4em; padding: 0 .4em; border-radius: 4px;
+  overflow-wrap: normal; white-space: nowrap;
+  background: var(--bad); color: var(--page); font-size: .75em; font-weight: 700; }
+.banner { margin: 1rem 0; padding: .5rem 1rem; border: 2px solid var(--bad); border-radius: 8px; }
 summary { cursor: pointer; padding: .25rem 0; } li { overflow-wrap: anywhere; }
-details[open] { margin-bottom: 1.25rem; } .charts + .scroll { margin-top: .5rem; }
-td span { display: inline-block; min-width: 5em; color: var(--soft); } td b { color: var(--text); }
+details[open] { margin-bottom: 1.25rem; } .charts + .table { margin-top: .5rem; }
+td span:not(.flag) { display: inline-block; min-width: 5em; color: var(--soft); } td b { color: var(--text); }
 """ + "".join(
     f".line-{i}.line {{ stroke: var(--c{i}); }} .line-{i}.mark {{ fill: var(--c{i}); }}\n"
     for i in range(COLOURS)
+)
+#: A table without the width for its columns becomes a list: a block for each row, a line for each cell.
+_LIST = """
+@container (max-width: WIDTH) { TABLE, TABLE tbody, TABLE tr, TABLE td { display: block; }
+  TABLE thead { display: none; } TABLE tr { padding: .4rem 0; }
+  TABLE td { display: flex; justify-content: flex-end; gap: 1rem; max-width: 30rem; }
+  TABLE td { white-space: normal; overflow-wrap: anywhere; }
+  TABLE td::before { content: attr(data-label); color: var(--soft); margin-right: auto; }
+  TABLE td:first-child { font-weight: 600; justify-content: flex-start; flex-wrap: wrap; gap: 0; }
+  TABLE td:first-child::before { content: none; } .text td { justify-content: flex-start; } }
+"""
+_LISTS = "".join(
+    _LIST.replace("WIDTH", width).replace("TABLE", table)
+    for table, width in (("table", "44rem"), (".wide", "72rem"))
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
@@ -62,6 +82,8 @@ _GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean_e2el_ms", "E2EL mean", milliseconds),
     ("p99_e2el_ms", "E2EL p99", milliseconds),
 )
+#: Tables with more columns are wide: they become lists earlier.
+_WIDE = 5
 #: More groups of pictures, or runs that are SUSPECT, than this are folded.
 _OPEN_GROUPS = 2
 
@@ -90,13 +112,14 @@ def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Load test of {escape(str(metadata['model_id']))}</title><style>{_STYLE}</style></head>"
+        f"<title>Load test of {escape(str(metadata['model_id']))}</title>"
+        f"<style>{_STYLE}{_LISTS}</style></head>"
         f"<body>{''.join(sections)}</body></html>\n"
     )
 
 
 def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
-    suspect = [run for run in runs if run["client"]["verdict"] != "VALID"]
+    suspect = [run for run in runs if run["client"]["verdict"] == SUSPECT]
     if not suspect:
         return '<p class="VALID">VALID: in every run the client was fit to measure.</p>'
     reasons = "".join(
@@ -106,7 +129,16 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
     )
     title = f"SUSPECT: {len(suspect)} of {len(runs)} runs"
     opening = " open" if len(suspect) <= _OPEN_GROUPS else ""
-    return f'<details{opening}><summary class="SUSPECT">{title}</summary><ul>{reasons}</ul></details>'
+    return (
+        f'<div class="banner"><p class="SUSPECT">{title}: there the client was not fit to measure. '
+        f"Do not rely on what is marked.</p><details{opening}><summary>Reasons</summary>"
+        f"<ul>{reasons}</ul></details></div>"
+    )
+
+
+def _flag(verdict: str) -> str:
+    """The mark of what rests on a run that is SUSPECT."""
+    return f'<span class="flag">{SUSPECT}</span>' if verdict == SUSPECT else ""
 
 
 def _glance(comparisons: Sequence[Mapping[str, Any]]) -> str:
@@ -126,7 +158,10 @@ def _glance(comparisons: Sequence[Mapping[str, Any]]) -> str:
             ]
         ]
         rows += [
-            [escape(each["policy"]), *(_against(each["figures"][key], show) for key, _, show in _GLANCE)]
+            [
+                escape(each["policy"]) + _flag(each["verdict"]),
+                *(_against(each["figures"][key], show) for key, _, show in _GLANCE),
+            ]
             for each in found
         ]
         heads = ["policy", *(head for _, head, _ in _GLANCE)]
@@ -177,7 +212,9 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
 def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> str:
     if not comparisons:
         return ""
-    folded = (_folded(comparison_title(each), _comparison(each), False) for each in comparisons)
+    folded = (
+        _folded(comparison_title(each), _comparison(each), False, each["verdict"]) for each in comparisons
+    )
     return f"<h2>Differences</h2>{''.join(folded)}"
 
 
@@ -218,12 +255,13 @@ def _search(searches: Sequence[Mapping[str, Any]]) -> str:
                 for key in ("max_request_rate", "lowest_missed_rate")
             ),
             str(len(each["probes"])),
+            each["verdict"],
         ]
         for each in searches
     ]
     share = percent(searches[0]["slo_attainment"])
     title = f"<h2>Highest rate at which {share} of the requests meet the limits</h2>"
-    return title + _table(("policy", "met at, req/s", "missed at, req/s", "rates measured"), rows)
+    return title + _table(("policy", "met at, req/s", "missed at, req/s", "rates measured", "verdict"), rows)
 
 
 def _rates(measured: Sequence[Measured]) -> str:
@@ -241,7 +279,8 @@ def _rates(measured: Sequence[Measured]) -> str:
         lines = against_rate(measured, figure, factor)
         figures.append(_figure(title, lines, x, Axis(unit, least=0, most=most), marks=True))
     names = [policy or "measured" for policy in policies_of(measured)]
-    return f"<h2>Against the rate</h2>{legend(names)}{_charts(figures)}"
+    flag = _flag(verdict_of(each.run for each in measured))
+    return f"<h2>Against the rate{flag}</h2>{legend(names)}{_charts(figures)}"
 
 
 def _distributions(measured: Sequence[Measured]) -> str:
@@ -263,7 +302,9 @@ def _distributions(measured: Sequence[Measured]) -> str:
             )
             for key, name in _LATENCIES
         ]
-        parts.append(_folded(group, f"{legend(list(lines))}{_charts(figures)}", number < _OPEN_GROUPS))
+        verdict = verdict_of(each.run for line in lines.values() for each in line)
+        content = f"{legend(list(lines))}{_charts(figures)}"
+        parts.append(_folded(group, content, number < _OPEN_GROUPS, verdict))
     return "".join(parts)
 
 
@@ -278,7 +319,8 @@ def _timelines(measured: Sequence[Measured]) -> str:
             _figure("Output", output_rate(records, names), x, Axis("tokens/s", least=0)),
         ]
         content = f"{legend(names or ['all'])}{_charts(figures)}{_instances(each.run)}"
-        parts.append(_folded(_name(each.run), content, number < _OPEN_GROUPS))
+        verdict = each.run["client"]["verdict"]
+        parts.append(_folded(_name(each.run), content, number < _OPEN_GROUPS, verdict))
     return "".join(parts)
 
 
@@ -324,9 +366,9 @@ def _charts(figures: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _folded(title: str, content: str, is_open: bool) -> str:
+def _folded(title: str, content: str, is_open: bool, verdict: str = VALID) -> str:
     opening = " open" if is_open else ""
-    return f"<details{opening}><summary>{escape(title)}</summary>{content}</details>"
+    return f"<details{opening}><summary>{escape(title)}{_flag(verdict)}</summary>{content}</details>"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
@@ -336,15 +378,16 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "
 def _markup_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
     """A table of cells that are HTML."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row, heads))}</tr>" for row in rows)
     title = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
-    return f'<div class="scroll"><table class="{kind}">{title}<tbody>{body}</tbody></table></div>'
+    kind = "wide" if len(heads) > _WIDE else kind
+    return f'<div class="table"><table class="{kind}">{title}<tbody>{body}</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
+def _cell(text: str, label: str) -> str:
     """One cell of HTML."""
-    colour = f' class="{text}"' if text in ("VALID", "SUSPECT") else ""
-    return f"<td{colour}>{text}</td>"
+    colour = f' class="{text}"' if text in (VALID, SUSPECT) else ""
+    return f'<td{colour} data-label="{escape(label)}">{text}</td>'
 
 
 def _name(run: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The result of one run: vLLM's figures, what hetlb adds to them, and the details of every request.
 
 Headline latency counts from the time a request was due (`hetlb.workload.records` says why); the same
-figures from the time it was sent stand beside it under `from_sent`, so that nobody has to guess which is
+figures from the time it was sent stand beside it under `from_sent`, so that no reader has to guess which is
 which. Nothing is rounded.
 """
 
@@ -74,7 +74,7 @@ def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
 
 
 def details(result: LoadResult, rows: Sequence[Row]) -> dict[str, Any]:
-    """What happened to every request, in plan order; names and units (seconds) are those of vLLM.
+    """Details of every request, in plan order; names and units (seconds) are those of vLLM.
 
     `start_times`, `scheduled_times` and `end_times` count from the start of the run. `rows` are what was
     asked: `session_ids` and `turns` are there where some have them, null for those that have none.

@@ -1,4 +1,4 @@
-"""What the pictures of a load test show: curves made from its runs and records.
+"""Plots of a load test: curves made from its runs and records.
 
 Pure; every curve is of what was measured, nothing is smoothed: distributions are the sorted values,
 timelines are counts on a grid of moments.

@@ -127,7 +127,7 @@ def helper_processes() -> Iterator[Helpers]:
 
 
 def _dies_with_parent() -> Callable[[], None] | None:
-    """What a new process does first: ask Linux to kill it when this process is gone, however it went."""
+    """Ask Linux to kill this new process when its parent is gone, however it went."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

@@ -1,6 +1,6 @@
-"""What a person sees while a load runs: a bar with live figures, on stderr, on a terminal only.
+"""Progress display while a load runs: a bar with live figures, on stderr, on a terminal only.
 
-Nothing is drawn where nobody looks (no terminal, or `quiet`); warnings are printed always. Drawing
+Nothing is drawn without a viewer (no terminal, or `quiet`); warnings are printed always. Drawing
 is cheap and seldom: it shares a process with the clock of every request.
 """
 
@@ -52,7 +52,7 @@ class Screen:
         self._bars.stop()
 
     def say(self, text: str) -> None:
-        """A line for whoever watches."""
+        """A line for the viewer."""
         if self._live:
             self.warn(text)
 

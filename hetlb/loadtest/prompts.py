@@ -22,13 +22,13 @@ _BYTES_PER_ID = 5  # four digits and a comma
 
 
 class Bodies(Protocol):
-    """What is sent for each planned request, and where."""
+    """Body and path of each planned request."""
 
     def path(self, planned: PlannedRequest) -> str:
         """The endpoint."""
 
     def streams(self, planned: PlannedRequest) -> bool:
-        """Whether the answer comes as events."""
+        """True if the answer comes as events."""
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""

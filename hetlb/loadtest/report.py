@@ -11,6 +11,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from hetlb.loadtest.verdict import SUSPECT
+
 #: More instances than this get no columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
 
@@ -19,12 +21,15 @@ def runs_table(
     runs: Sequence[Mapping[str, Any]],
     *,
     reference_tok_s: float | None = None,
+    steady_tok_s: float | None = None,
     alone: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
 ) -> Table:
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
+    With `steady_tok_s`, that of all instances while each is full, `% of full` is the steady rate of the run,
+    without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """
     names = list(dict.fromkeys(each["name"] for run in (*alone, *runs) for each in run["instances"]))
@@ -34,7 +39,10 @@ def runs_table(
     table.caption = "tokens/s: prompt and output"
     table.add_column("policy")
     table.add_column("tokens/s", justify="right")
-    if reference_tok_s:
+    if steady_tok_s:
+        table.add_column("% of\nfull", justify="right")
+        table.caption += "; % of full: while requests come, of what all reach alone"
+    elif reference_tok_s:
         table.add_column("% of\nsum", justify="right")
     for heading in ("TTFT\np50", "TTFT\np99", "TPOT\np50"):
         table.add_column(heading, justify="right")
@@ -48,7 +56,9 @@ def runs_table(
         table.add_column("failed", justify="right")
     for run in (*alone, *runs):
         cells = [str(run["policy"]), f"{run['total_token_throughput']:,.0f}"]
-        if reference_tok_s:
+        if steady_tok_s:
+            cells.append(percent(run["steady"]["total_token_throughput"] / steady_tok_s))
+        elif reference_tok_s:
             cells.append(percent(run["total_token_throughput"] / reference_tok_s))
         cells += [milliseconds(run[f"{key}_ms"]) for key in ("median_ttft", "p99_ttft", "median_tpot")]
         entries = {each["name"]: each for each in run["instances"]}
@@ -104,9 +114,11 @@ def latency_table(
     for name in metrics:
         for heading in ("p50", highest):
             table.add_column(f"{name.upper()}\n{heading}", justify="right")
+    flagged = _add_verdict_column(table, [run["client"]["verdict"] for run in runs])
     for run in runs:
         figures = [run[f"{key}_{name}_ms"] for name in metrics for key in ("median", highest)]
-        table.add_row(*_names(run, name_columns), *map(milliseconds, figures))
+        verdict = [run["client"]["verdict"]] if flagged else []
+        table.add_row(*_names(run, name_columns), *map(milliseconds, figures), *verdict)
     return table
 
 
@@ -130,7 +142,8 @@ def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Tabl
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
     """One policy against the baseline, at one rate."""
-    table = _table(comparison_title(comparison))
+    suspect = f", {SUSPECT}" if comparison["verdict"] == SUSPECT else ""
+    table = _table(comparison_title(comparison) + suspect)
     table.add_column("figure")
     for heading in (comparison["baseline"], comparison["policy"], "difference"):
         table.add_column(heading, justify="right")
@@ -155,6 +168,7 @@ def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("policy")
     for heading in ("met at", "missed at", "probes"):
         table.add_column(heading, justify="right")
+    flagged = _add_verdict_column(table, [each["verdict"] for each in searches])
     for each in searches:
         met, missed = each["max_request_rate"], each["lowest_missed_rate"]
         table.add_row(
@@ -162,12 +176,13 @@ def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
             "none" if met is None else f"{met:.4g}",
             "none" if missed is None else f"{missed:.4g}",
             str(len(each["probes"])),
+            *([each["verdict"]] if flagged else []),
         )
     return table
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
-    """What a comparison compares."""
+    """Policies, rate and rounds of a comparison."""
     rounds = comparison["rounds"]
     return f"{comparison['policy']} against {comparison['baseline']}, rate {rate_text(comparison)}, " + (
         f"{rounds} paired rounds" if rounds > 1 else "one round"
@@ -209,12 +224,20 @@ def _table(title: str | None) -> Table:
 
 
 def _add_name_columns(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the runs apart."""
+    """Add the columns that tell the runs apart."""
     columns = ["policy"] if any(run["policy"] for run in runs) else []
     columns += ["rate", "round"] if any(run["round"] > 1 for run in runs) else ["rate"]
     for heading in columns:
         table.add_column(heading, justify="left" if heading == "policy" else "right", overflow="fold")
     return columns
+
+
+def _add_verdict_column(table: Table, verdicts: Sequence[str]) -> bool:
+    """Add a column for the verdicts unless all are VALID; returns whether there is one."""
+    if SUSPECT not in verdicts:
+        return False
+    table.add_column("verdict")
+    return True
 
 
 def _names(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from hetlb.errors import InputError
 
 
 def platform_document() -> dict[str, Any]:
-    """Where this is measured, and with what."""
+    """The machine and the software that measured."""
     return {
         "hetlb": hetlb.__version__,
         "python": platform.python_version(),

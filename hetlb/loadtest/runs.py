@@ -31,7 +31,7 @@ _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What the runs of a bench have in common. `slo_s` and `percentiles` are those of `run_figures`."""
+    """Settings that the runs of a bench share. `slo_s` and `percentiles` are those of `run_figures`."""
 
     url: str
     model: str
@@ -56,7 +56,7 @@ class LoadSpec:
 
     @property
     def as_text(self) -> bool:
-        """Whether prompts are sent as text: their lengths in tokens are estimates then."""
+        """True if prompts are sent as text: their lengths in tokens are estimates then."""
         return self.text or self.path == CHAT
 
     def bodies(self, load: Load, label: str) -> RequestBodies:
@@ -152,7 +152,7 @@ async def _warm_up(spec: LoadSpec, label: str) -> None:
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """The first of `/v1/models`. Raises `HetlbError` where nobody answers with one."""
+    """The first of `/v1/models`. Raises `HetlbError` where no server answers with one."""
     try:
         async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
             async with session.get(f"{url}/v1/models") as reply:

@@ -21,7 +21,7 @@ class RateSearch:
         self._probes = 0
 
     def add(self, rate_rps: float, met: bool) -> None:
-        """What was measured at a rate."""
+        """Record the result measured at a rate."""
         self._met[rate_rps] = met
 
     @property
@@ -37,7 +37,7 @@ class RateSearch:
         return max(rates, default=None)
 
     def next_rate_rps(self) -> float | None:
-        """What to measure next, None when the search is over. Something must have been added before."""
+        """The rate to measure next, None when the search is over. Something must have been added before."""
         met, missed = self.highest_met_rps, self.lowest_missed_rps
         if self._probes == MAX_PROBES:
             return None

@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis shows. A `log` axis leaves out what is not above 0."""
+    """An axis of a chart. A `log` axis leaves out what is not above 0."""
 
     label: str
     log: bool = False
@@ -62,7 +62,7 @@ class _Scale:
         self._low, self._high, self._start, self._end = low, high, start, end
 
     def shows(self, value: float) -> bool:
-        """Whether the axis has a place for it."""
+        """True if the axis has a place for it."""
         return math.isfinite(value) and (value > 0 or not self.log)
 
     def __call__(self, value: float) -> float:
@@ -99,7 +99,7 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, marks: bool = False, name:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which line is which, as a line of HTML; the order is that of the chart's lines."""
+    """Legend of the lines, as a line of HTML; the order is that of the chart's lines."""
     entries = []
     for index, name in enumerate(names):
         dashes = _dashes(index)

@@ -8,13 +8,14 @@ latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult, percentile
 
-#: A measurement error below this is nobody's concern; above it, it must be small beside what is measured.
+VALID, SUSPECT = "VALID", "SUSPECT"
+#: A measurement error below this is of no concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_S = 0.005
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its
@@ -92,7 +93,7 @@ def judge(
             f"long as planned"
         )
     return {
-        "verdict": "SUSPECT" if reasons else "VALID",
+        "verdict": SUSPECT if reasons else VALID,
         "reasons": reasons,
         "p99_lateness_ms": 1e3 * late_s,
         "max_lateness_ms": 1e3 * late[-1] if late else 0.0,
@@ -104,6 +105,11 @@ def judge(
         "mismatched_prompts": other_prompts,
         "errors": dict(errors),
     }
+
+
+def verdict_of(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The verdict on what is said of several runs: SUSPECT where one of them is."""
+    return SUSPECT if any(run["client"]["verdict"] == SUSPECT for run in runs) else VALID
 
 
 def _rate(times_s: Sequence[float]) -> float | None:

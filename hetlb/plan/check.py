@@ -5,13 +5,17 @@ Nothing is taken from the search but its answer; a plan that breaks a constraint
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 from scipy.optimize import linprog
 
 from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
+from hetlb.plan.disaggregation.cluster import Cluster as SplitCluster
+from hetlb.plan.disaggregation.cluster import Group, Role, Stage
+from hetlb.plan.disaggregation.cluster import Plan as SplitPlan
+from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.rent import Configuration, Plan, Problem
@@ -24,11 +28,12 @@ def check(model: PlanModel, machines: Sequence[Machine], plans: Sequence[Machine
         raise PlanError("plan: expected one ranking per machine in the order of the file")
     for plan in plans:
         machine = plan.machine
-        divisors = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
+        expected = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
+        expected |= {degree for degree, _ in machine.profiles}
         listed = [option.tensor_parallel_size for option in plan.ranking]
-        if set(listed) != divisors or len(listed) != len(divisors):
+        if set(listed) != expected or len(listed) != len(expected):
             raise PlanError(
-                f"{machine.name}: expected each of the degrees {sorted(divisors)} once, got {listed}"
+                f"{machine.name}: expected each of the degrees {sorted(expected)} once, got {listed}"
             )
         for option in plan.ranking:
             _check_option(model, machine, option)
@@ -39,8 +44,10 @@ def check(model: PlanModel, machines: Sequence[Machine], plans: Sequence[Machine
 
 def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
     where = f"{machine.name}, degree {option.tensor_parallel_size}"
-    if option.instances * option.tensor_parallel_size != machine.gpus:
-        raise PlanError(f"{where}: expected all {machine.gpus} GPUs used, got {option.instances} instances")
+    if option.instances != machine.gpus // option.tensor_parallel_size:
+        raise PlanError(
+            f"{where}: expected as many as fit {machine.gpus} GPUs, got {option.instances} instances"
+        )
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
     room = option.tensor_parallel_size * (usable - machine.reserved_bytes_per_gpu) - weights
@@ -49,8 +56,9 @@ def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
     if option.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.kv_cache_tokens}")
     profiled = option.tensor_parallel_size in {degree for degree, _ in machine.profiles}
-    if option.feasible != (room >= need and profiled):
-        raise PlanError(f"{where}: expected feasible to be {room >= need and profiled}")
+    accepted = model.shape is None or not refusal(model.shape, option.tensor_parallel_size)
+    if option.feasible != (room >= need and profiled and accepted):
+        raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):
         raise PlanError(f"{where}: expected a throughput above 0 if and only if it is feasible")
     if option.feasible == bool(option.reason):
@@ -212,3 +220,109 @@ def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -
     matrix = [[-mode.get(name, 0.0) for mode in modes] for name in names]
     found = linprog([1.0] * len(modes), A_ub=matrix, b_ub=[-rates[name] for name in names])
     return float(found.fun) if found.status == 0 else float("inf")
+
+
+# --- prefill here, decode there ---------------------------------------------------------------------------
+
+
+def check_split(
+    cluster: SplitCluster, plan: SplitPlan, capacity: Callable[[Sequence[Stage], Role, int], float]
+) -> None:
+    """Raise `PlanError` unless groups fit their machines and flows keep every limit.
+
+    `capacity` is the cost model: requests/s of stages in a role with a KV cache of so many tokens.
+    """
+    used: dict[int, int] = {}
+    for g, group in enumerate(plan.groups):
+        _check_group(cluster, f"group {g}", group, capacity)
+        for m, n in group.composition:
+            used[m] = used.get(m, 0) + n
+    for m, n in used.items():
+        machine = cluster.machines[m]
+        if n > machine.gpus:
+            raise PlanError(f"plan: {machine.name}: expected at most {machine.gpus} GPUs, got {n}")
+    load = dict(plan.served)
+    for (sender, receiver), rate in plan.flows.items():
+        roles = plan.groups[sender].role, plan.groups[receiver].role
+        if roles != (Role.PREFILL, Role.DECODE) or not rate > 0.0:
+            raise PlanError(
+                f"plan: flow {sender} to {receiver}: expected requests/s from a prefill group to a decode "
+                f"group, got {rate} from {roles[0]} to {roles[1]}"
+            )
+        load[sender] = load.get(sender, 0.0) + rate
+        load[receiver] = load.get(receiver, 0.0) + rate
+    for g, rate in load.items():
+        if rate > plan.groups[g].capacity * (1.0 + _ROUNDING):
+            raise PlanError(
+                f"plan: group {g}: expected at most {plan.groups[g].capacity:g} requests/s, got {rate:g}"
+            )
+        if g in plan.served and plan.groups[g].role is not Role.BOTH:
+            raise PlanError(f"plan: group {g}: expected the role both, got {plan.groups[g].role}")
+    _check_kv_links(cluster, plan)
+
+
+def _check_group(
+    cluster: SplitCluster,
+    where: str,
+    group: Group,
+    capacity: Callable[[Sequence[Stage], Role, int], float],
+) -> None:
+    layers = sum(stage.layers for stage in group.stages)
+    if layers != cluster.layers or min(stage.layers for stage in group.stages) < 1:
+        raise PlanError(f"plan: {where}: expected {cluster.layers} layers over its stages, got {layers}")
+    if len({stage.gpus for stage in group.stages}) != 1:
+        raise PlanError(f"plan: {where}: expected one tensor-parallel degree for all stages")
+    room: list[Fraction] = []
+    for stage in group.stages:
+        machine, share = cluster.machines[stage.machine], Fraction(stage.layers, cluster.layers)
+        usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
+        memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
+        weights = Fraction(repr(cluster.weight_bytes)) * share
+        room.append((memory - weights) / (cluster.kv_bytes_per_token * share))
+    if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
+        raise PlanError(
+            f"plan: {where}: expected room for at most {float(min(room)):.0f} KV tokens, "
+            f"got {group.kv_cache_tokens}"
+        )
+    workload = cluster.workload
+    need = workload.longest_prompt + 1 if group.role is Role.PREFILL else workload.longest_tokens
+    if group.kv_cache_tokens < need:
+        raise PlanError(
+            f"plan: {where}: expected room for a request of {need} tokens, got {group.kv_cache_tokens}"
+        )
+    served = capacity(group.stages, group.role, group.kv_cache_tokens)
+    if abs(served - group.capacity) > _ROUNDING * served:
+        raise PlanError(f"plan: {where}: expected {served:g} requests/s, got {group.capacity:g}")
+
+
+def _check_kv_links(cluster: SplitCluster, plan: SplitPlan) -> None:
+    """Layer by layer: the stage that computed its KV cache sends it to the stage that decodes with it."""
+    layer_bytes = cluster.kv_bytes_per_token * cluster.workload.prompt_tokens / cluster.layers
+    links: dict[tuple[int, int], float] = {}
+    for (sender, receiver), rate in plan.flows.items():
+        lanes: dict[tuple[int, int], float] = {}
+        for one, other in zip(
+            _stage_of_layers(plan.groups[sender]), _stage_of_layers(plan.groups[receiver]), strict=True
+        ):
+            a, b = plan.groups[sender].stages[one], plan.groups[receiver].stages[other]
+            if a.machine != b.machine:
+                link = a.machine, b.machine
+                links[link] = links.get(link, 0.0) + rate * layer_bytes
+            else:
+                lanes[one, other] = lanes.get((one, other), 0.0) + rate * layer_bytes
+        for (one, other), sent in lanes.items():
+            a, b = plan.groups[sender].stages[one], plan.groups[receiver].stages[other]
+            most = min(a.gpus, b.gpus) * cluster.links.bytes_per_s[a.machine][a.machine]
+            if sent > most * (1.0 + _ROUNDING):
+                name = cluster.machines[a.machine].name
+                raise PlanError(f"plan: inside {name}: expected at most {most:g} bytes/s, got {sent:g}")
+    for (i, j), sent in links.items():
+        if sent > cluster.links.bytes_per_s[i][j] * (1.0 + _ROUNDING):
+            raise PlanError(
+                f"plan: {cluster.machines[i].name} to {cluster.machines[j].name}: expected at most "
+                f"{cluster.links.bytes_per_s[i][j]:g} bytes/s, got {sent:g}"
+            )
+
+
+def _stage_of_layers(group: Group) -> list[int]:
+    return [s for s, stage in enumerate(group.stages) for _ in range(stage.layers)]

@@ -31,6 +31,7 @@ from hetlb.config.profile import (
     Profile,
     Source,
 )
+from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
 from hetlb.plan.market import Market, Model, OfferTable
@@ -42,7 +43,7 @@ from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQ
 MOST_STAGES = 8
 MOST_GPUS = 16
 #: The bytes of one value that stages and GPUs send each other.
-_ACTIVATION_BYTES = 2
+ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], prof
 
 
 def origin_of(profile: Profile) -> str:
-    """What the figures of a profile rest on, in a word."""
+    """Origin of the figures of a profile, in a word."""
     if profile.source is None:
         return "profile"
     return "measured" if profile.source.measured else profile.source.kind
@@ -280,7 +281,7 @@ def _candidate(
 
 
 def speed_of(profile: Profile) -> Fraction:
-    """How fast the GPUs of a profile are: one full iteration of prompts and one of decodes, per second."""
+    """Speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
     latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
     seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
     return Fraction(1.0 / seconds)
@@ -363,7 +364,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         step_overhead_s=table.overhead_ms / 1e3,
     )
     per_token = 2.0 * (model.layers or 32) * 2.0 * (degree - 1) / degree
-    per_token *= hidden_size(model) * _ACTIVATION_BYTES / _inside(market, offer.gpu)
+    per_token *= hidden_size(model) * ACTIVATION_BYTES / _inside(market, offer.gpu)
     points = tuple(
         Point(
             point.phase,
@@ -420,7 +421,7 @@ class LinkSeconds:
 
 def _link_seconds(market: Market, model: Model, stages: Sequence[Stage], across: bool) -> LinkSeconds:
     links = market.file.links
-    size = hidden_size(model) * _ACTIVATION_BYTES
+    size = hidden_size(model) * ACTIVATION_BYTES
     token_s = batch_s = 0.0
     for stage, following in pairwise(stages):
         # Across machines, stages of one kind share a machine as far as it reaches: the slow link is counted
@@ -429,6 +430,48 @@ def _link_seconds(market: Market, model: Model, stages: Sequence[Stage], across:
         token_s += size / bandwidth
         batch_s += links.latency_s
     return LinkSeconds(token_s, batch_s)
+
+
+def pipeline_latency(
+    shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
+) -> LatencyModel:
+    """The latency model of a pipeline as one engine; `latencies` are of the whole model on each stage."""
+    count = len(shares)
+
+    def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
+        """Seconds that one batch takes to come round, of one coefficient."""
+        parts = [share * value for share, value in zip(shares, values, strict=True)]
+        return max(count * max(parts), math.fsum(parts) + link_s)
+
+    def whole(key: str, link_s: float = 0.0) -> float:
+        return round_s([getattr(each, key) for each in latencies], link_s)
+
+    token_s, batch_s = links.token_s, links.batch_s
+    better = [each.better_prefill for each in latencies]
+    form: PnormPrefill | None = None
+    if all(each is not None for each in better):
+        known = [each for each in better if each is not None]
+        grid = known[0].grid if all(each.grid == known[0].grid for each in known) else None
+        form = PnormPrefill(
+            floor_s=round_s([each.floor_s for each in known], batch_s),
+            token_s=round_s([each.token_s for each in known], token_s) / count,
+            attention_s=round_s([each.attention_s for each in known]) / count,
+            p=min(each.p for each in known),
+            grid=None
+            if grid is None
+            else PrefillGrid(tuple(batch * count for batch in grid.batches), grid.lengths, grid.log_ratio),
+        )
+    return LatencyModel(
+        k1=whole("k1", token_s) / count,
+        k2=whole("k2") / count,
+        k3=whole("k3"),
+        k4=whole("k4", batch_s),
+        k5=whole("k5") / count,
+        k6=whole("k6", token_s) / count,
+        k7=whole("k7"),
+        k8=whole("k8", batch_s),
+        better_prefill=form,
+    )
 
 
 def pipeline_profile(
@@ -441,53 +484,27 @@ def pipeline_profile(
 ) -> Profile:
     """The profile of a pipeline as one engine; `profiles`: the whole model on the GPUs of each stage."""
     count = len(stages)
-    shares = [float(stage.layers) for stage in stages]
-
-    def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
-        """What one batch takes to come round, of one coefficient."""
-        parts = [share * value for share, value in zip(shares, values, strict=True)]
-        return max(count * max(parts), math.fsum(parts) + link_s)
-
-    def whole(section: str, key: str, link_s: float = 0.0) -> float:
-        return round_s([getattr(getattr(p, section), key) for p in profiles], link_s)
-
-    token_s, batch_s = links.token_s, links.batch_s
-    better = [p.better_prefill for p in profiles]
-    form: BetterPrefill | None = None
-    if all(each is not None for each in better):
-        known = [each for each in better if each is not None]
-        grid = known[0].grid if len({s.gpu for s in stages}) == 1 else None
-        form = BetterPrefill(
-            floor_s=round_s([each.floor_s for each in known], batch_s),
-            token_s=round_s([each.token_s for each in known], token_s) / count,
-            attention_s=round_s([each.attention_s for each in known]) / count,
-            p=min(each.p for each in known),
-            grid=None
-            if grid is None
-            else PrefillGridTable(
-                batches=tuple(batch * count for batch in grid.batches),
-                lengths=grid.lengths,
-                log_ratio=grid.log_ratio,
-            ),
-        )
+    latency = pipeline_latency([float(s.layers) for s in stages], [p.latency for p in profiles], links)
+    form = latency.better_prefill
+    grid = None if form is None else form.grid
     batched = min(p.engine.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for p in profiles)
     seqs = min(p.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for p in profiles)
     return Profile(
         version=1,
         name=name,
-        prefill=PrefillCoefficients(
-            k1=whole("prefill", "k1", token_s) / count,
-            k2=whole("prefill", "k2") / count,
-            k3=whole("prefill", "k3"),
-            k4=whole("prefill", "k4", batch_s),
+        prefill=PrefillCoefficients(k1=latency.k1, k2=latency.k2, k3=latency.k3, k4=latency.k4),
+        decode=DecodeCoefficients(k5=latency.k5, k6=latency.k6, k7=latency.k7, k8=latency.k8),
+        better_prefill=None
+        if form is None
+        else BetterPrefill(
+            floor_s=form.floor_s,
+            token_s=form.token_s,
+            attention_s=form.attention_s,
+            p=form.p,
+            grid=None
+            if grid is None
+            else PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio),
         ),
-        decode=DecodeCoefficients(
-            k5=whole("decode", "k5") / count,
-            k6=whole("decode", "k6", token_s) / count,
-            k7=whole("decode", "k7"),
-            k8=whole("decode", "k8", batch_s),
-        ),
-        better_prefill=form,
         hardware=Hardware(
             gpu="+".join(dict.fromkeys(stage.gpu for stage in stages)),
             gpus=sum(stage.tensor_parallel_size for stage in stages),

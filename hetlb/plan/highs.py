@@ -6,7 +6,6 @@ while the solver runs, a warm start, an end on Ctrl-C with the incumbent kept, a
 
 from __future__ import annotations
 
-import importlib
 import math
 import signal
 import time
@@ -16,10 +15,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.errors import InputError, PlanError
+from hetlb.errors import PlanError
 
 INFINITY = math.inf
 #: (incumbent objective, proven bound), either of them NaN before there is one.
@@ -27,14 +27,6 @@ OnProgress = Callable[[float, float], None]
 #: The values of all columns of an incumbent.
 OnSolution = Callable[[NDArray[np.float64]], None]
 _PROGRESS_INTERVAL_S = 0.2
-
-
-def _highspy() -> Any:
-    """The solver's module. Raises `InputError` where it is not installed."""
-    try:
-        return importlib.import_module("highspy")
-    except ImportError as error:
-        raise InputError("expected highspy to be installed (pip install 'hetlb[tools]')") from error
 
 
 class Interrupt:
@@ -70,7 +62,7 @@ class SolveLimits:
 
     @property
     def over(self) -> bool:
-        """Whether the time is up or an interrupt came."""
+        """True if the time is up or an interrupt came."""
         return time.monotonic() >= self.deadline or (self.interrupt is not None and self.interrupt.requested)
 
 
@@ -160,7 +152,7 @@ class LinearProgram:
         """
         highs = self._load(limits)
         if start is not None:
-            warm = _highspy().HighsSolution()
+            warm = highspy.HighsSolution()
             warm.col_value = list(start)
             highs.setSolution(warm)
         integer = any(self._integer)
@@ -182,10 +174,10 @@ class LinearProgram:
                 highs.cbMipImprovingSolution -= improved
         status = highs.getModelStatus()
         info = highs.getInfo()
-        names = _highspy().HighsModelStatus
+        names = highspy.HighsModelStatus
         if status in (names.kInfeasible, names.kUnboundedOrInfeasible):
             return None
-        if info.primal_solution_status != _highspy().SolutionStatus.kSolutionStatusFeasible:
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             if status in (names.kTimeLimit, names.kInterrupt):
                 return None
             raise PlanError(f"the solver gave no solution: {highs.modelStatusToString(status)}")
@@ -200,7 +192,7 @@ class LinearProgram:
 
     def _load(self, limits: SolveLimits) -> Any:
         if self._highs is None:
-            highs = _highspy().Highs()
+            highs = highspy.Highs()  # type: ignore[no-untyped-call]
             highs.setOptionValue("output_flag", False)
             highs.setOptionValue("threads", 1)
             highs.passModel(self._as_highs())
@@ -216,7 +208,6 @@ class LinearProgram:
         return highs
 
     def _as_highs(self) -> Any:
-        highspy = _highspy()
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self._cost), len(self._row_lower)
         lp.sense_ = highspy.ObjSense.kMaximize

@@ -24,7 +24,7 @@ _MOST_HOURS = 10_000
 
 @dataclass(frozen=True)
 class Hour:
-    """What is asked for in one hour, and what differs from the market: prices and numbers of GPUs."""
+    """Demand in one hour, and its differences from the market: prices and numbers of GPUs."""
 
     name: str
     request_rate: float

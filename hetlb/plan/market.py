@@ -82,7 +82,7 @@ class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ConfigurationTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one instance may be: its GPUs with a profile, or the requests/s it serves of each type alone."""
+    """One kind of instance: its GPUs with a profile, or the requests/s it serves of each type alone."""
 
     name: str
     gpus: dict[str, PositiveInt]
@@ -102,7 +102,7 @@ class SloTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class TargetTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What must be served, at least cost."""
+    """The load that must be served, at least cost."""
 
     request_rate: Positive
 

@@ -43,19 +43,19 @@ class Table:
 
     @property
     def simulated(self) -> bool:
-        """Whether every configuration has a profile, so that a plan can be simulated."""
+        """True if every configuration has a profile, so that a plan can be simulated."""
         return all(each.profile is not None for each in self.candidates.values())
 
     @property
     def lengths_known(self) -> bool:
-        """Whether the types say how long their requests are."""
+        """True if the types say how long their requests are."""
         stated = self.market.file.workloads
         return all(each.input_tokens is not None and each.output_tokens is not None for each in stated)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What renting or dividing otherwise would give, None where it serves nothing."""
+    """Throughput of renting or dividing in another way, None where it serves nothing."""
 
     throughput: float
     cost_per_hour: float

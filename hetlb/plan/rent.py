@@ -72,7 +72,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """What may be rented and what is asked for: a budget per hour, or a request rate at least cost.
+    """The problem: what may be rented, and a budget per hour or a request rate at least cost.
 
     `available`: GPUs of each kind, infinite where there is no limit. Shares of all workloads sum to 1.
     """
@@ -119,7 +119,7 @@ class Plan:
     bound: float = INFINITY
 
     def gap(self, problem: Problem) -> float:
-        """How far the plan may be from the best, relative."""
+        """Relative distance of the plan from the bound."""
         if problem.request_rate is not None:
             return self.cost_per_hour / self.bound - 1.0 if self.bound > 0 else INFINITY
         return max(0.0, self.bound / self.throughput - 1.0) if self.throughput > 0 else INFINITY
@@ -258,7 +258,7 @@ class Formulation:
 
 
 def resource_rows(problem: Problem) -> dict[str, tuple[list[float], float]]:
-    """What each instance takes of the budget (key "budget") and of each kind of GPU, and the limits."""
+    """Use by each instance of the budget (key "budget") and of each kind of GPU, and the limits."""
     rows: dict[str, tuple[list[float], float]] = {}
     if problem.budget_per_hour < INFINITY:
         prices = [c.price_per_hour for c in problem.configurations]

@@ -60,7 +60,7 @@ class Replanned:
 
 
 def moves_between(old: Mapping[str, int], new: Mapping[str, int]) -> Moves:
-    """What leads from one set of instances to another."""
+    """Moves that lead from one set of instances to another."""
     names = dict.fromkeys([*old, *new])
     difference = {name: new.get(name, 0) - old.get(name, 0) for name in names}
     return Moves(
@@ -91,7 +91,7 @@ def replan(
 
 
 def _kept(problem: Problem, scratch: Plan, share: float) -> float:
-    """What the new plan has to serve at least; with a target rate: what it may cost at most."""
+    """Throughput that the new plan has to keep; with a target rate: the most it may cost."""
     return share * scratch.throughput if problem.request_rate is None else scratch.cost_per_hour / share
 
 

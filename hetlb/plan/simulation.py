@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from hetlb.config.profile import Profile
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.base import PlannedShares
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec

@@ -1,4 +1,4 @@
-"""What one instance serves: requests/s of a type or of a mix of types, by the engine model on a profile.
+"""Throughput of one instance: requests/s of a type or of a mix of types, by the engine model on a profile.
 
 The instance is saturated: more requests wait than it can run. The rate is that of admissions between the
 time when its first batch has turned over and the time when nothing waits any more, so neither filling nor

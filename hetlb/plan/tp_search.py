@@ -1,4 +1,4 @@
-"""Which tensor-parallel degree per machine: the memory constraint and the exhaustive search of the paper.
+"""Tensor-parallel degree per machine: the memory constraint and the exhaustive search of the paper.
 
 Every degree that divides the GPU count is ranked, the infeasible ones last with the reason and
 the missing bytes; what throughput a degree has is said by an estimator given as an argument, once per
@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
+from hetlb.plan.model_shape import ModelShape, refusal
 
 #: Requests of a trace: (input tokens, output tokens).
 Rows = Sequence[tuple[int, int]]
@@ -22,7 +23,7 @@ Rows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PlanModel:
-    """What is to be served, and the longest request that must fit."""
+    """The model to be served, and the longest request that must fit."""
 
     name: str
     parameters: float
@@ -30,6 +31,8 @@ class PlanModel:
     kv_bytes_per_token: int
     max_input_tokens: int
     max_output_tokens: int
+    #: What vLLM must split evenly; None: not known, so degrees are not checked.
+    shape: ModelShape | None = None
 
     @property
     def weight_bytes(self) -> Fraction:
@@ -53,6 +56,8 @@ class Machine:
     gpu_memory_utilization: float
     reserved_bytes_per_gpu: int
     profiles: tuple[tuple[int, str], ...]
+    #: Price of one GPU, in whatever currency; None: not stated.
+    price_per_gpu_hour: float | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -64,12 +69,13 @@ class Machine:
             self.gpu_memory_utilization,
             self.reserved_bytes_per_gpu,
             self.profiles,
+            self.price_per_gpu_hour,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an instance of some degree has left for the KV cache. `missing_bytes` is 0 where it fits."""
+    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
 
     kv_bytes: Fraction
     kv_cache_tokens: int
@@ -114,9 +120,22 @@ def memory(model: PlanModel, machine: Machine, degree: int) -> Memory:
     return Memory(kv_bytes, max(0, math.floor(kv_bytes / model.kv_bytes_per_token)), missing)
 
 
-def degrees(gpus: int) -> list[int]:
-    """Every degree that divides the GPU count."""
-    return [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
+def degrees(machine: Machine) -> list[int]:
+    """Every degree that divides the GPU count, and those of profiles that leave GPUs over."""
+    profiled = {degree for degree, _ in machine.profiles if degree <= machine.gpus}
+    return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | profiled)
+
+
+def misfit(model: PlanModel, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
+    """Reason for which an instance of these degrees cannot run on a machine; empty where it can."""
+    if model.shape is not None and (why := refusal(model.shape, degree, pipeline_parallel_size)):
+        return f"vLLM refuses it: {why}"
+    room = memory(model, machine, degree * pipeline_parallel_size)
+    if room.missing_bytes:
+        return f"does not fit: {room.missing_bytes} bytes missing"
+    if degree not in dict(machine.profiles):
+        return f"no profile for tensor_parallel_size {degree}"
+    return ""
 
 
 def search(
@@ -134,7 +153,7 @@ def search(
         if machine.kind in rankings:
             continue
         options = []
-        for degree in degrees(machine.gpus):
+        for degree in degrees(machine):
             options.append(_option(model, machine, degree, estimate))
             on_option()
         options.sort(key=lambda o: (not o.feasible, -o.throughput_tok_s, o.tensor_parallel_size))
@@ -145,12 +164,9 @@ def search(
 def _option(model: PlanModel, machine: Machine, degree: int, estimate: Estimator) -> Option:
     room = memory(model, machine, degree)
     instances = machine.gpus // degree
-    profile = dict(machine.profiles).get(degree)
-    if room.missing_bytes:
-        reason = f"does not fit: {room.missing_bytes} bytes missing"
-    elif profile is None:
-        reason = f"no profile for tensor_parallel_size {degree}"
-    else:
+    reason = misfit(model, machine, degree)
+    if not reason:
+        profile = dict(machine.profiles)[degree]
         throughput = estimate(profile, room.kv_cache_tokens, instances)
         if not (math.isfinite(throughput) and throughput > 0):
             raise PlanError(

@@ -75,7 +75,7 @@ def query(model: str, system: str, tp: int, *, overhead_s: float = 0.0, scale: f
 
 
 def _kv_cache(memory: Any, model: str, system: str, tp: int) -> dict[str, Any]:
-    """What the library says of the KV cache; empty where the model does not fit."""
+    """KV cache by the library; empty where the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,

@@ -53,7 +53,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself; None for what it does not say. `prefix_cache`: it keeps prefixes."""
+    """Facts that a server reports; None for the others. `prefix_cache`: it keeps prefixes."""
 
     model: str
     version: str | None
@@ -64,7 +64,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """When the tokens of one prompt came: `(seconds, tokens so far)`, rising, on the monotonic clock."""
+    """Times of the tokens of one prompt: `(seconds, tokens so far)`, rising, on the monotonic clock."""
 
     stamps: tuple[tuple[float, int], ...]
 
@@ -146,7 +146,7 @@ class EngineClient:
         await self._session.close()
 
     async def facts(self, model: str | None) -> ServerFacts:
-        """Who it is. Raises `InputError` where it is no server of `model`."""
+        """Facts of the server. Raises `InputError` where it is no server of `model`."""
         status, body = await self._page("/v1/models")
         if status in (401, 403):
             raise InputError(
@@ -183,11 +183,11 @@ class EngineClient:
         )
 
     async def sample(self) -> EngineSample:
-        """What runs and waits now."""
+        """Requests that run and wait now."""
         return parse((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
     async def counters(self) -> EngineCounters:
-        """What it has done so far."""
+        """Counters until now."""
         return parse_counters((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
     async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:

@@ -358,7 +358,7 @@ def fit_linear(
         return total
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance nobody asked for
+        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance that is not used
         shares, _ = curve_fit(
             model,
             batch,
@@ -495,7 +495,7 @@ def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> fl
 
 
 def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[int]) -> tuple[_Array, _Array]:
-    """How much the logarithm of `base` rises at least from node to node, were its slope the least there.
+    """Least rise of the logarithm of `base` from node to node, were its slope the least there.
 
     Its slope in log(batch) and log(length) grows along both axes, so the least slope of a cell is at its
     lower corner; the node's own edge is part of up to two cells, and the lower one decides.
@@ -583,7 +583,7 @@ def assumed_mixed(latency: LatencyModel, shape: ModelShape | None) -> MixedTerm:
 
 
 def mixed_s(latency: LatencyModel, point: Point) -> float:
-    """What a model says of a mixed point."""
+    """Seconds that a model predicts for a mixed point."""
     tokens = point.prefill_tokens
     return latency.mixed_step_s(tokens, 1.0, tokens, point.batch, point.batch * point.length)
 

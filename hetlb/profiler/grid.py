@@ -1,6 +1,6 @@
-"""Which points a sweep measures: a grid, clipped to what the server can hold, and what they are for.
+"""Grid of a sweep: the points, clipped to what the server can hold, and their purpose.
 
-Pure. Every point fits the server's context, its KV cache with room to spare (nobody is
+Pure. Every point fits the server's context, its KV cache with room to spare (no sequence is
 preempted) and its number of sequences; what was clipped or left out is said.
 """
 

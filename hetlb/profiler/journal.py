@@ -19,7 +19,7 @@ from hetlb.profiler.grid import Size
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a journal's samples were measured on: all of it must be the same to go on."""
+    """Identity of what a journal's samples were measured on: all of it must be the same to go on."""
 
     model: str
     engine_version: str | None

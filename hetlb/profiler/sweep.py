@@ -3,7 +3,7 @@
 A prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
 engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
 decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
-anyone else worked on it or anybody was preempted meanwhile: such a sample is not kept. Every sample is in
+other requests ran on it or a sequence was preempted meanwhile: such a sample is not kept. Every sample is in
 the journal before the next begins. No point is measured again while another waits for its first sample.
 """
 
@@ -62,7 +62,7 @@ class BusyError(HetlbError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a sweep is: samples taken and planned, and what is measured now."""
+    """Progress of a sweep: samples taken and planned, and the one measured now."""
 
     done: int
     planned: int
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a sweep found: points (medians of their samples), and what was learnt of the engine."""
+    """Result of a sweep: points (medians of their samples), and the facts learnt of the engine."""
 
     points: tuple[Point, ...]
     max_num_batched_tokens: int | None
@@ -94,7 +94,7 @@ async def settled(client: EngineClient, facts: ServerFacts) -> bool:
 
 
 async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: random.Random) -> int | None:
-    """How many sequences run while others wait although the KV cache has room; None where none ever do."""
+    """Sequences that run while others wait although the KV cache has room; None where none ever do."""
     capacity = facts.capacity
     if not facts.counts or capacity.kv_cache_tokens is None:
         return None
@@ -198,7 +198,7 @@ class Sweep:
     # --- planning ---
 
     def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
-        """How many more samples of a point are wanted: those asked for, then one more while they differ."""
+        """Further samples wanted of a point: those asked for, then one more while they differ."""
         count = taken.get(size, 0)
         if count < self._repeats:
             return self._repeats - count
@@ -264,7 +264,7 @@ class Sweep:
             raise BusyError("the server is busy with the work of others (--force measures all the same)")
 
     async def _undisturbed(self, size: Size) -> Sample:
-        """One sample that nobody disturbed, or why there is none. Raises `BusyError`."""
+        """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
         whole = True
         for _ in range(_TRIES):
             whole = True
@@ -292,9 +292,7 @@ class Sweep:
                 )
             whole = False
         if whole:
-            raise BusyError(
-                f"{size}: expected a server that nobody else uses (--force measures all the same)"
-            )
+            raise BusyError(f"{size}: expected a server without other load (--force measures all the same)")
         return _given_up(size, "its requests never ran all at once")
 
     async def _counters(self) -> EngineCounters | None:

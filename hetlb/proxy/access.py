@@ -1,4 +1,4 @@
-"""Who may come in and what is shown to whom: tokens, keys, certificates and networks.
+"""Access: tokens, keys, certificates and networks of clients, operators and engines.
 
 Files and variables are read whole at start and at reload, never for a request; an error names the
 key of the fleet file and where it points, never what stands there, and no secret is in a `repr`.
@@ -38,17 +38,18 @@ _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """How one engine is reached.
+    """Access to one engine: its key and its TLS context.
 
     `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
     `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
-    once and for all.
+    once and for all. `kv_bootstrap` is the URL of its Mooncake bootstrap server.
     """
 
     authorization: bytes | None = field(default=None, repr=False)
     passthrough: bool = False
     tls: ssl.SSLContext | None = None
     address: str | None = None
+    kv_bootstrap: str | None = None
 
 
 #: How an engine is reached of which nothing is said: no key, no TLS.
@@ -64,7 +65,7 @@ class Tenant:
     limits: LimitsTable | None = None
 
     def may_use(self, model: str) -> bool:
-        """Whether this key is for that model."""
+        """True if this key is for that model."""
         return self.models is None or model in self.models
 
 
@@ -111,6 +112,7 @@ def load_access(fleet: Fleet) -> Access:
                 authorization=_bearer(_engine_key(fleet.engines[spec.name], model_keys.get(spec.model))),
                 passthrough=proxy.passthrough_authorization,
                 tls=authorities.context(fleet.engines[spec.name]) if spec.url.startswith("https:") else None,
+                kv_bootstrap=fleet.engines[spec.name].kv_bootstrap,
             )
             for spec in fleet.instances
         },
@@ -141,7 +143,7 @@ def _check_unconfined(fleet: Fleet) -> None:
 def registered_access(
     url: str, model_key: bytes | None, *, passthrough: bool, address: str | None
 ) -> EngineAccess:
-    """How an instance is reached that is in no file: the system's authorities, the key of its model."""
+    """Access to an instance that is in no file: the system's authorities, the key of its model."""
     tls = _Authorities().context(EngineSource(key="instance")) if url.startswith("https:") else None
     return EngineAccess(_bearer(model_key), passthrough, tls, address)
 
@@ -161,7 +163,7 @@ def read_secret(source: SecretSource) -> bytes:
             ) from caught
     else:
         assert source.env is not None, "expected a file or a variable"
-        # Whoever put the secret itself here must not find it in a log.
+        # A secret written here by mistake must not reach a log.
         key = f"{source.key}_env"
         shown = repr(source.env) if re.fullmatch("[A-Z_][A-Z0-9_]*", source.env) else "something else"
         text = os.environ.get(source.env)
@@ -198,7 +200,7 @@ def _listener_context(table: TlsTable | None, key: str, base: Path) -> ssl.SSLCo
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
-    """What a listener needs to speak TLS, 1.2 or newer. Raises `ConfigError` naming `key`."""
+    """TLS context of a listener, 1.2 or newer. Raises `ConfigError` naming `key`."""
     cert_path, key_path = base / table.cert, base / table.key
     for name, path, label in (("cert", cert_path, b"CERTIFICATE"), ("key", key_path, b"PRIVATE KEY")):
         if label + b"-----" not in _pem(path, f"{key}.{name}"):
@@ -256,7 +258,7 @@ def _pem(path: Path, key: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on `host` is reached from this machine alone."""
+    """True if a listener on `host` is reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -275,7 +277,7 @@ def _network(text: str, where: str) -> Network:
 def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
     """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
 
-    With `networks` it is one in them. Where nobody serves a model and much can be learnt (link-local and
+    With `networks` it is one in them. Where no model is served and much can be learnt (link-local and
     metadata addresses, and those that are not one machine's) it is refused unless a network of such
     addresses, or the address itself, is listed.
     """

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
@@ -32,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Control(Source, Protocol):
-    """What the admin listener may see and do."""
+    """Interface of the service for the admin listener."""
 
     @property
     def registration(self) -> bool: ...
@@ -40,6 +40,8 @@ class Control(Source, Protocol):
     def admin_token(self) -> bytes | None: ...
     @property
     def readiness(self) -> str: ...
+    @property
+    def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
     def change(self, change: InstanceChange) -> None: ...
     def set_policy(self, name: str) -> None: ...
     async def register(self, table: Mapping[str, Any]) -> bool: ...
@@ -50,8 +52,10 @@ class Control(Source, Protocol):
     async def last_decisions(self, count: int) -> Sequence[Dispatch]: ...
 
 
-def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
-    """The body of `GET /v1/fleet`."""
+def fleet_document(
+    scheduler: Scheduler, now: float, stages: Mapping[str, Callable[[], list[dict[str, Any]]]]
+) -> dict[str, Any]:
+    """The body of `GET /v1/fleet`. An instance that is made of stages lists them."""
     pools: dict[str, list[Instance]] = {}
     for instance in scheduler.instances:
         names = [instance.spec.model] if instance.spec.model else list(instance.served or [""])[:1]
@@ -59,7 +63,14 @@ def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
     return {
         "policy": scheduler.policy_name,
         "models": [
-            {"name": name, "instances": [_instance_document(each, now) for each in instances]}
+            {
+                "name": name,
+                "instances": [
+                    _instance_document(each, now)
+                    | ({"stages": stages[each.name]()} if each.name in stages else {})
+                    for each in instances
+                ],
+            }
             for name, instances in pools.items()
         ],
         "queue": {"requests": len(scheduler.queue), "bytes": scheduler.queue.bytes},
@@ -71,6 +82,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
     return {
         "name": instance.name,
         "url": instance.spec.url,
+        "role": instance.spec.role.value,
         "state": instance.admin.value,
         "health": instance.health.state.value,
         "health_reason": instance.health.reason,
@@ -79,6 +91,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "queued": 0,
         "workload": instance.work_s,
         "kv_reserved_tokens": instance.kv_tokens,
+        "kv_held_tokens": instance.held_tokens,
         "kv_cache_tokens": instance.kv_cache_tokens,
         "kv_reported": None if sample is None else sample.kv_usage,
         "kv_reported_max": None if sample is None else sample.kv_usage_max,
@@ -126,7 +139,7 @@ def _has_token(request: web.Request, token: bytes) -> bool:
 
 
 def _from_a_page(request: web.Request) -> bool:
-    """Whether a web page sent this: from another origin, or under a name that somebody made lead here."""
+    """True if a web page sent this: from another origin, or under a name that only resolves to here."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True
@@ -154,7 +167,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def make_app(control: Control) -> web.Application:
     """The admin application over `control`."""
     page = MetricsPage(control)
-    dashboard = Dashboard(control, lambda: fleet_document(control.scheduler, control.now()))
+    dashboard = Dashboard(control, lambda: fleet_document(control.scheduler, control.now(), control.stages))
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -182,7 +195,7 @@ def make_app(control: Control) -> web.Application:
         return web.Response(body=await page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fleet(_: web.Request) -> web.Response:
-        return _reply(fleet_document(control.scheduler, control.now()))
+        return _reply(fleet_document(control.scheduler, control.now(), control.stages))
 
     async def usage(_: web.Request) -> web.Response:
         await control.refresh()
@@ -240,7 +253,8 @@ def make_app(control: Control) -> web.Application:
             return _refuse(403, "admin.registration is false")
         new = await control.register(await _body(request))
         await control.settled()
-        return _reply(fleet_document(control.scheduler, control.now()), 201 if new else 200)
+        document = fleet_document(control.scheduler, control.now(), control.stages)
+        return _reply(document, 201 if new else 200)
 
     async def unregister(request: web.Request) -> web.Response:
         if not control.registration:

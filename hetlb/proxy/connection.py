@@ -70,7 +70,7 @@ class Clients:
         self.open: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
-        #: Whether each connection ends with the answer it is at.
+        #: True if each connection ends with the answer it is at.
         self.stopping = False
         #: Whether connections are still served, each with one more answer that says that it is the last.
         self.leaving = False
@@ -79,7 +79,7 @@ class Clients:
         self._turning = False
 
     def admit(self, connection: ClientConnection) -> bool:
-        """Whether there is room for a new connection; where not, the oldest without a request makes it."""
+        """True if there is room for a new connection; where not, the oldest without a request makes it."""
         limit = self.table.max_connections or _half_of_the_descriptors()
         full = len(self.open) >= limit
         idle = self._oldest_idle() if full else None
@@ -87,7 +87,7 @@ class Clients:
         if idle is not None:
             idle.abort()
         elif len(self.open) > limit + max(8, limit // 8):
-            connection.abort()  # so many are being told that there is no room that nobody more can be
+            connection.abort()  # too many are being refused already
         return not full or idle is not None
 
     def left(self, connection: ClientConnection) -> None:
@@ -154,9 +154,9 @@ class ClientConnection(asyncio.Protocol):
         self._backlog = bytearray()
         self._partial = False
         self._blank_lines = 0
-        #: Whether a large body is whole and its turn has come.
+        #: True if a large body is whole and its turn has come.
         self._ripe = False
-        #: Whether reading goes on in a later turn of the loop.
+        #: True if reading goes on in a later turn of the loop.
         self._scheduled = False
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
@@ -215,7 +215,7 @@ class ClientConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         if self._closing:
             return False  # what was written still goes out
-        # A client that closes its sending side is gone (as HAProxy's abortonclose has it): whoever waits
+        # A client that closes its sending side is gone (HAProxy's abortonclose): a client that waits
         # for an answer keeps the connection open.
         self.abort()
         return False
@@ -248,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def http11(self) -> bool:
-        """Whether the client understands chunked answers."""
+        """True if the client understands chunked answers."""
         return self._head is not None and self._head.http11
 
     @property
@@ -277,12 +277,12 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _unread(self) -> bool:
-        """Whether something is there that can be read on."""
+        """True if something is there that can be read on."""
         return self._at < len(self._buffer) or (len(self._backlog) > 0 and not self._partial)
 
     @property
     def _begun(self) -> bool:
-        """Whether something of a head is there, were it an empty line."""
+        """True if something of a head is there, were it an empty line."""
         return self._partial or self._blank_lines > 0
 
     def _continue_later(self) -> None:
@@ -314,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is read or answered here; the beginning of a head is none yet."""
+        """True if no request is read or answered here; the beginning of a head is none yet."""
         if self._exchange is not None or self._head is not None or self._closing:
             return False
         return self._transport is not None and not self._transport.get_write_buffer_size()
@@ -400,7 +400,7 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _find_head(self) -> int:
-        """Where the next head ends in the buffer, 0 if it is not whole. Raises `GateError`."""
+        """Position of the next head's end in the buffer, 0 if it is not whole. Raises `GateError`."""
         seen = 0
         if self._partial:
             backlog, seen = self._backlog, len(self._backlog)
@@ -430,7 +430,7 @@ class ClientConnection(asyncio.Protocol):
         return end
 
     def _expected(self, head: RequestHead) -> None:
-        """Somebody waits to be told to send the body."""
+        """True if the client waits for `100 Continue`."""
         if head.expects != b"100-continue":
             raise GateError(417, "The only expectation understood is 100-continue.")
         if not self._clients.router.knows(head.path):
@@ -495,7 +495,7 @@ class ClientConnection(asyncio.Protocol):
             self._small.clear()
 
     def _release(self) -> None:
-        """What was kept of a body is whole, or of no use any more."""
+        """Drop the parts of a body that is whole, or of no use any more."""
         self._clients.held_bytes -= self._held
         self._held = 0
         self._body = []

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.block_index import KvEventBatch
+from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -28,9 +29,11 @@ from hetlb.core.types import (
     Dispatch,
     EngineSample,
     HealthChanged,
+    Hold,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
+    KvTransfer,
     Lease,
     Outcome,
     PassOn,
@@ -38,10 +41,15 @@ from hetlb.core.types import (
     ProbeResult,
     Reject,
     RequestId,
+    Role,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.handover import SideCall
 from hetlb.proxy.http.forward_headers import ForwardRules
+from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.predicted_duration import expected_s
@@ -58,7 +66,6 @@ from hetlb.proxy.scheduling import (
 )
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
-from hetlb.proxy.telemetry.request_record import Phase
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EnginePool
 
@@ -127,6 +134,11 @@ class ExchangeDriver(ABC):
         return True
 
     @property
+    def splits(self) -> bool:
+        """True if some requests are prefilled at one instance and decoded at another."""
+        return False
+
+    @property
     @abstractmethod
     def waiting(self) -> int:
         """Requests that wait for an instance."""
@@ -156,7 +168,7 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def retry_after_s(self, reject: Reject) -> float | None:
-        """When the client of a rejected request should come again, None where that would be of no use."""
+        """Seconds until the client of a rejected request should try again, None where that is of no use."""
 
     @abstractmethod
     def targets(self) -> Iterable[Target]:
@@ -176,11 +188,11 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def pinned_serves(self, pinned: str, model: str) -> bool:
-        """Whether the instance that a request is pinned to answers to a model."""
+        """True if the instance that a request is pinned to answers to a model."""
 
     @abstractmethod
     def serves(self, lease: Lease) -> bool:
-        """Whether the instance of a lease serves its model, as far as is known."""
+        """True if the instance of a lease serves its model, as far as is known."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
@@ -189,6 +201,40 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def model_at(self, pinned: str | None) -> str:
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
+
+    # --- prefill at one instance, decode at another: where the scheduler is in this process ---
+
+    def kv_transfer(self, lease: Lease) -> KvTransfer:
+        """Hand-over of KV blocks from the instance of a lease."""
+        raise NotImplementedError
+
+    def bootstrap(self, lease: Lease) -> EnginePool | None:
+        """Connections to the bootstrap server of a prefill instance, None where its connector has none."""
+        raise NotImplementedError
+
+    def prefilled(self, lease: Lease) -> None:
+        """A prefill leg ended well."""
+        raise NotImplementedError
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        """A hand-over failed: the request goes to one instance as a whole."""
+        raise NotImplementedError
+
+    def hold_released(self, hold: Hold) -> None:
+        """A prefill instance keeps a prompt no longer."""
+        raise NotImplementedError
+
+    def release(self, hold: Hold, model: str, body: bytes) -> None:
+        """Have a prefill instance keep a prompt no longer, by a request that a decode instance refuses."""
+        raise NotImplementedError
+
+    def handed_over(self, result: str = "done") -> None:
+        """A hand-over has ended."""
+        self._totals.handed_over(result)
+
+    def stood_still_since(self, then: float) -> bool:
+        """True if this process did not run for a while since then."""
+        return self.stalls.since(then)
 
     # --- requests ---
 
@@ -222,7 +268,7 @@ class ExchangeDriver(ABC):
             end = exchange.end
             assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
             self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
-        elif exchange.ended_in is Phase.QUEUE and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
+        elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.cancelled(exchange.request.id, ended_at)
         if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
@@ -231,7 +277,7 @@ class ExchangeDriver(ABC):
 
     def refused(self, outcome: Outcome) -> None:
         """A request was answered before it became one."""
-        self._totals.count(outcome, Phase.QUEUE.value)
+        self._totals.count(outcome, Phase.QUEUED.value)
 
     def settle(self) -> None:
         """Count and log the requests that ended since the last time."""
@@ -274,7 +320,7 @@ class ExchangeDriver(ABC):
         return {
             exchange.lease.instance
             for exchange in self.exchanges.values()
-            if exchange.lease is not None and exchange.phase is Phase.STREAM and exchange.since >= since
+            if exchange.lease is not None and exchange.phase is Phase.STREAMING and exchange.since >= since
         }
 
     def identify(self, own: str, table: ProxyTable | None = None) -> None:
@@ -399,6 +445,18 @@ class Driver(ExchangeDriver):
         #: How long a probe may take, in seconds.
         self.probe_timeout_s = 0.0
         self._ticker: asyncio.TimerHandle | None = None
+        #: Connections to bootstrap servers, by URL; requests of our own to engines.
+        self._bootstraps: dict[str, EnginePool] = {}
+        self._releases: set[SideCall] = set()
+        self._splits = False
+        self._look_for_splits()
+
+    def _look_for_splits(self) -> None:
+        self._splits = any(each.spec.kv_transfer is not None for each in self.scheduler.instances)
+
+    @property
+    def splits(self) -> bool:
+        return self._splits
 
     @property
     def models(self) -> Collection[str]:
@@ -434,6 +492,77 @@ class Driver(ExchangeDriver):
         self._end_s.append(perf_counter() - started)
         if commands or self._ticker is None:
             self.carry_out(commands)
+
+    def kv_transfer(self, lease: Lease) -> KvTransfer:
+        link = self.scheduler.holder(lease).spec.kv_transfer
+        assert link is not None, f"{lease.instance} takes part in no KV transfer"
+        return link
+
+    def bootstrap(self, lease: Lease) -> EnginePool | None:
+        if not self.kv_transfer(lease).connector.concurrent:
+            return None
+        url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
+        if url is None:
+            return None
+        if url not in self._bootstraps:
+            table = self.table
+            self._bootstraps[url] = EnginePool(
+                url,
+                self.loop,
+                PLAIN_ACCESS,
+                connect_timeout_s=table.connect_timeout_s,
+                idle_s=table.upstream_idle_s,
+            )
+        return self._bootstraps[url]
+
+    def prefilled(self, lease: Lease) -> None:
+        self._totals.instance(lease.instance).ended(Outcome.OK)
+        self.carry_out(self.scheduler.on_prefilled(lease, self.now()))
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        self._totals.handed_over(why)
+        self._totals.tried_again(lease.instance, outcome)
+        self.carry_out(self.scheduler.on_unsplit(lease, outcome, self.now()))
+
+    def hold_released(self, hold: Hold) -> None:
+        self.carry_out(self.scheduler.on_hold_released(hold, self.now()))
+
+    def release(self, hold: Hold, model: str, body: bytes) -> None:
+        able = [
+            each
+            for each in self.scheduler.instances
+            if each.routable
+            and each.name != hold.instance
+            and each.spec.role is not Role.PREFILL
+            and each.spec.kv_transfer is not None
+            and each.serves(model)
+        ]
+        able.sort(key=lambda each: each.name != hold.target)
+        self._release_by(able, hold, body)
+
+    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
+        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        if not able or hold.ended:
+            return
+        asked, *others = able
+        if asked.incarnation not in self._pools:
+            self.open_pool(asked.incarnation, asked.name, asked.spec.url)
+
+        def lines(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
+
+        def done(head: ResponseHead, answer: bytes) -> None:
+            self._releases.discard(call)
+            if head.status == 400:
+                self.hold_released(hold)
+
+        def failed(end: End | None, detail: str) -> None:
+            self._releases.discard(call)
+            self._release_by(others, hold, body)
+
+        call = SideCall(self._pools[asked.incarnation], b"POST", lines, body, done, failed)
+        self._releases.add(call)
+        call.send()
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
@@ -480,6 +609,7 @@ class Driver(ExchangeDriver):
         if isinstance(change, InstanceAdded | InstanceRemoved):
             self.drop_unused_pools()
             self.decisions.bound(len(self.scheduler.instances))
+            self._look_for_splits()
 
     def serves(self, lease: Lease) -> bool:
         served = self.scheduler.holder(lease).served
@@ -493,7 +623,7 @@ class Driver(ExchangeDriver):
             self.change(AdminStateSet(instance, AdminState.MAINT))
 
     def _emits(self, name: str) -> bool:
-        """Whether part of an answer came from an instance lately."""
+        """True if part of an answer came from an instance lately."""
         return name in self.streaming(self.now() - EMITS_S)
 
     @property
@@ -539,6 +669,10 @@ class Driver(ExchangeDriver):
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
         command.label = exchange.label
+        if lease.decode is not None:
+            target = self.scheduler.holder(lease.decode)
+            if target.incarnation not in self._pools:
+                self.open_pool(target.incarnation, target.name, target.spec.url)
         total_s, first_s, mixed = expected_s(instance, lease)
         exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
@@ -548,6 +682,10 @@ class Driver(ExchangeDriver):
 
     def close(self) -> None:
         super().close()
+        for call in self._releases:
+            call.abort()
+        for pool in self._bootstraps.values():
+            pool.close()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

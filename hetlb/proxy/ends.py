@@ -34,7 +34,7 @@ class End:
 
     @property
     def counts_as(self) -> Verdict:
-        """What it says about the instance."""
+        """Verdict about the instance."""
         return verdict(self.told, self.server_error)
 
 
@@ -60,6 +60,12 @@ UNREAD: Final = End(
     Outcome.NO_RESPONSE,
     Outcome.CLIENT_GONE,
 )
+NOT_HANDED_OVER: Final = End(
+    "not-handed-over",
+    "its KV blocks did not reach the decode instance, or not in time",
+    Outcome.NO_RESPONSE,
+    Outcome.CLIENT_GONE,
+)
 JUNK: Final = End("junk", "no valid HTTP, a redirect, another protocol", Outcome.NO_RESPONSE)
 SILENT: Final = End("silent", "no first byte within `proxy.first_byte_timeout_s`", Outcome.NO_RESPONSE)
 BROKEN: Final = End("broken", "the answer broke off, or ended without `[DONE]`", Outcome.BROKEN_STREAM)
@@ -80,7 +86,8 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
-    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD, JUNK, SILENT, BROKEN,
+    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD, NOT_HANDED_OVER,
+    JUNK, SILENT, BROKEN,
     STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL, STOPPED,
 )  # fmt: skip
 

@@ -15,9 +15,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
-from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
+from hetlb.core.types import Hold, KvTransfer, Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
+from hetlb.proxy.exchange_states import (
+    COMMITTED,
+    DECODE_UNDER_WAY,
+    DISPATCHED,
+    ENDED,
+    FIRST_BYTE,
+    HEARTBEAT,
+    PREFILL_DISPATCHED,
+    PREFILL_REFUSED,
+    PREFILLED,
+    RECONNECTING,
+    RETRIED,
+    STREAM_FOLLOWS,
+    TURNED_AWAY,
+    WRITTEN,
+    Phase,
+    Response,
+    ResponseTransition,
+    Transition,
+)
+from hetlb.proxy.handover import HandOver, fresh_salt, with_field
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.error_responses import Answer
@@ -26,12 +47,12 @@ from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
-from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
 
 
 class DriverSide(Protocol):
-    """What an exchange needs of its driver: the clock, the scheduler's ear, the connections."""
+    """Interface of an exchange's driver: the clock, the scheduler, the connections."""
 
     @property
     def forward_rules(self) -> ForwardRules: ...
@@ -48,10 +69,18 @@ class DriverSide(Protocol):
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
     def came_back(self, instance: str) -> None: ...
     def serves(self, lease: Lease) -> bool: ...
+    def kv_transfer(self, lease: Lease) -> KvTransfer: ...
+    def bootstrap(self, lease: Lease) -> EnginePool | None: ...
+    def prefilled(self, lease: Lease) -> None: ...
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None: ...
+    def handed_over(self, result: str = "done") -> None: ...
+    def hold_released(self, hold: Hold) -> None: ...
+    def release(self, hold: Hold, model: str, body: bytes) -> None: ...
+    def stood_still_since(self, then: float) -> bool: ...
 
 
 class ClientSide(Protocol):
-    """What an exchange needs of its client's connection."""
+    """Interface of an exchange's client connection."""
 
     @property
     def http11(self) -> bool: ...
@@ -76,6 +105,9 @@ _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
 _RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
+_NOTHING: Final = Response.NOTHING
+_HEARTBEATS: Final = Response.HEARTBEATS
+_STARTED: Final = Response.STARTED
 
 
 #: RFC 5842, 7.2.
@@ -87,11 +119,10 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_answer_head", "_answer_length", "_beat_at", "_body", "_call", "_chunked_out", "_client",
-        "_closes", "_committed", "_deadline_at", "_driver", "_dropped", "_early", "_engine",
-        "_engine_label", "_fine",
-        "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning", "_watcher",
-        "_write", "end", "phase", "since",
+        "_answer_head", "_answer_length", "_beat_at", "_body", "_body_bytes", "_call", "_chunked_out",
+        "_client", "_closes", "_deadline_at", "_driver", "_dropped", "_engine", "_engine_label", "_fine",
+        "_handover", "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning",
+        "_watcher", "_write", "end", "phase", "response", "since",
     )  # fmt: skip
 
     def __init__(
@@ -119,8 +150,10 @@ class Exchange(RequestRecord):
         self._head = head
         self._call = call
         self._body = body
+        self._body_bytes = request.body_bytes
         self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
-        self.phase = Phase.QUEUE
+        self.phase = Phase.QUEUED
+        self.response = _NOTHING
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
         self._engine: EngineConnection | None = None
@@ -131,10 +164,9 @@ class Exchange(RequestRecord):
         self._fine: list[int] | None = None
         #: When it is of no use to wait any longer; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
-        #: `_early`: the head went out with a heartbeat, and nothing of an engine's answer since. `_dropped`:
-        #: an engine dropped it and may have run it.
-        #: `_closes`: the client was told that the connection ends with this answer.
-        self._committed = self._early = self._dropped = self._chunked_out = self._closes = False
+        #: `_dropped`: an engine dropped it and may have run it. `_closes`: the client was told that the
+        #: connection ends with this answer.
+        self._dropped = self._chunked_out = self._closes = False
         self._tail = b""
         #: Since when the client does not read, and for how long it did not before.
         self._held_since: float | None = None
@@ -143,6 +175,8 @@ class Exchange(RequestRecord):
         self.end: End | None = None
         #: How the events of this stream begin; those that do go on as the engine framed them.
         self._text_beginning: bytes | None = None
+        #: The two legs of a split request, until the first token of the second.
+        self._handover: HandOver | None = None
 
     # --- from the scheduler ---
 
@@ -155,22 +189,25 @@ class Exchange(RequestRecord):
         mixed: bool = False,
     ) -> None:
         """The scheduler chose an instance: go there."""
-        assert self.phase is Phase.QUEUE, f"dispatched in phase {self.phase}"
         self.lease = lease
+        split = lease.decode is not None or self._handover is not None
+        if split and self._dispatched_leg(lease, now, expected_s):
+            return
         self.expected_s = expected_s
         self.expected_first_s = expected_first_s
         self.mixed = mixed
         self.dispatched_at = now
-        self._enter(Phase.CONNECT, now)
+        self._enter(DISPATCHED, now)
         self._driver.pool(lease).send(self)
 
     def turned_away(self) -> None:
         """The engine is busy and the scheduler found another instance: `dispatched` comes next."""
         self._drop_engine()
+        self._leave_handover()
         self._answer_head = self._answer_length = self.lease = None
         self.status = 0
         self.retries += 1
-        self._enter(Phase.QUEUE, self._now())
+        self._enter(TURNED_AWAY, self._now())
 
     def rejected(self, reject: Reject) -> None:
         """The scheduler turned the request down."""
@@ -181,6 +218,163 @@ class Exchange(RequestRecord):
         """The scheduler process does not know what the request asks for."""
         self._answer(answer, message)
 
+    # --- a request whose prompt is read at one instance for another ---
+
+    def _dispatched_leg(self, lease: Lease, now: float, expected_s: float) -> bool:
+        """Take the dispatch of a leg on; False if it is that of a whole request."""
+        driver, handover = self._driver, self._handover
+        if handover is not None and lease is handover.decode:
+            handover.hold = lease.hold
+            self.expected_s, self.expected_first_s, self.mixed = expected_s, 0.0, True
+            stood_still = driver.stood_still_since(handover.lease.dispatched_at)
+            read_at = handover.lease.dispatched_at if stood_still else now
+            handover.begin_decode(now, read_at, expected_s)
+            if handover.sent and self._engine is not None:
+                self._enter(DECODE_UNDER_WAY, now)
+                pending, whole = handover.take_pending()
+                if whole:
+                    self.engine_end(pending)
+                elif pending:
+                    self.engine_body(pending)
+            else:
+                self._enter(DISPATCHED, now)
+                if not handover.sent:
+                    driver.pool(lease).send(self)
+            return True
+        self._handover = self.prefill_instance = None
+        if lease.decode is None:
+            return False
+        self.dispatched_at = now
+        self._enter(PREFILL_DISPATCHED, now)
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        handover = self._handover = HandOver(self, self.kind, lease, driver.kv_transfer(lease), body)
+        handover.begin(driver.pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
+        return True
+
+    def prefill_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
+        """The head of the prefill leg: that of the client's request, with the id of both legs."""
+        lines = self._driver.forward_rules.request_lines(self._head, passthrough=passthrough)
+        if self.trace is not None:
+            lines = self.trace.onto(lines)
+        return b"%b%bx-request-id: %b\r\n" % (lines, own_headers, self._engine_label)
+
+    def send_decode(self) -> None:
+        """Both legs are sent at once: the decode leg, too, goes out now."""
+        handover = self._handover
+        assert handover is not None
+        handover.sent = True
+        self._driver.pool(handover.decode).send(self)
+
+    def prefilled(self) -> None:
+        """The prompt has been read: the decode leg is next."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        self.prefill_instance = lease.instance
+        self._enter(PREFILLED, self._now())
+        self._driver.prefilled(lease)
+
+    def prefill_refused(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
+        again = head.fields.get(b"retry-after")
+        if head.status >= 500 and again is None:
+            self._unsplit(ends.SERVER_ERROR, "prefill_error")
+            return
+        lease = self.lease
+        assert lease is not None
+        self._leave_handover()
+        self._enter(PREFILL_REFUSED, self._now())
+        if again is not None and head.status in _BUSY and _NUMBER.fullmatch(again) is not None:
+            self._driver.busy(self, lease, float(again))
+            if self.lease is not lease:
+                return
+        self._answer_head, self._answer_length, self.status = head, len(body), head.status
+        self.engine_end(body)
+
+    def prefill_failed(self, end: End | None, detail: str) -> None:
+        """The prefill instance did not answer."""
+        if end is ends.NOT_ACCEPTED or end is ends.LOOP:
+            self._try_again(end)
+        elif end is ends.LOCAL:
+            self._leave_handover()
+            self._answer(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
+        else:
+            self._unsplit(ends.MOVED if end is None else ends.DROPPED, "prefill_failed")
+
+    def handover_failed(self, why: str) -> None:
+        """The decode instance did not get the KV blocks, or not in time: one gets the whole request."""
+        if why == "late" and self._engine is not None and b'"cache_salt"' not in self._body[0]:
+            # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
+            self._body = [with_field(self._body[0], b"cache_salt", fresh_salt())]
+            self._body_bytes = len(self._body[0])
+        self._unsplit(ends.NOT_HANDED_OVER, why)
+
+    def _decode_failed(self, end: End, detail: str) -> None:
+        """The decode instance failed before its first token."""
+        handover = self._handover
+        assert handover is not None
+        if not handover.read:
+            self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
+        elif end is ends.NOT_ACCEPTED or end is ends.LOOP or end is ends.MOVED:
+            self._driver.handed_over("decode_failed")
+            self._try_again(end)
+        else:
+            self._dropped = True
+            self._unsplit(ends.DROPPED, "decode_failed")
+
+    def _first_of_decode(self, payload: bytes, *, whole: bool) -> bytes | None:
+        """The part of the decode leg's first bytes that goes on, None if nothing does for now."""
+        handover = self._handover
+        assert handover is not None
+        payload, good, why = handover.first(
+            payload, self._now(), self.status, self._watcher is not None, whole
+        )
+        if why:
+            self.handover_failed(why)
+        if not good:
+            return None
+        self._handover = None
+        if self.status < 400:
+            self._driver.handed_over()
+        elif handover.hold is not None:
+            self._driver.hold_released(handover.hold)  # vLLM releases them when it refuses the request
+        return payload
+
+    @property
+    def _sent_lease(self) -> Lease:
+        """The lease of the leg that this exchange itself is on the way with."""
+        handover = self._handover
+        lease = handover.decode if handover is not None and handover.sent else self.lease
+        assert lease is not None
+        return lease
+
+    def _unsplit(self, end: End, why: str) -> None:
+        """Have one instance get the whole request. `end` is that of the leg that was going on."""
+        lease = self.lease
+        assert lease is not None
+        self._stop_engine()
+        self.lease = self._answer_head = self._answer_length = self._watcher = None
+        self.prefill_instance = None
+        self.status = 0
+        self.retries += 1
+        self._enter(RETRIED, self._now())
+        self._driver.unsplit(lease, end.told, why)
+
+    def _leave_handover(self, sent: bool = False) -> None:
+        """No leg goes on; `sent`: the decode leg was, and its connection was closed."""
+        handover, self._handover = self._handover, None
+        if handover is None:
+            return
+        handover.cancel()
+        if handover.sent:
+            self._driver.pool(handover.decode).cancel(self)
+        hold = handover.hold
+        if hold is None or hold.ended:
+            return
+        if sent:
+            self._driver.hold_released(hold)  # the decode engine says so to the other as soon as it notices
+        elif (body := handover.release_body(self.request.model)) is not None:
+            self._driver.release(hold, self.request.model, body)
+
     # --- from the engine's connection ---
 
     def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
@@ -190,12 +384,16 @@ class Exchange(RequestRecord):
         through.
         """
         self._engine = connection
-        self._enter(Phase.WAIT, self._now())
+        if self.phase is not Phase.PREFILLING:
+            self._enter(WRITTEN, self._now())
         head, body = self._head, self._body
+        length = self._body_bytes
+        if self._handover is not None:
+            body = [self._handover.body]
+            length = len(body[0])
         lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
-        length = self.request.body_bytes
         if not length and head.method in (b"GET", b"HEAD", b"DELETE"):
             connection.send(b"%b%bx-request-id: %b\r\n\r\n" % (lines, own_headers, self._engine_label), body)
             return
@@ -209,8 +407,7 @@ class Exchange(RequestRecord):
 
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
-        lease = self.lease
-        assert lease is not None
+        lease = self._sent_lease
         if self._driver.serves(lease):
             self._driver.pool(lease).send(self)
         else:
@@ -225,11 +422,11 @@ class Exchange(RequestRecord):
         if self._dropped:
             self.engine_failed(ends.DROPPED, "the engine closed the connection")
             return
-        assert self.lease is not None
         self._dropped = True
         self._engine = None
-        self._enter(Phase.CONNECT, self._now())
-        self._driver.pool(self.lease).send(self, fresh=True)
+        if self.phase is not Phase.PREFILLING:
+            self._enter(RECONNECTING, self._now())
+        self._driver.pool(self._sent_lease).send(self, fresh=True)
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         """The head of the answer; it is kept until the body begins. `length`: of the body, if it is known."""
@@ -247,7 +444,9 @@ class Exchange(RequestRecord):
             return
         self._answer_head, self._answer_length = head, length
         self.status = head.status
-        if head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
+        if self._handover is not None and not self._handover.read:
+            pass  # both legs are on their way: what this says of the engine waits for the other one's answer
+        elif head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
             lease = self.lease
             assert lease is not None
             if _NUMBER.fullmatch(again) is not None:
@@ -282,6 +481,11 @@ class Exchange(RequestRecord):
         """More of the answer's body: passed on in the same turn."""
         watcher = self._watcher
         if self.first_byte_at is None:
+            if self._handover is not None:
+                first = self._first_of_decode(payload, whole=False)
+                if first is None:
+                    return
+                payload = first
             self._first_byte(payload)
         self.since = self._now()
         if watcher is not None:
@@ -293,9 +497,9 @@ class Exchange(RequestRecord):
                 return
         else:
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-            if self._early:
-                return  # no part of a stream: it is told of when it is whole
-        if not self._committed:
+            if self.response is _HEARTBEATS:
+                return  # no part of a stream: an event reports it when it is whole
+        if self.response is _NOTHING:
             payload = self._commit() + self._frame(payload)
         elif self._chunked_out:
             payload = b"%x\r\n%b\r\n" % (len(payload), payload)
@@ -309,6 +513,11 @@ class Exchange(RequestRecord):
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
         self._engine = None
+        if self._handover is not None and self.first_byte_at is None:
+            first = self._first_of_decode(payload, whole=True)
+            if first is None:
+                return
+            payload = first
         watcher = self._watcher
         if watcher is not None:
             if payload:
@@ -323,10 +532,10 @@ class Exchange(RequestRecord):
             if self.first_byte_at is None:
                 self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-        if self._early:
+        if self.response is _HEARTBEATS:
             self._answered_late(watcher)
             return
-        out = b"" if self._committed else self._commit()
+        out = b"" if self.response is not _NOTHING else self._commit()
         out += self._frame(payload) + b"0\r\n\r\n" if self._chunked_out else payload
         if out:
             self._write(out)
@@ -336,7 +545,9 @@ class Exchange(RequestRecord):
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
         self._engine = None
-        if self._committed and (not self._early or self._held_up):
+        if self._handover is not None and self.first_byte_at is None and end is not ends.LOCAL:
+            self._decode_failed(end, detail)
+        elif self.response is _STARTED or (self.response is _HEARTBEATS and self._held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
             self._answer(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
@@ -356,7 +567,7 @@ class Exchange(RequestRecord):
 
     @property
     def _whole(self) -> End:
-        """What the end of a whole answer says."""
+        """The end of the lease of a whole answer."""
         watcher = self._watcher
         if watcher is not None and watcher.failed:
             return ends.REFUSED_IN_STREAM if watcher.refused else ends.ERROR_EVENT
@@ -381,7 +592,7 @@ class Exchange(RequestRecord):
 
     @property
     def _unbegun(self) -> bool:
-        """Whether the engine has sent the head of a stream and not one byte of it."""
+        """True if the engine has sent the head of a stream and not one byte of it."""
         return self._watcher is not None and self.status == 200 and self.first_byte_at is None
 
     @property
@@ -391,12 +602,12 @@ class Exchange(RequestRecord):
 
     @property
     def plain(self) -> bool:
-        """Whether what comes of the answer is passed on as it stands."""
+        """True if what comes of the answer is passed on as it stands."""
         return self._watcher is None
 
     @property
     def events(self) -> int:
-        """How many events with text a stream has had so far."""
+        """Number of events with text of a stream so far."""
         return 0 if self._watcher is None else self._watcher.events
 
     # --- from the client's connection ---
@@ -428,27 +639,33 @@ class Exchange(RequestRecord):
 
     def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
         """Called about twice a second: end what has waited for too long, comfort who waits for a stream."""
-        if self.phase is Phase.QUEUE and self._too_late(now):
+        if self.phase is Phase.QUEUED and self._too_late(now):
             retry_after_s = self._driver.give_up(self)
             detail = "No instance became free in the time that the client waits."
             self._answer(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
         if self._held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
+        handover = self._handover
+        if handover is not None and self.first_byte_at is None and now > handover.until:
+            self.handover_failed("late")
+            return
         if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
             self._beat(now)
-        if self.phase is Phase.WAIT and now - self.since > first_byte_s:
+        if self.phase is Phase.SENT and now - self.since > first_byte_s:
             self._stop_engine()
             text = "The instance did not begin to answer in time."
             self._answer(error_responses.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
-        elif self.phase is Phase.STREAM and now - self.since > idle_s:
+        elif self.phase is Phase.PREFILLING and now - self.since > first_byte_s:
+            self.prefill_failed(ends.SILENT, "it did not answer in time")
+        elif self.phase is Phase.STREAMING and now - self.since > idle_s:
             self._stop_engine()
             self._break(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
-        if self._committed and not self._early:
+        if self.response is _STARTED:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self._answer(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
@@ -457,22 +674,27 @@ class Exchange(RequestRecord):
 
     @property
     def _delimited(self) -> bool:
-        """Whether the client can tell where the answer ended without the connection closing."""
+        """True if the client can tell where the answer ended without the connection closing."""
         return self._chunked_out or self._answer_length is not None
 
     @property
     def _held_up(self) -> bool:
-        """Whether the client did not read for so long that the answer may have broken off for it."""
+        """True if the client did not read for so long that the answer may have broken off for it."""
         return self._held_since is not None or self._held_s >= ends.HELD_UP_S
 
     @property
     def _may_have_run(self) -> bool:
-        """Whether an engine was sent the request and may have worked on it."""
-        return self._dropped or self.phase in (Phase.WAIT, Phase.STREAM)
+        """True if an engine was sent the request and may have worked on it."""
+        return self._dropped or self.phase in (Phase.SENT, Phase.STREAMING)
 
-    def _enter(self, phase: Phase, now: float) -> None:
-        self.phase = phase
+    def _enter(self, transition: Transition, now: float) -> None:
+        assert self.phase in transition.before, f"request {self.request.id}, {self.phase}: {transition.event}"
+        self.phase = transition.after
         self.since = now
+
+    def _respond(self, transition: ResponseTransition) -> None:
+        assert self.response in transition.before, f"{self.response}: {transition.event}"
+        self.response = transition.after
 
     def _first_byte(self, payload: bytes) -> None:
         now = self._now()
@@ -483,10 +705,11 @@ class Exchange(RequestRecord):
             if self.kind is _RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
                 self._driver.remember_response(made[1].decode("ascii"), self.lease.instance, self.tenant)
         if self._watcher is not None:
-            self._early = False
+            if self.response is _HEARTBEATS:
+                self._respond(STREAM_FOLLOWS)
             if self.request.sequences == 1:
                 self._fine = self._driver.gaps(self.request.model).fine
-        self._enter(Phase.STREAM, now)
+        self._enter(FIRST_BYTE, now)
 
     def _text_came(self, before: int) -> None:
         """More of a stream's text came, after `before` events of it. Called for about every token."""
@@ -504,8 +727,8 @@ class Exchange(RequestRecord):
         self._driver.gaps(self.request.model).long(now - self._text_at)
 
     def _too_late(self, now: float) -> bool:
-        """Whether the client is about to give up waiting."""
-        if self._early:
+        """True if the client is about to give up waiting."""
+        if self.response is _HEARTBEATS:
             return False  # heartbeats keep it from that
         if self._deadline_at is None:
             self._deadline_at = self.arrived_at + max(0.0, _patience_s(self._head) - _MARGIN_S)
@@ -514,7 +737,7 @@ class Exchange(RequestRecord):
     def _beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this commits the answer."""
         self._beat_at = now
-        if not self._early:
+        if self.response is not _HEARTBEATS:
             if not (self._call.stream and self.kind in _SSE_KINDS and self._client.http11):
                 return
             lines = [
@@ -527,7 +750,8 @@ class Exchange(RequestRecord):
             if not self._head.keep_alive:
                 lines.append(b"connection: close")
             self.status = 200
-            self._committed = self._early = self._chunked_out = True
+            self._respond(HEARTBEAT)
+            self._chunked_out = True
             self._write(b"\r\n".join(lines) + b"\r\n\r\n")
         self._write(self._frame(_HEARTBEAT))
 
@@ -550,7 +774,7 @@ class Exchange(RequestRecord):
         head, length, asked = self._answer_head, self._answer_length, self._head
         assert head is not None, "expected a head before a body"
         assert self.lease is not None
-        self._committed = True
+        self._respond(COMMITTED)
         out = b"%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
             response_lines(head),
             self.lease.instance.encode("ascii"),
@@ -558,6 +782,8 @@ class Exchange(RequestRecord):
         )
         if self.ticket is not None:
             out += self.ticket.headers(self._now())
+        if self.prefill_instance is not None:
+            out += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
         if length is not None:
             if asked.method == b"HEAD":
                 out += b"content-length: %b\r\n" % head.fields.get(b"content-length", b"0")
@@ -593,7 +819,7 @@ class Exchange(RequestRecord):
             self.usage_prompt_tokens = prompt
             if cached is not None and 0 <= cached <= prompt:
                 self.cached_tokens = cached
-                if self.request.sequences == 1:
+                if self.request.sequences == 1 and self.prefill_instance is None:
                     lease.reported_cached_tokens = cached
             if not self.request.prompt_exact:
                 self._driver.learn_prompt(self.request.model, self._call, prompt)
@@ -605,9 +831,12 @@ class Exchange(RequestRecord):
 
     def _stop_engine(self) -> None:
         """Close the engine's connection, made or in the making: it stops working for this request."""
+        sent = self._engine is not None
         self._drop_engine()
-        if self.lease is not None and self.phase is Phase.CONNECT:
+        if self.lease is not None and self.phase is Phase.CONNECTING:
             self._driver.pool(self.lease).cancel(self)
+        if self._handover is not None:
+            self._leave_handover(sent)
 
     def _try_again(self, end: End) -> None:
         """Nothing has reached the client: the scheduler decides what becomes of the request."""
@@ -619,17 +848,18 @@ class Exchange(RequestRecord):
             return
         lease, self.lease = self.lease, None
         assert lease is not None
+        self._leave_handover()
         self.retries += 1
         self._dropped = self._dropped or dropped
-        self._enter(Phase.QUEUE, self._now())
+        self._enter(RETRIED, self._now())
         self._driver.lease_ended(lease, end.told, retry=True)
 
     def _answer(
         self, answer: Answer, message: str, retry_after_s: float | None = None, *, end: End | None = None
     ) -> None:
         """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
-        assert not self._committed or self._early, "expected an answer before the response began"
-        if self._early:
+        assert self.response is not _STARTED, "expected an answer before the response began"
+        if self.response is _HEARTBEATS:
             self.status = 200
             self._write(self._frame(error_responses.error_event(answer, message, self.path)))
             self._finish(end, answer.outcome, broken=True)
@@ -655,13 +885,13 @@ class Exchange(RequestRecord):
         """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
         if end is not ends.STOPPED and self._held_up:
             end = ends.HELD_UP
-        if not self._committed:
+        if self.response is _NOTHING:
             self._write(self._commit())
         if self._watcher is not None:
             rest += self._watcher.cut()
         if rest:
             self._write(self._frame(rest))
-        if self._watcher is not None or self._early:
+        if self._watcher is not None or self.response is _HEARTBEATS:
             event = error_responses.error_event(
                 error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.", self.path
             )
@@ -678,11 +908,11 @@ class Exchange(RequestRecord):
         client_gone: bool = False,
     ) -> None:
         """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
-        assert self.phase is not Phase.DONE, f"request {self.request.id} ended twice"
-        self.ended_in, self.phase = self.phase, Phase.DONE
+        self.ended_at = self._now()
+        self.ended_in = self.phase
+        self._enter(ENDED, self.ended_at)
         self.end = end
         self.outcome = outcome if end is None else end.outcome
-        self.ended_at = self._now()
         watcher, lease = self._watcher, self.lease
         self.streamed = watcher is not None
         if watcher is not None and lease is not None and not lease.output_tokens:
@@ -698,7 +928,7 @@ class Exchange(RequestRecord):
 
 
 def _patience_s(head: RequestHead) -> float:
-    """How long the client says that it waits for an answer; infinity if it does not say."""
+    """Seconds that the client says it waits for an answer; infinity if it does not say."""
     patience_s = math.inf
     for name, value in head.headers:
         unit_s = _PATIENCE.get(name)

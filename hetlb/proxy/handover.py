@@ -1,337 +1,385 @@
-"""A process takes the place of another (`hetlb serve --replace`): listeners and the ledger go over a socket.
+"""Requests whose prompt one vLLM instance reads and whose answer another one decodes: both legs of them.
 
-The old process offers an abstract Unix socket named by its listener's address. The new one asks there for the
-listening sockets (SCM_RIGHTS), looks at the engines, and says that it begins; it then gets the leases of the
-old process and books them, so that both together send an engine no more than it can take. The old one accepts
-nothing more, ends what it has, and tells of every lease that ends and of every one that it still grants to
-a request in its queue: a grant is told before the end that made room for it. Only a process of the same user
-is let in.
+The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
+body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
+server of the prefill instance. Shared storage needs no parameters.
 
-new: take | old: listeners (descriptors) | new: begin | old: leases | new: accepting | old: leases ... end
+A prefill instance keeps the KV blocks for `lease_s` and then gives them to others: KV that is fetched later
+is that of another prompt, and the answer is wrong with status 200. So the first token must come before the
+lease can have ended, by the clock of this process; else the answer is dropped and one instance gets the whole
+request.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import os
-import socket
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+import secrets
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import msgspec
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, Lease, LiveLease, Outcome, Request
-from hetlb.errors import HetlbError
-from hetlb.proxy.systemd import Listeners
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.core.types import Connector, Hold, KvTransfer, Lease
+from hetlb.proxy.ends import End
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields
+from hetlb.proxy.http.sse import SseWatcher
+from hetlb.proxy.upstream import EngineConnection, EnginePool
 
-logger = logging.getLogger("hetlb.proxy")
+#: Answers of prefill legs and bootstrap servers beyond this are none.
+_MAX_ANSWER_BYTES: Final = 4 << 20
+#: Of a lease, what is left unused: the clocks of the engine and of this process start at different times.
+_MARGIN_SHARE: Final = 0.1
+_LEAST_MARGIN_S: Final = 0.5
+#: A decode leg whose prefill instance hangs never answers: it may take so many times what is expected...
+_PATIENCE: Final = 5.0
+#: ...and so many seconds at least: the first contact of two engines takes about 5 s on RDMA.
+_LEAST_PATIENCE_S: Final = 10.0
+#: More tokens than any engine takes: a request that asks for them is refused before it runs.
+_TOO_MANY_TOKENS: Final = 1 << 30
 
-VERSION: Final = 1
-#: Leases in one packet: a packet must fit a socket's buffer.
-_AT_ONCE: Final = 200
-_MOST_BYTES: Final = 200_000
-#: How often the old process tells of leases that were granted and that ended.
-TELL_S: Final = 0.02
-#: How often a process that took over tries to have the name itself.
-_NAME_S: Final = 0.1
-#: How long either side waits for the other's next step; engines are looked at meanwhile.
-_STEP_S: Final = 30.0
-
-
-class Granted(msgspec.Struct):
-    """A lease of the old process: what it books at its instance. `age_s`: since its dispatch."""
-
-    id: int
-    instance: str
-    model: str
-    prompt_tokens: int
-    sequences: int
-    max_tokens: int | None
-    generates: bool
-    work_ns: int
-    predicted_output: float
-    age_s: float
-    begun: bool
-
-
-class Packet(msgspec.Struct):
-    """One step of either side."""
-
-    step: str
-    version: int = VERSION
-    main: int = 0
-    granted: list[Granted] = []
-    ended: list[int] = []
+_ASK: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+#: Kinds whose requests can be split.
+SPLIT_KINDS: Final = (Kind.COMPLETION, Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES)
+#: Fields of a body that a prefill leg does not have: they make no difference to the KV cache of its prompt,
+#: or could end it in a way in which its blocks are not kept.
+_NOT_PREFILLED: Final = (
+    "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
+    "max_completion_tokens",
+)  # fmt: skip
+#: What a body may not hold: a decode instance that does not read the prompt itself cannot answer it, or the
+#: client speaks the protocol itself.
+_WHOLE_ONLY: Final = (
+    b'"kv_transfer_params"', b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"',
+    b'"return_token_ids"', b'"prompt_token_ids"',
+)  # fmt: skip
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_answer = msgspec.json.Decoder(PrefillFields)
+_bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
 
 
-def name_of(address: tuple[str, int]) -> str:
-    """The abstract name that belongs to a listener's address."""
-    return f"\0hetlb/{os.getuid()}/{address[0]}:{address[1]}"
+def may_split(kind: Kind, path: str, body: bytes) -> bool:
+    """True if a request with one prompt and one sequence can be split."""
+    return kind in SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
 
 
-def _socket() -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    one.setblocking(False)
-    return one
+def prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
+    """The body of a prefill leg: that of the client, but for one token of output and no stream."""
+    fields = _raw_fields.decode(body)
+    for name in _NOT_PREFILLED:
+        fields.pop(name, None)
+    fields["max_output_tokens" if kind is Kind.RESPONSES else "max_tokens"] = msgspec.Raw(b"1")
+    if kind is Kind.RESPONSES:
+        fields["store"] = msgspec.Raw(b"false")
+    elif kind is not Kind.MESSAGES:
+        fields["ignore_eos"] = msgspec.Raw(b"true")
+    if params is not None:
+        fields["kv_transfer_params"] = msgspec.Raw(params)
+    return msgspec.json.encode(fields)
 
 
-def _bound(one: socket.socket, address: tuple[str, int]) -> bool:
-    try:
-        one.bind(name_of(address))
-    except OSError:
-        return False
-    return True
+def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
+    """A JSON object with one more field at its end."""
+    end = body.rfind(b"}")
+    return b'%b,"%b":%b%b' % (body[:end], name, value, body[end:])
 
 
-class _Channel:
-    """One end of a handover."""
+class SideCall:
+    """A request of the proxy's own to an engine, and its whole answer, of bounded size.
 
-    def __init__(self, end: socket.socket) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._end = end
+    `lines` makes its head from the engine's own header lines, without `content-length` and the empty line.
+    """
 
-    async def send(self, packet: Packet, fds: Sequence[int] = ()) -> None:
-        """Send one packet. Raises `OSError` where the other side is gone."""
-        data = msgspec.json.encode(packet)
-        while True:
-            try:
-                socket.send_fds(self._end, [data], list(fds))
-                return
-            except BlockingIOError:
-                await asyncio.sleep(TELL_S)
-
-    async def receive(self) -> tuple[Packet | None, list[int]]:
-        """The next packet and its descriptors; None at the end."""
-        readable: asyncio.Future[None] = self._loop.create_future()
-
-        def wake() -> None:
-            if not readable.done():
-                readable.set_result(None)
-
-        self._loop.add_reader(self._end, wake)
-        try:
-            await readable
-        finally:
-            self._loop.remove_reader(self._end)
-        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, 64)
-        return (msgspec.json.decode(data, type=Packet) if data else None), list(fds)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._end.close()
-
-
-class Offer:
-    """The old process's side: waits for a successor."""
+    __slots__ = (
+        "_body", "_connection", "_done", "_failed", "_fresh", "_head", "_lines", "_over", "_pool",
+        "_received", "_serves", "method", "plain",
+    )  # fmt: skip
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        listeners: Callable[[], tuple[Sequence[int], Sequence[int]]],
-        leave: Callable[[], None],
+        pool: EnginePool,
+        method: bytes,
+        lines: Callable[[bytes, bool], bytes],
+        body: bytes,
+        done: Callable[[ResponseHead, bytes], None],
+        failed: Callable[[End | None, str], None],
+        serves: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`listeners` gives the descriptors of both listeners; `leave` is called when the other accepts."""
-        self._scheduler = scheduler
-        self._listeners = listeners
-        self._leave = leave
-        self._task: asyncio.Task[None] | None = None
-        self._known: dict[int, bool] = {}
+        self.method = method
+        self.plain = True
+        self._pool = pool
+        self._lines = lines
+        self._body = body
+        self._done = done
+        self._failed = failed
+        self._serves = serves
+        self._connection: EngineConnection | None = None
+        self._head: ResponseHead | None = None
+        self._received = b""
+        self._fresh = self._over = False
 
-    def open(self, address: tuple[str, int]) -> None:
-        """Wait for a successor at a listener's address."""
-        self._task = asyncio.create_task(self._serve(address), name="handover")
+    def send(self) -> None:
+        """Send it."""
+        self._pool.send(self)
 
-    async def close(self) -> None:
-        """Wait no longer; a successor learns of all ends before."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    def abort(self) -> None:
+        """Have the engine stop working for it. No outcome is reported."""
+        self._over = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        else:
+            self._pool.cancel(self)
 
-    async def _serve(self, address: tuple[str, int]) -> None:
-        loop = asyncio.get_running_loop()
-        with _socket() as waiting:
-            # The process that this one replaces has the name for a little longer.
-            while not _bound(waiting, address):  # noqa: ASYNC110
-                await asyncio.sleep(_NAME_S)
-            waiting.listen(1)
-            while True:
-                end, _ = await loop.sock_accept(waiting)
-                channel = _Channel(end)
-                try:
-                    if await self._hand_over(channel, end):
-                        waiting.close()  # the successor takes the name
-                        self._leave()
-                        await self._tell_of_leases(channel)
-                        return
-                except (OSError, TimeoutError, msgspec.DecodeError) as error:
-                    reason = str(error) or type(error).__name__
-                    tell(logger, Event.HANDOVER_REFUSED, "a handover failed: %s", reason)
-                finally:
-                    channel.close()
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Write the request."""
+        self._connection = connection
+        length = b"" if self.method == b"GET" else b"content-length: %d\r\n" % len(self._body)
+        connection.send(b"%b%b\r\n" % (self._lines(own_headers, passthrough), length), [self._body])
 
-    async def _hand_over(self, channel: _Channel, end: socket.socket) -> bool:
-        """Give the listeners away. True when the other process accepts."""
-        _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user not in (os.getuid(), 0):
-            tell(logger, Event.HANDOVER_REFUSED, "a process of user %d asked for the listeners", user)
-            return False
-        asked = await self._expect(channel, "take")
-        if asked is None or asked.version != VERSION:
-            return False
-        main, admin = self._listeners()
-        await channel.send(Packet("listeners", main=len(main)), [*main, *admin])
-        if await self._expect(channel, "begin") is None:
-            return False
-        for packet in self._changes():
-            await channel.send(packet)
-        await channel.send(Packet("told"))
-        return await self._expect(channel, "accepting") is not None
+    def engine_identified(self) -> None:
+        """After a reconnect it was looked at what the engine serves."""
+        if self._serves():
+            self._pool.send(self)
+        else:
+            self.engine_failed(None, "another model is served there")
 
-    async def _expect(self, channel: _Channel, step: str) -> Packet | None:
-        async with asyncio.timeout(_STEP_S):
-            packet, _ = await channel.receive()
-        return packet if packet is not None and packet.step == step else None
+    def engine_lost_idle(self) -> None:
+        """A reused connection was closed before it answered: once more on a fresh one."""
+        self._connection = None
+        if self._fresh:
+            self.engine_failed(None, "the engine closed the connection")
+        else:
+            self._fresh = True
+            self._pool.send(self, fresh=True)
 
-    async def _tell_of_leases(self, channel: _Channel) -> None:
-        """Until this process ends: which leases were granted, and which have ended."""
-        while True:
-            for packet in self._changes():
-                await channel.send(packet)
-            await asyncio.sleep(TELL_S)
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The answer begins."""
+        self._head = head
 
-    def _changes(self) -> Iterable[Packet]:
-        """What has changed since the last call; every grant before the ends."""
-        leases = [lease for each in self._scheduler.instances for lease in each.leases.values()]
-        now = asyncio.get_running_loop().time()
-        live = {lease.id: lease.first_token_at is not None for lease in leases}
-        new = [_granted(each, now) for each in leases if self._known.get(each.id) is not live[each.id]]
-        ended = list(self._known.keys() - live.keys())
-        self._known = live
-        for at in range(0, max(len(new), len(ended)), _AT_ONCE):
-            yield Packet("leases", granted=new[at : at + _AT_ONCE], ended=ended[at : at + _AT_ONCE])
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on as it stands."""
+        return False
 
+    def engine_body(self, payload: bytes) -> None:
+        """More of the answer."""
+        self._received += payload
+        if len(self._received) > _MAX_ANSWER_BYTES and not self._over:
+            self.abort()
+            self._failed(None, "its answer is too long")
 
-def _granted(lease: Lease, now: float) -> Granted:
-    request = lease.request
-    return Granted(
-        lease.id,
-        lease.instance,
-        request.model,
-        request.prompt_tokens,
-        request.sequences,
-        request.max_tokens,
-        request.generates,
-        lease.work_ns,
-        lease.predicted_output,
-        now - lease.dispatched_at,
-        lease.first_token_at is not None,
-    )
-
-
-class Takeover:
-    """The new process's side."""
-
-    def __init__(self, end: socket.socket, listeners: Listeners) -> None:
-        self._channel = _Channel(end)
-        self.listeners = listeners
-        self._task: asyncio.Task[None] | None = None
-        #: Leases of the old process by its numbers.
-        self._leases: dict[int, Lease] = {}
-
-    @classmethod
-    async def ask(cls, address: tuple[str, int]) -> Takeover | None:
-        """The listeners of the process that serves an address, None without one. Raises `HetlbError`."""
-        end = _socket()
-        try:
-            await asyncio.get_running_loop().sock_connect(end, name_of(address))
-        except OSError:
-            end.close()
-            return None
-        channel = _Channel(end)
-        try:
-            await channel.send(Packet("take"))
-            async with asyncio.timeout(_STEP_S):
-                packet, fds = await channel.receive()
-        except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            end.close()
-            raise HetlbError(f"--replace: the running process did not hand over: {error}") from error
-        if packet is None or packet.step != "listeners" or packet.version != VERSION:
-            end.close()
-            raise HetlbError("--replace: the running process did not hand over its listeners")
-        found = [socket.socket(fileno=fd) for fd in fds]
-        for each in found:
-            each.setblocking(False)
-        return cls(end, Listeners(tuple(found[: packet.main]), tuple(found[packet.main :])))
-
-    async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
-        """Book the leases of the old process; its further ones are followed until it has gone."""
-        await self._channel.send(Packet("begin"))
-        while True:
-            async with asyncio.timeout(_STEP_S):
-                packet, _ = await self._channel.receive()
-            if packet is None:
-                raise HetlbError("--replace: the running process ended before it handed over")
-            if packet.step == "told":
-                break
-            self._take(packet, scheduler, carry_out)
-        self._task = asyncio.create_task(self._follow(scheduler, carry_out), name="follow the old process")
-
-    async def accepting(self) -> None:
-        """Tell the old process that requests are accepted here."""
-        with contextlib.suppress(OSError):
-            await self._channel.send(Packet("accepting"))
-
-    async def _follow(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
-        try:
-            while True:
-                packet, _ = await self._channel.receive()
-                if packet is None:
-                    return
-                self._take(packet, scheduler, carry_out)
-        except (OSError, msgspec.DecodeError):
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole."""
+        self._connection = None
+        if self._over:
             return
-        finally:
-            self._take(Packet("leases", ended=list(self._leases)), scheduler, carry_out)
-            self._channel.close()
+        self._over = True
+        assert self._head is not None, "expected a head before the end"
+        self._done(self._head, self._received + payload)
 
-    async def close(self) -> None:
-        """Follow no longer."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    def _take(self, packet: Packet, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
-        now = asyncio.get_running_loop().time()
-        for each in packet.granted:
-            known = self._leases.get(each.id)
-            if known is not None:
-                carry_out(scheduler.on_first_token(known, now))
-            elif (lease := scheduler.restore(_live(each, now), now)) is not None:
-                self._leases[each.id] = lease
-        for number in packet.ended:
-            ended = self._leases.pop(number, None)
-            if ended is not None:
-                carry_out(scheduler.on_lease_ended(ended, Outcome.CLIENT_GONE, now, retry=False))
+    def engine_failed(self, end: End | None, detail: str) -> None:
+        """The engine, or this machine, failed."""
+        self._connection = None
+        if not self._over:
+            self._over = True
+            self._failed(end, detail)
 
 
-def _live(granted: Granted, now: float) -> LiveLease:
-    """A lease of the old process; its request's number is below all of this one's."""
-    fields: dict[str, Any] = {
-        "prompt_tokens": granted.prompt_tokens,
-        "max_tokens": granted.max_tokens,
-        "sequences": granted.sequences,
-        "generates": granted.generates,
-    }
-    return LiveLease(
-        Request(-granted.id, granted.model, **fields),
-        granted.instance,
-        granted.work_ns,
-        granted.predicted_output,
-        now - granted.age_s,
-        granted.begun,
-    )
+class SplitExchange(Protocol):
+    """Interface of the request that a hand-over is for."""
+
+    def prefilled(self) -> None: ...
+    def prefill_refused(self, head: ResponseHead, body: bytes) -> None: ...
+    def prefill_failed(self, end: End | None, detail: str) -> None: ...
+    def handover_failed(self, why: str) -> None: ...
+    def prefill_lines(self, own_headers: bytes, passthrough: bool) -> bytes: ...
+    def send_decode(self) -> None: ...
+
+
+class HandOver:
+    """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
+
+    `params` are those of the decode leg, once known, and `body` is its body. After `until`, in seconds, its
+    first token is of no use.
+    """
+
+    __slots__ = (
+        "_call", "_connector", "_exchange", "_kind", "_link", "_original", "_pending", "_pending_end",
+        "_query", "body", "decode", "hold", "lease", "params", "read", "sent", "until",
+    )  # fmt: skip
+
+    def __init__(
+        self, exchange: SplitExchange, kind: Kind, lease: Lease, link: KvTransfer, body: bytes
+    ) -> None:
+        assert lease.decode is not None, f"{lease!r} is no prefill leg"
+        self._exchange = exchange
+        self._kind = kind
+        self._link = link
+        self._connector = link.connector
+        self._original = body
+        self._call: SideCall | None = None
+        self._query: SideCall | None = None
+        self.lease = lease
+        self.decode = lease.decode
+        self.hold: Hold | None = None
+        self.params: bytes | None = None
+        self.body = body
+        self.until = float("inf")
+        #: Whether the prompt has been read; whether the decode leg was sent without waiting for that.
+        self.read = self.sent = False
+        self._pending: bytes = b""
+        self._pending_end = False
+
+    # --- the prefill leg ---
+
+    def begin(self, pool: EnginePool, serves: Callable[[], bool], query: EnginePool | None) -> None:
+        """Send the prefill leg; `query` is the bootstrap server to ask first, if its protocol has one."""
+        params: bytes | None = _ASK
+        if self._connector is Connector.SHARED_STORAGE:
+            params = None
+        elif self._connector is Connector.MOONCAKE:
+            params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
+        body = prefill_body(self._kind, self._original, params)
+        self._call = SideCall(
+            pool, b"POST", self._exchange.prefill_lines, body, self._answered, self._prefill_failed, serves
+        )
+        if self._connector is not Connector.MOONCAKE:
+            self._call.send()
+            return
+        if query is None:
+            self._query_failed(None, "its bootstrap server is not known")
+            return
+
+        def lines(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"GET /query HTTP/1.1\r\n%b" % own_headers
+
+        self._query = SideCall(query, b"GET", lines, b"", self._queried, self._query_failed)
+        self._query.send()
+
+    def _name(self) -> bytes:
+        return b"xfer-%b-%d" % (_PROCESS, self.lease.id)
+
+    def _queried(self, head: ResponseHead, body: bytes) -> None:
+        """The bootstrap server told the id of the prefill engine: send both legs."""
+        query, self._query = self._query, None
+        try:
+            entry = _bootstrap.decode(body)["0"] if head.status == 200 else None
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+            entry = None
+        if entry is None or query is None or self._call is None:
+            self._query_failed(None, "its bootstrap server does not tell the engine")
+            return
+        self.params = msgspec.json.encode(
+            {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "remote_bootstrap_addr": query._pool.origin,
+                "remote_engine_id": entry.engine_id,
+                "transfer_id": self._name().decode("ascii"),
+            }
+        )
+        self.body = with_field(self._original, b"kv_transfer_params", self.params)
+        self._call.send()
+        self._exchange.send_decode()
+
+    def _query_failed(self, end: End | None, detail: str) -> None:
+        self._query = None
+        self._exchange.handover_failed("no_bootstrap")
+
+    def _prefill_failed(self, end: End | None, detail: str) -> None:
+        self._call = None
+        self._exchange.prefill_failed(end, detail)
+
+    def _answered(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill instance has answered."""
+        self._call = None
+        if head.status != 200:
+            self._exchange.prefill_refused(head, body)
+            return
+        if self._connector is Connector.NIXL:
+            try:
+                params = bytes(_answer.decode(body).kv_transfer_params)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                params = b""
+            if not params.startswith(b"{"):
+                self._exchange.handover_failed("no_params")
+                return
+            self.params = params
+            self.body = with_field(self._original, b"kv_transfer_params", params)
+        self.read = True
+        self._exchange.prefilled()
+
+    # --- the decode leg ---
+
+    def begin_decode(self, now: float, read_at: float, expected_s: float) -> None:
+        """The decode leg is sent now. The lease on the KV blocks began at `read_at` or later."""
+        if self._connector.holds:
+            lease_s = self._link.lease_s
+            self.until = min(
+                read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
+                now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+            )
+
+    def first(
+        self, payload: bytes, now: float, status: int, stream: bool, whole: bool
+    ) -> tuple[bytes, bool, str]:
+        """The first bytes of the decode leg's answer, whether they may go on, and the reason if they are of
+        no use.
+
+        ("", False, "") where it takes more to tell.
+        """
+        payload, self._pending = self._pending + payload, b""
+        if now > self.until:
+            return b"", False, "late"
+        if status >= 500:
+            return b"", False, "decode_error"
+        if not self.read:  # the prefill leg has not answered yet
+            self._pending, self._pending_end = payload, whole
+            return b"", False, ""
+        if stream and status == 200:
+            watcher = SseWatcher(False)
+            watcher.feed(payload)
+            if watcher.failed and not watcher.events:
+                if not watcher.refused:
+                    return b"", False, "decode_error"
+            elif not watcher.events and not watcher.done and not whole:
+                self._pending = payload
+                return b"", False, ""
+        return payload, True, ""
+
+    def take_pending(self) -> tuple[bytes, bool]:
+        """Bytes of the decode leg's answer that came before the prefill leg's, and whether they were all."""
+        pending, whole = self._pending, self._pending_end
+        self._pending, self._pending_end = b"", False
+        return pending, whole
+
+    def cancel(self) -> None:
+        """Stop the prefill leg."""
+        for call in (self._call, self._query):
+            if call is not None:
+                call.abort()
+        self._call = self._query = None
+
+    def release_body(self, model: str) -> bytes | None:
+        """A request that a decode instance refuses before it runs: vLLM then has the KV blocks released."""
+        if self.params is None or not self.read:
+            return None
+        return msgspec.json.encode(
+            {
+                "model": model,
+                "prompt": [1],
+                "max_tokens": _TOO_MANY_TOKENS,
+                "kv_transfer_params": msgspec.Raw(self.params),
+            }
+        )
+
+
+_PROCESS: Final = secrets.token_hex(8).encode("ascii")
+
+
+def fresh_salt() -> bytes:
+    """A `cache_salt` as JSON that no other request has: nothing cached before is used."""
+    return b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")

@@ -98,7 +98,7 @@ def _name(block_hash: int | bytes) -> int:
 
 
 def _extras(raw: Sequence[Sequence[Any] | None] | None, adapter: str) -> list[str]:
-    """What beside its tokens makes each block: its salt, its images. The adapter is a name of its own."""
+    """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in raw or ()]
 
 

@@ -18,6 +18,11 @@ def expected_s(instance: Instance, lease: Lease) -> tuple[float, float, bool]:
     Nothing that comes later is foreseen. Of several data-parallel engines each has an equal part of all this.
     """
     request, model = lease.request, instance.latency
+    if lease.expected_first_s and lease.decode is None:  # a decode leg: the prompt was read elsewhere
+        batch = max(0.0, instance.sequences / instance.engines - 1.0)
+        tokens = (instance.promised_tokens + instance.prompt_tokens) / 2.0 / instance.engines
+        answer_s = model.answer_s(request.prompt_tokens, lease.predicted_output - 1.0, batch, tokens)
+        return lease.expected_first_s + answer_s, 0.0, True
     sequences = request.sequences
     others = instance.sequences - sequences
     promised = instance.promised_tokens - lease.promised_tokens

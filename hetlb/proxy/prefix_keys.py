@@ -116,7 +116,7 @@ def _ends(text: bytes) -> Iterator[int]:
 
 
 def _beginning_of_all(text: bytes) -> bytes:
-    """What all strings of a JSON list begin with, written as the first of them would be alone."""
+    """The common beginning of all strings of a JSON list, written as the first of them would be alone."""
     strings = _NEXT_STRING.split(text.strip(b" \t\r\n[]"))
     strings[0] = strings[0][1:]
     strings[-1] = strings[-1].removesuffix(b'"')

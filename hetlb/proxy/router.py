@@ -1,6 +1,6 @@
-"""What becomes of a whole request: an exchange that goes to an engine, or an answer of hetlb's own.
+"""Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
 
-Nothing is sent here and nothing is booked; whoever is refused gets one `GateError` that says why.
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
 Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
@@ -22,6 +22,7 @@ from hetlb.core.types import Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import ClientSide, Exchange
+from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.http.http1 import GateError, RequestHead
@@ -46,7 +47,7 @@ _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
 
 class FleetView(Protocol):
-    """What is answered without an engine."""
+    """Interface of the fleet for requests that are answered without an engine."""
 
     def models(self) -> list[dict[str, Any]]: ...
     def routable(self) -> bool: ...
@@ -59,7 +60,7 @@ class Router:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
-        #: Who may send requests, by the SHA-256 of their keys; None lets everybody in.
+        #: Tenants by the SHA-256 of their keys; None lets every client in.
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Aliases and fallbacks, None without any.
         self.names: ModelNames | None = None
@@ -77,7 +78,7 @@ class Router:
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> Tenant | None:
-        """Whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None:
             return None
@@ -95,7 +96,7 @@ class Router:
         return tenant
 
     def knows(self, path: str) -> bool:
-        """Whether something that takes a body is at a path."""
+        """True if something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
     def form(self, head: RequestHead) -> FormReader | None:
@@ -222,6 +223,12 @@ class Router:
             session = session_key(head.fields.get(self._session_header), owner, model)
             if session is not None and prompts == 1:
                 prefix_keys = (session, *prefix_keys)
+        splittable = (
+            driver.splits
+            and prompts * call.n == 1
+            and pinned is None
+            and may_split(kind, head.path, pieces[0])
+        )
         call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
@@ -239,6 +246,8 @@ class Router:
             blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
+            splittable=splittable,
+            streamed=call.stream,
         )
         exchange = Exchange(
             driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
@@ -261,7 +270,7 @@ class Router:
         return limiter
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
-        """Whose share a request is of, where a header says it (of a key's owner, if there are keys)."""
+        """The tenant that a header names (one of a key's owner, if there are keys)."""
         assert self._tenant_header is not None
         name = head.fields.get(self._tenant_header)
         if name is None or _TENANT.fullmatch(name) is None:

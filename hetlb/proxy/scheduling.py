@@ -41,7 +41,7 @@ _HEALTH: Final = {
 
 
 class StallWatch:
-    """Whether this process stood still: what came meanwhile was not heard, and no engine was slow."""
+    """True if this process stood still: what came meanwhile was not heard, and no engine was slow."""
 
     __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
 
@@ -52,7 +52,7 @@ class StallWatch:
         self._beater = loop.call_at(self._due, self._beat)
 
     def since(self, then: float) -> bool:
-        """Whether it stood still for a while since `then`."""
+        """True if it stood still for a while since `then`."""
         now = self._loop.time()
         if now - self._due > STALL_S:  # the timer below is as late as this call
             self._stalled_at = now
@@ -168,7 +168,7 @@ def several_models() -> NoReturn:
 
 
 def retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
-    """When the client of a rejected request should come again, None where that would be of no use."""
+    """Seconds until the client of a rejected request should try again, None where that is of no use."""
     if reject.retry_after_s is None:
         return None
     if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):

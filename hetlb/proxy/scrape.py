@@ -2,7 +2,7 @@
 
 One request at a time per instance, each with its own deadline; whatever an engine answers, the
 watcher goes on. A refused connection is told apart from a slow answer, and trouble of our own (no file
-descriptors, no ports) is nobody's failure. A certificate or a key that is not accepted is said once.
+descriptors, no ports) is no instance's failure. A certificate or a key that is not accepted is said once.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Scraper:
             task.cancel()
 
     def watches(self, name: str) -> bool:
-        """Whether a server is being watched."""
+        """True if a server is being watched."""
         return name in self._tasks
 
     def remove(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Scraper:
                         )  # fmt: skip
                         told_missing = True
             else:
-                # Whoever comes back may serve something else.
+                # A process that comes back may serve another model.
                 rounds_until_models = 0
             self._first_rounds[target.name].set()
             await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
@@ -241,7 +241,7 @@ class Scraper:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
-        """What the engine's metrics say, and when its process began. Raises `_TooLargeError`."""
+        """Samples of the engine's metrics page, and the start of its process. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(target, "/metrics")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -40,7 +40,7 @@ class ProxyServer:
 
     @property
     def stopping(self) -> bool:
-        """Whether no further request is taken."""
+        """True if no further request is taken."""
         return self.clients.stopping
 
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:

@@ -57,12 +57,12 @@ from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
-from hetlb.proxy.handover import Offer, Takeover
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
+from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
@@ -86,7 +86,7 @@ MOST_TTL_S = 86_400
 
 
 class FleetDriver(Protocol):
-    """What a fleet's service needs of the driver of its scheduler."""
+    """Interface of the scheduler's driver for a fleet's service."""
 
     @property
     def totals(self) -> Totals: ...
@@ -104,8 +104,15 @@ class FleetService(ABC):
 
     driver: FleetDriver
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+    #: Descriptions of the stages that an instance is made of, by its name.
+    stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
+
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        """`load` reads the fleet file again at a reload."""
         self.fleet = fleet
+        self._load = load
         self._access = require_urls(fleet)
         #: How each instance is reached; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
@@ -305,7 +312,7 @@ class FleetService(ABC):
         return [each.fileno() for server in servers if server is not None for each in server.sockets]
 
     def _admin_context(self) -> ssl.SSLContext | None:
-        """What the admin listener begins with; every handshake then takes the certificate read last."""
+        """TLS context of the admin listener; every handshake then takes the certificate read last."""
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
             assert self._admin_tls is not None, "expected a listener with TLS"
@@ -334,7 +341,7 @@ class FleetService(ABC):
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
-        """Whether some instance takes requests."""
+        """True if some instance takes requests."""
         return self.readiness == "ready"
 
     def models(self) -> list[dict[str, Any]]:
@@ -389,7 +396,7 @@ class FleetService(ABC):
 
     @property
     def stopping(self) -> bool:
-        """Whether no further request is to be sent here."""
+        """True if no further request is to be sent here."""
         return self.stopping_soon
 
     @property
@@ -402,12 +409,12 @@ class FleetService(ABC):
 
     @property
     def admin_token(self) -> bytes | None:
-        """What the admin listener asks for, None where it is on loopback and asks for nothing."""
+        """Token of the admin listener, None where it is on loopback and asks for nothing."""
         return self._access.admin_token
 
     @property
     def registration(self) -> bool:
-        """Whether instances may be added and removed through the admin surface."""
+        """True if instances may be added and removed through the admin surface."""
         return self.fleet.admin.registration
 
     def now(self) -> float:
@@ -528,7 +535,7 @@ class FleetService(ABC):
         running = self.fleet
         if running.path is None:
             raise ConfigError("there is no file to reload: hetlb was started with --instance")
-        read = load_fleet(running.path)
+        read = self._load(running.path)
         # The listeners stay where they are, whatever the file says now.
         replace = msgspec.structs.replace
         return replace(
@@ -653,8 +660,10 @@ class Service(FleetService):
 
     driver: Driver
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        super().__init__(fleet, event_log)
+    def __init__(
+        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
+    ) -> None:
+        super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
         self.driver = Driver(
@@ -703,11 +712,10 @@ class Service(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         self._offer.open(self.address)
         self._learnt.start()
-        tell(logger, Event.STARTED, "%s", self.ready_line)
 
     @property
     def ready_line(self) -> str:
-        """What `hetlb serve` prints once requests are accepted."""
+        """The line that `hetlb serve` prints once requests are accepted."""
         return ready_line(self.address, self.server.tls, self.admin_address, self._admin_tls)
 
     # --- running ---
@@ -774,7 +782,7 @@ class Service(FleetService):
 
     @property
     def stopping(self) -> bool:
-        """Whether no further request is to be sent here."""
+        """True if no further request is to be sent here."""
         return self.stopping_soon or self.server.stopping
 
     @property

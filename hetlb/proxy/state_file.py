@@ -1,4 +1,4 @@
-"""What a proxy has learnt, kept over restarts (`policy.state_file`): lengths of answers, bytes per token.
+"""State file (`policy.state_file`): what a proxy has learnt, kept over restarts.
 
 The file is whole at every moment (written beside it, then renamed); a file that is damaged or not
 ours costs one warning and nothing else; the event loop is never held up for long.

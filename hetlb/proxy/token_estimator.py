@@ -159,7 +159,7 @@ class TokenEstimator:
         learnt.learn(text_bytes, text_tokens)
 
     def state(self) -> dict[str, Any]:
-        """What was learnt of each model, as a JSON document: restored by `restore`."""
+        """Learnt bytes per token of each model, as a JSON document: restored by `restore`."""
         return {
             "text": {model: each.sums for model, each in self._text.items()},
             "images": {model: each.sums for model, each in self._images.items()},

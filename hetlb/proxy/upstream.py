@@ -1,7 +1,7 @@
 """Connections to engines: one pool per instance, one protocol per connection.
 
 An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
-that fails before its answer began, having been idle before, is replaced by a fresh one without anybody
+that fails before its answer began, having been idle before, is replaced by a fresh one without the client
 noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
 told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
 once, not for each; a chunk of a stream that is read whole goes on as it stands.
@@ -95,6 +95,7 @@ class EnginePool:
         "call_soon",
         "closed",
         "heads",
+        "origin",
         "own_headers",
         "passthrough",
     )
@@ -119,12 +120,13 @@ class EnginePool:
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._host_header = b"host: " + parts.netloc.encode("ascii")
+        self.origin = f"{parts.scheme}://{parts.netloc}"
         self._loop = loop
         self._now = loop.time
         self.call_soon = loop.call_soon
         self._stalled_since = stalled_since
         self._on_reconnect = on_reconnect
-        #: Whether the engine closed or refused a connection since its models were last read here.
+        #: True if the engine closed or refused a connection since its models were last read here.
         self._lost = False
         self._checks: dict[Carried, IdentityCheck] = {}
         self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
@@ -136,7 +138,7 @@ class EnginePool:
         self.heads = KnownHeads(_parse_answer_head)
 
     def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
-        """What holds for requests and connections from now on: key, certificates, times in seconds."""
+        """Set what holds for requests and connections from now on: key, certificates, times in seconds."""
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._address = access.address or self._host
@@ -357,7 +359,7 @@ class EngineConnection(asyncio.Protocol):
         #: The beginning of a head, and how many interim ones came before it.
         self._buffer = bytearray()
         self._interim = 0
-        #: Whether the engine has still to read much of the request.
+        #: True if the engine has still to read much of the request.
         self._unread = False
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
@@ -365,7 +367,7 @@ class EngineConnection(asyncio.Protocol):
         self._rest = b""
         self._rest_at = 0
         self._scheduled = False
-        #: Whether the client is slow: nothing more is read for it.
+        #: True if the client is slow: nothing more is read for it.
         self._held = False
 
     # --- the exchange's side ---
@@ -430,7 +432,7 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
         if exchange is None:
-            # Bytes nobody asked for: the framing of this connection cannot be trusted.
+            # Bytes that no request asked for: the framing of this connection cannot be trusted.
             self.abort()
             return
         decoder = self._decoder
@@ -578,7 +580,7 @@ class EngineConnection(asyncio.Protocol):
         if exchange is None:
             return
         if not self._answered and self._reused:
-            # It was closed while idle and we learnt it too late: that is nobody's failure.
+            # It was closed while idle and we learnt it too late: that is no failure.
             exchange.engine_lost_idle()
         elif self.head is None:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.

@@ -58,7 +58,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What the engine model says of one request; `load` is that at its arrival."""
+    """Times of one request by the engine model; `load` is that at its arrival."""
 
     queue_s: float
     ttft_s: float
@@ -79,7 +79,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Course:
-    """How one request fares."""
+    """Course of one request."""
 
     index: int
     load: float
@@ -443,7 +443,7 @@ def verdict(
 
 
 def varies_enough(run: Replay) -> str:
-    """Why a log cannot tell the parts of a model from each other; empty where it can.
+    """Reason for which a log cannot tell the parts of a model from each other; empty where it can.
 
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.

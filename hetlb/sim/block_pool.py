@@ -1,7 +1,7 @@
 """Block arithmetic of a paged KV cache: reserve, extend, release; what goes in comes out.
 
 Integers only, `0 <= used_blocks <= total_blocks` at every moment. The pool keeps sums, not
-holders: whoever holds tokens says how many when it extends or releases, since it knows that anyway and
+holders: a holder of tokens says how many when it extends or releases, since it knows that anyway and
 a second copy could only disagree. A failed reserve or extend changes nothing; a release of more than
 is held is a bug of ours and an assertion.
 """
@@ -35,7 +35,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Free blocks."""
         return self.total_blocks - self.used_blocks
 
     @property

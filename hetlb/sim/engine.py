@@ -22,6 +22,12 @@ end, partly filled ones to its front, and it is taken from the front. `_queued` 
 put at its end, so it less the free blocks is the position of the first one, where no partly filled ones are
 before it; `_head` is the largest such position seen. The position at which a sequence's blocks were put
 decides how many of them are left.
+
+Disaggregated prefill: a sequence with `held` keeps its blocks when it has finished, until `release_held` (the
+KV that another engine has not fetched yet). One with `remote_tokens` takes blocks for its prompt, leaves the
+queue and waits for the transfer; the driver takes it from `take_fetches` and calls `complete_fetch`. Then it
+is admitted before all that wait and computes what was not transferred, at least its last token. That one
+token costs what a decode costs.
 """
 
 from __future__ import annotations
@@ -113,10 +119,14 @@ class EngineLimits:
 
 
 class SequenceState(StrEnum):
-    """Where a sequence is. `PREFILL` and `DECODE` are what vLLM counts as running."""
+    """State of a sequence. `PREFILL` and `DECODE` are what vLLM counts as running.
+
+    `FETCHING`: blocks are allocated, the KV cache of its prompt comes from another engine.
+    """
 
     NEW = "new"
     WAITING = "waiting"
+    FETCHING = "fetching"
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -128,6 +138,8 @@ class Sequence:
 
     `output_tokens` is when the model would stop; 0 is a prompt that is only read (an embedding).
     `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.prefix`).
+    The KV cache of the first `remote_tokens` prompt tokens comes from another engine. `held`: the blocks stay
+    allocated when it has finished, until `EngineModel.release_held`.
     `state` and `preemptions` are read-only for drivers. Drivers may subclass it to hang data on it.
     """
 
@@ -141,10 +153,13 @@ class Sequence:
         "_offset",
         "answer",
         "cached_tokens",
+        "fetch_tokens",
+        "held",
         "output_tokens",
         "pieces",
         "preemptions",
         "prompt_tokens",
+        "remote_tokens",
         "state",
         "tag",
     )
@@ -157,11 +172,15 @@ class Sequence:
         *,
         pieces: tuple[TokenSpan, ...] = (),
         answer: Hashable | None = None,
+        remote_tokens: int = 0,
+        held: bool = False,
     ) -> None:
         if prompt_tokens < 1:
             raise ValueError(f"prompt_tokens: expected at least 1, got {prompt_tokens}")
         if output_tokens < 0:
             raise ValueError(f"output_tokens: expected 0 or more, got {output_tokens}")
+        if not 0 <= remote_tokens <= prompt_tokens:
+            raise ValueError(f"remote_tokens: expected 0 to {prompt_tokens}, got {remote_tokens}")
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.tag = tag
@@ -171,6 +190,11 @@ class Sequence:
         self.preemptions = 0
         #: Tokens found in the prefix cache when it was first admitted, None without such a cache or before.
         self.cached_tokens: int | None = None
+        #: Prompt tokens whose KV cache is still to be fetched; 0 once that is done or given up.
+        self.remote_tokens = remote_tokens
+        #: Tokens to transfer: those of `remote_tokens` that the engine's own prefix cache lacks.
+        self.fetch_tokens = 0
+        self.held = held
         self._admission = 0  # its number among all admissions
         self._computed = 0  # tokens in the cache, while in PREFILL
         self._generated = 0  # output tokens, while not in DECODE
@@ -228,13 +252,13 @@ class IterationRun(NamedTuple):
         return steps
 
     def steps_completed(self, elapsed_s: float) -> int:
-        """How many steps have ended by `elapsed_s`."""
+        """Number of steps that have ended by `elapsed_s`."""
         steps = self.steps_until(elapsed_s)
         return steps if self.elapsed_s(steps) <= elapsed_s else steps - 1
 
 
 class Ended(NamedTuple):
-    """What the iterations that just ended did.
+    """Results of the iterations that just ended.
 
     In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
     every sequence in `EngineModel.decoding` and every one in `finished` (with output) has got one.
@@ -264,14 +288,20 @@ class EngineModel:
         "_decode_tokens",
         "_decoding",
         "_demand",
+        "_fetches",
+        "_fetching",
         "_finish",
         "_finish_steps",
         "_head",
+        "_held",
+        "_joining",
+        "_joining_tokens",
         "_leaving",
         "_partial",
         "_preempted",
         "_prefixes",
         "_queued",
+        "_ready",
         "_room_made",
         "_settled",
         "_step",
@@ -323,6 +353,14 @@ class EngineModel:
         #: the stretch in which they came; and finished ones, with their tokens in the cache.
         self._arriving: dict[Sequence, int] = {}
         self._leaving: list[tuple[Sequence, int]] = []
+        #: KV transfers: begun and not taken by the driver, all that run, complete and not admitted; finished
+        #: sequences whose KV cache is held, with its tokens.
+        self._fetches: list[Sequence] = []
+        self._fetching: dict[Sequence, None] = {}
+        self._ready: dict[Sequence, None] = {}
+        self._held: dict[Sequence, int] = {}
+        self._joining = 0  # of the batch being scheduled: transferred prompts that compute one token
+        self._joining_tokens = 0  # and their tokens in the cache
         self._settled = True  # whether the view of the iteration in flight was not a delayed one
         self._queued = self.pool.total_blocks
         self._head = 0
@@ -334,8 +372,8 @@ class EngineModel:
 
     @property
     def waiting(self) -> int:
-        """Sequences not admitted, the preempted included."""
-        return len(self._waiting) + len(self._arriving)
+        """Sequences not admitted: the preempted and those whose KV cache is being fetched included."""
+        return len(self._waiting) + len(self._arriving) + len(self._fetching) + len(self._ready)
 
     @property
     def running(self) -> int:
@@ -344,15 +382,27 @@ class EngineModel:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self._decoding or self._waiting or self._completing or self._partial or self._arriving)
+        """True if there is nothing to do, but for KV transfers to wait for."""
+        return not (
+            self._decoding
+            or self._waiting
+            or self._completing
+            or self._partial
+            or self._arriving
+            or self._ready
+        )
 
     @property
     def _busy(self) -> bool:
-        """Whether a batch runs or, with asynchronous scheduling, is fixed."""
+        """True if a batch runs or, with asynchronous scheduling, is fixed."""
         return bool(
             self._stretch is not None or self._decoding or self._completing or self._partial or self._leaving
         )
+
+    @property
+    def _empty(self) -> bool:
+        """True if the batch that was just scheduled computes nothing."""
+        return not (self._decoding or self._completing or self._partial or self._preempted)
 
     @property
     def in_flight(self) -> IterationRun | None:
@@ -389,7 +439,7 @@ class EngineModel:
 
     @property
     def admission_blocked(self) -> bool:
-        """Whether a sequence submitted now cannot start before the iterations in flight end.
+        """True if a sequence submitted now cannot start before the iterations in flight end.
 
         It waits behind a sequence that cannot be admitted until another finishes, or every place is taken;
         then an arrival needs no `cut`.
@@ -404,7 +454,7 @@ class EngineModel:
         return sequence._generated
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether the whole KV cache is enough for such a sequence."""
+        """True if the whole KV cache is enough for such a sequence."""
         return prompt_tokens + max(output_tokens, 1) <= self.limits.max_sequence_tokens
 
     # --- what comes in ---
@@ -436,6 +486,9 @@ class EngineModel:
         if state is SequenceState.WAITING:
             if sequence in self._arriving:
                 del self._arriving[sequence]
+            elif sequence in self._ready:
+                del self._ready[sequence]
+                self._release(sequence, sequence.prompt_tokens)
             else:
                 del self._waiting[sequence]
         elif state is SequenceState.DECODE:
@@ -451,9 +504,47 @@ class EngineModel:
                 self._partial = None
             else:
                 self._completing.remove(sequence)
+        elif state is SequenceState.FETCHING:
+            del self._fetching[sequence]
+            if sequence in self._fetches:
+                self._fetches.remove(sequence)
+            self._release(sequence, sequence.prompt_tokens)
         elif state is not SequenceState.NEW:
             return
         sequence.state = SequenceState.ABORTED
+
+    # --- KV transfers ---
+
+    def take_fetches(self) -> list[Sequence]:
+        """Sequences whose transfer (of `fetch_tokens` tokens) began since the last call."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    def complete_fetch(self, sequence: Sequence, *, loaded: bool = True) -> None:
+        """The transfer has ended: the sequence can be admitted.
+
+        Not `loaded`: it failed, the whole prompt is computed (`kv_load_failure_policy: recompute`).
+        A longer stretch in flight must be `cut` for it to be seen, as for an arrival.
+        """
+        del self._fetching[sequence]
+        sequence.state = SequenceState.WAITING
+        if loaded:
+            self._ready[sequence] = None
+            return
+        self._release(sequence, sequence.prompt_tokens)
+        sequence._computed = 0
+        self._waiting[sequence] = None
+        self._waiting.move_to_end(sequence, last=False)
+
+    def release_held(self, sequence: Sequence) -> None:
+        """Free the KV cache of a finished sequence: it was fetched, or its lease has ended."""
+        self._release(sequence, self._held.pop(sequence))
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of finished sequences that other engines have not fetched yet."""
+        size = self.limits.block_size
+        return sum(blocks_for(tokens, size) for tokens in self._held.values())
 
     # --- iterations ---
 
@@ -461,19 +552,20 @@ class EngineModel:
         """Begin one iteration: its duration in seconds, or None if there is nothing to do."""
         if self.idle:
             return None
-        return self._begin().first_s
+        stretch = self._begin()
+        return None if stretch is None else stretch.first_s
 
     def begin_run(self, until_s: float = math.inf) -> IterationRun | None:
         """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
 
-        Alike: nobody finishes before the last one ends, nobody can be admitted, and every block needed is
+        Alike: no sequence finishes before the last one ends, none can be admitted, and every block needed is
         free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
         result is the same as that many calls of `begin_iteration` and `end_iteration`.
         """
         if self.idle:
             return None
         stretch = self._begin()
-        if self._completing or self._partial or self._preempted or not self._decoding:
+        if stretch is None or self._completing or self._partial or self._preempted or not self._decoding:
             return stretch
         if not self._settled and self._waiting:
             return stretch  # what the delayed view left out may be admitted next
@@ -559,15 +651,19 @@ class EngineModel:
         self._waiting.update(dict.fromkeys(self._arriving))
         self._arriving.clear()
 
-    def _begin(self) -> IterationRun:
+    def _begin(self) -> IterationRun | None:
         assert self._stretch is None, "expected the iterations in flight to end first"
         self._settled = not (self._leaving or self._arriving)
         stretch = self._schedule()
         if not self._settled:
             self._settle()
-            if not (self._decoding or self._completing or self._partial or self._preempted):
+            if self._empty:
                 self._settled = True  # nothing could be fixed in advance: vLLM schedules anew
                 stretch = self._schedule()
+        if self._ready and self._empty:
+            stretch = self._schedule()  # what its own prefix cache held whole needs no transfer
+        if self._empty:
+            return None  # transfers must end, or held blocks be released, before anything can run
         self._stretch = stretch
         return stretch
 
@@ -583,21 +679,20 @@ class EngineModel:
         self._step += 1
         decodes = len(decoding)
         self._decode_tokens += decodes
-        tokens = prompts = longest = attended = 0
-        if self._partial is not None or self._waiting:
+        tokens = prompts = longest = attended = self._joining = self._joining_tokens = 0
+        if self._partial is not None or self._waiting or self._ready:
             tokens, prompts, longest, attended = self._schedule_prefills(
                 self.limits.max_num_batched_tokens - decodes
             )
-            self.prefilled_tokens += tokens
+            self.prefilled_tokens += tokens + self._joining
         if self.pool.used_blocks > self.kv_peak_blocks:
             self.kv_peak_blocks = self.pool.used_blocks
         latency = self.latency
+        batch, cached = decodes + self._joining, self._decode_tokens + self._joining_tokens
         if tokens:
-            first_s = latency.iteration_s(
-                tokens, prompts, longest, decodes, self._decode_tokens, attended, self.rule
-            )
+            first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
         else:
-            first_s = latency.step_s(decodes, self._decode_tokens)
+            first_s = latency.step_s(batch, cached)
         increment_s = latency.step_growth_s(decodes)
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
@@ -626,7 +721,7 @@ class EngineModel:
         return demand
 
     def _last_leaves(self) -> bool:
-        """Whether the latest admitted is one that has finished, and put it at the end of those."""
+        """True if the latest admitted is one that has finished, and put it at the end of those."""
         self._leaving.sort(key=lambda each: each[0]._admission)
         last = self._leaving[-1][0]
         return not self._decoding or last._admission > next(reversed(self._decoding))._admission
@@ -692,10 +787,36 @@ class EngineModel:
                 self._preempted = (*self._preempted, partial)
         if self._preempted or self._room_made:
             return tokens, prompts, longest, attended
-        waiting = self._waiting
+        waiting, ready = self._waiting, self._ready
         places = self.limits.max_num_seqs - self.running - len(self._leaving)
+        while ready and budget > 0 and places > 0:
+            head = next(iter(ready))
+            whole = head.prompt_tokens
+            del ready[head]
+            # With all of the prompt transferred, its last token is computed again: it yields the first one.
+            found = min(head._computed, whole - 1)
+            part = min(whole - found, budget)
+            if found + part < whole:  # from now on blocks are taken as they are needed
+                self._head = max(self._head, self._queued - pool.free_blocks)
+                pool.release(whole)
+                pool.reserve(found + part)
+            self._admit(head, found + part, last=found + part == whole)
+            budget -= part
+            places -= 1
+            if found + 1 == whole:
+                self._joining += 1
+                self._joining_tokens += whole
+                continue
+            tokens += part
+            prompts += 1
+            longest = max(longest, part)
+            attended += part * (part + 2 * found)
         while waiting and budget > 0 and places > 0:
             head = next(iter(waiting))
+            if head.remote_tokens:
+                if not self._begin_fetch(head):
+                    break
+                continue
             need = head.prompt_tokens + head._generated
             if self._prefixes is None:
                 if blocks_for(need, size) > pool.free_blocks:
@@ -715,21 +836,49 @@ class EngineModel:
             assert extended, "expected blocks for a part of a prompt that fits as a whole"
             self._evict()
             del waiting[head]
-            head.state = SequenceState.PREFILL
-            self._admissions += 1
-            head._admission = self._admissions
-            head._computed = found + part
+            self._admit(head, found + part, last=part == need)
             budget -= part
             places -= 1
             tokens += part
             prompts += 1
             longest = max(longest, part)
             attended += part * (part + 2 * found)
-            if part == need:
-                self._scheduled_whole(head)
-            else:
-                self._partial = head
         return tokens, prompts, longest, attended
+
+    def _admit(self, sequence: Sequence, computed: int, *, last: bool) -> None:
+        """Put a sequence into the batch; `last`: this part completes its prompt."""
+        sequence.state = SequenceState.PREFILL
+        self._admissions += 1
+        sequence._admission = self._admissions
+        sequence._computed = computed
+        if last:
+            self._scheduled_whole(sequence)
+        else:
+            self._partial = sequence
+
+    def _begin_fetch(self, sequence: Sequence) -> bool:
+        """Allocate the blocks of a prompt whose KV cache comes from elsewhere; False if too few are free."""
+        need, found = sequence.prompt_tokens, 0
+        if self._prefixes is not None:
+            kept = self._use_prefix(self._prefixes, sequence, need)
+            if kept is None:
+                return False
+            found = kept
+        elif blocks_for(need, self.limits.block_size) > self.pool.free_blocks:
+            return False
+        del self._waiting[sequence]
+        remote, sequence.remote_tokens = max(found, sequence.remote_tokens), 0
+        extended = self.pool.extend(found, need)
+        assert extended, "expected blocks for a prompt that fits as a whole"
+        self._evict()
+        sequence._computed, sequence.fetch_tokens = remote, remote - found
+        if remote == found:
+            self._ready[sequence] = None  # all is here already: computed next time
+            return True
+        sequence.state = SequenceState.FETCHING
+        self._fetching[sequence] = None
+        self._fetches.append(sequence)
+        return True
 
     def _use_prefix(self, prefixes: PrefixCache, sequence: Sequence, need: int) -> int | None:
         """Take what is kept of the beginning of a prompt: its tokens, or None if the rest finds no room."""
@@ -753,6 +902,8 @@ class EngineModel:
 
     def _release(self, sequence: Sequence, tokens: int) -> None:
         """Give back the blocks of a sequence that has `tokens` tokens in the cache."""
+        if tokens == 0:
+            return
         if self._prefixes is None:
             self._head = max(self._head, self._queued - self.pool.free_blocks)
             self.pool.release(tokens)
@@ -816,7 +967,10 @@ class EngineModel:
         return cached
 
     def _leave(self, sequence: Sequence, tokens: int) -> None:
-        """Free a finished sequence's place and blocks: now, or once the next batch is fixed."""
+        """Free the place and (unless held) the blocks of a finished sequence: now, or with the next batch."""
+        if sequence.held:
+            self._held[sequence] = tokens
+            tokens = 0
         if self.limits.async_scheduling:
             self._leaving.append((sequence, tokens))
         else:
@@ -843,7 +997,7 @@ class EngineModel:
         return blocks + sum(self._demand[start:]) + sum(self._demand[: end - size])
 
     def _affordable_steps(self, steps: int) -> int:
-        """How many of the next `steps` steps find every block they need free."""
+        """Number of the next `steps` steps that find every block they need free."""
         free = self.pool.free_blocks
         if self._block_demand(self._step, steps) <= free:
             return steps
@@ -867,7 +1021,14 @@ class EngineModel:
 
         cached = {sequence: self._step - sequence._offset for sequence in self._decoding}
         prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
-        tokens = {**cached, **{sequence: sequence._computed for sequence in prefills}, **dict(self._leaving)}
+        transfers = [*self._fetching, *self._ready]
+        tokens = {
+            **cached,
+            **{sequence: sequence._computed for sequence in prefills},
+            **{sequence: sequence.prompt_tokens for sequence in transfers},
+            **dict(self._leaving),
+            **self._held,
+        }
         blocks = sum(held(count, sequence) for sequence, count in tokens.items())
         if self._prefixes is not None:
             contents = [sequence._content for sequence in tokens if sequence._content is not None]
@@ -881,6 +1042,7 @@ class EngineModel:
         assert demand == self._demand, "expected the block demand counted anew"
         bucketed = {sequence for bucket in self._finish.values() for sequence in bucket}
         assert bucketed == set(self._decoding), "expected every decoding sequence in one finish bucket"
-        assert all(sequence.state is SequenceState.WAITING for sequence in self._waiting)
+        assert all(sequence.state is SequenceState.WAITING for sequence in (*self._waiting, *self._ready))
+        assert all(sequence.state is SequenceState.FETCHING for sequence in self._fetching)
         assert all(sequence.state is SequenceState.DECODE for sequence in self._decoding)
         assert all(sequence.state is SequenceState.PREFILL for sequence in prefills)

@@ -3,6 +3,9 @@
 The scheduler is the very object the proxy drives; a run depends on nothing but its arguments
 (same seed, same result); every planned request ends in exactly one record. Time is a heap of events;
 ties are broken by kind, then by order of creation.
+
+A request that the scheduler splits runs twice: on the prefill engine for one token, whose blocks are then
+held, and on the decode engine, which fetches them over `KvLinks`.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from hetlb.core.types import (
     Dispatch,
     EngineSample,
     HealthChanged,
+    InstanceSpec,
     Lease,
     Outcome,
     Reject,
     RejectReason,
     Request,
+    Role,
 )
 from hetlb.sim.engine import Ended, EngineLimits, EngineModel, IterationRun
 from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED, Span
@@ -47,7 +53,7 @@ _REJECTED = {
 
 # Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
 # requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
-_END, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, _SCRAPE, _TICK, _BEGIN, _LOOK = range(9)
+_END, _FETCHED, _EXPIRED, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, _SCRAPE, _TICK, _BEGIN, _LOOK = range(11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class EngineSpec:
     max_model_len: int | None = None
 
     def fits(self, planned: PlannedRequest) -> bool:
-        """Whether it can run every sequence of a request to its end."""
+        """True if it can run every sequence of a request to its end."""
         tokens = planned.prompt_tokens + max(1, planned.answer_tokens)
         most = self.limits.max_sequence_tokens
         return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))
@@ -77,7 +83,7 @@ class EngineSpec:
 class _Flight:
     """One planned request on its way, with the scheduler that has it and the sequences still running."""
 
-    __slots__ = ("lease", "outcome", "planned", "record", "running", "scheduler")
+    __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler")
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
@@ -86,21 +92,36 @@ class _Flight:
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self.running = planned.sequences
+        #: Its prompt on the prefill engine, until the decode engine has fetched it.
+        self.held: tuple[_Engine, _Run] | None = None
 
 
 class _Run(EngineSequence):
-    """One sequence of a request in an engine; `paused_s`: when it got its last token before a preemption."""
+    """One sequence of a request in an engine; `paused_s`: when it got its last token before a preemption.
 
-    __slots__ = ("flight", "paused_s")
+    `leg`: of a split request, the part that runs there; `BOTH` is all of it.
+    """
 
-    def __init__(self, flight: _Flight, pieces: tuple[Span, ...], answer: Hashable | None) -> None:
-        planned = flight.planned
-        super().__init__(planned.prompt_tokens, planned.answer_tokens, pieces=pieces, answer=answer)
+    __slots__ = ("flight", "leg", "paused_s")
+
+    def __init__(
+        self, flight: _Flight, pieces: tuple[Span, ...], answer: Hashable | None, leg: Role = Role.BOTH
+    ) -> None:
+        planned, prefill = flight.planned, leg is Role.PREFILL
+        super().__init__(
+            planned.prompt_tokens,
+            1 if prefill else planned.answer_tokens,
+            pieces=pieces,
+            answer=None if prefill else answer,
+            remote_tokens=planned.prompt_tokens if leg is Role.DECODE else 0,
+            held=prefill,
+        )
         self.flight = flight
+        self.leg = leg
         self.paused_s = 0.0
 
 
-def _sequences(flight: _Flight) -> list[_Run]:
+def _sequences(flight: _Flight, leg: Role) -> list[_Run]:
     """The sequences of a request: each of its prompts, which begin alike, `n` times."""
     planned, content = flight.planned, flight.planned.content
     own = planned.prompt_tokens - sum(length for _, length in content.spans)
@@ -109,13 +130,27 @@ def _sequences(flight: _Flight) -> list[_Run]:
         pieces = content.spans
         if planned.n > 1 and own:
             pieces = (*pieces, ((planned.index, prompt), own))
-        runs += [_Run(flight, pieces, content.answer) for _ in range(planned.n)]
+        runs += [_Run(flight, pieces, content.answer, leg) for _ in range(planned.n)]
     return runs
+
+
+def _own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
+    """A link for every pair of instances, as the one that fetches describes it."""
+    paths: dict[tuple[str, str], KvPath] = {}
+    rates: dict[Hashable, float] = {}
+    for target in specs:
+        if (link := target.kv_transfer) is None:
+            continue
+        for source in specs:
+            pair = source.name, target.name
+            paths[pair] = KvPath(((pair, link.bytes_per_token),), link.latency_s)
+            rates[pair] = link.bandwidth_bytes_per_s
+    return KvLinks(rates, paths)
 
 
 @dataclass(slots=True)
 class FleetResult:
-    """What a run gives: a record per planned request, in plan order, and counts per instance."""
+    """Result of a run: a record per planned request, in plan order, and counts per instance."""
 
     records: list[RequestResult]
     outcomes: list[Outcome]
@@ -124,6 +159,9 @@ class FleetResult:
     kv_peak: dict[str, float]
     #: With prefix caches: prompt tokens found there, and computed.
     prefix_hits: dict[str, tuple[int, int]] | None = None
+    #: Requests whose KV cache was to be transferred; of them, those that were too late and computed again.
+    transfers: int = 0
+    expired: int = 0
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `vllm bench serve` names them.
@@ -171,6 +209,9 @@ class FleetSimulation:
 
     At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
     on, the old one serves what it has to the end. The first one has seen the answers of `history`.
+
+    `links` carry KV caches between the instances; without them every pair has a link of its own, as the
+    decode instance's `kv_transfer` describes it.
     """
 
     def __init__(
@@ -186,8 +227,11 @@ class FleetSimulation:
         start_s: float = 0.0,
         restarts_s: Sequence[float] = (),
         history: Sequence[PlannedRequest] = (),
+        links: KvLinks | None = None,
     ) -> None:
         self._setup = setup
+        self._links = links if links is not None else _own_links(setup.specs)
+        self._transfers = self._expired = 0
         self._model = model
         self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
         #: The scheduler that takes what arrives now, and those it replaced that still have requests.
@@ -220,6 +264,8 @@ class FleetSimulation:
             self._push(self._now, _LOOK, self._series)
         handlers: dict[int, Callable[[Any], None]] = {
             _END: self._on_end,
+            _FETCHED: self._on_fetched,
+            _EXPIRED: self._release_held,
             _ARRIVAL: self._on_arrival,
             _CHANGE: self._on_change,
             _SUBMIT: self._on_submit,
@@ -250,10 +296,12 @@ class FleetSimulation:
             }
             if any(engine.spec.prefix_cache for engine in self._engines.values())
             else None,
+            self._transfers,
+            self._expired,
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
-        """What the scheduler is told of a planned request: never how long its answers will be.
+        """The request that the scheduler sees of a planned one: never the length of its answers.
 
         What its prompts begin with is named as the proxy does: nothing where there are several.
         """
@@ -269,6 +317,8 @@ class FleetSimulation:
             prompt_exact=True,
             prefix_keys=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
             tenant=planned.tenant,
+            splittable=planned.generates and planned.sequences == 1,
+            streamed=True,
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
@@ -339,6 +389,9 @@ class FleetSimulation:
         if stretch is not None:
             engine.started_s = self._now
             self._schedule_end(engine, stretch)
+        for sequence in engine.model.take_fetches():
+            assert isinstance(sequence, _Run)
+            self._fetch(engine, sequence)
 
     def _schedule_end(self, engine: _Engine, stretch: IterationRun) -> None:
         engine.version += 1
@@ -355,18 +408,71 @@ class FleetSimulation:
         for sequence in ended.first:
             assert isinstance(sequence, _Run)
             flight = sequence.flight
+            if sequence.leg is Role.PREFILL:
+                continue  # its token is not shown: the decode engine computes it too
             if flight.record.first_token_s is None:
                 flight.record.first_token_s = now
                 self._answered(flight)
         for sequence in ended.finished:
             assert isinstance(sequence, _Run)
             flight = sequence.flight
+            if sequence.leg is Role.PREFILL:
+                self._prefilled(engine, sequence)
+                continue
             flight.record.output_tokens += sequence.output_tokens
             flight.running -= 1
             if flight.running == 0:
                 if flight.lease is not None and flight.planned.sequences == 1:
                     flight.lease.reported_cached_tokens = sequence.cached_tokens
                 self._completed(flight)
+
+    # --- split requests ---
+
+    def _prefilled(self, engine: _Engine, run: _Run) -> None:
+        """The prompt of a split request is read, and its blocks are held."""
+        flight, now = run.flight, self._now
+        lease, scheduler = flight.lease, flight.scheduler
+        assert lease is not None
+        assert scheduler is not None
+        flight.held = engine, run
+        link = scheduler.holder(lease).spec.kv_transfer
+        assert link is not None, f"{lease.instance} takes part in no KV transfer"
+        self._push(now + link.lease_s, _EXPIRED, flight)
+        self._carry_out(scheduler, scheduler.on_prefilled(lease, now))
+
+    def _fetch(self, engine: _Engine, run: _Run) -> None:
+        """A decode engine has blocks for a prompt: its KV cache is on its way, if it is still there."""
+        held = run.flight.held
+        self._transfers += 1
+        if held is not None:
+            arrives = self._links.send(held[0].name, engine.name, run.fetch_tokens, self._now)
+            self._push(arrives, _FETCHED, (engine, run))
+        else:
+            self._on_fetched((engine, run))
+
+    def _on_fetched(self, payload: tuple[_Engine, _Run]) -> None:
+        """A KV cache has arrived, or the prefill engine keeps it no longer."""
+        engine, run = payload
+        loaded = run.flight.held is not None
+        self._expired += not loaded
+        self._interrupt(engine)
+        engine.model.complete_fetch(run, loaded=loaded)
+        self._wake(engine)
+        self._release_held(run.flight)
+
+    def _release_held(self, flight: _Flight) -> None:
+        """Free what a prefill engine holds."""
+        if flight.held is not None:
+            engine, run = flight.held
+            flight.held = None
+            self._interrupt(engine)
+            engine.model.release_held(run)
+            self._wake(engine)
+
+    def _interrupt(self, engine: _Engine) -> None:
+        """End the iterations in flight with the one that runs now: more may be admitted after it."""
+        if engine.model.in_flight is not None:
+            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
 
     def _answered(self, flight: _Flight) -> None:
         """The first byte of an answer came."""
@@ -424,7 +530,11 @@ class FleetSimulation:
             self._close(flight, Outcome.UPSTREAM_ERROR)
             self._carry_out(scheduler, scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
             return
-        sequences = _sequences(flight)
+        if lease.decode is not None:
+            leg = Role.PREFILL
+        else:
+            leg = Role.BOTH if lease.hold is None else Role.DECODE
+        sequences = _sequences(flight, leg)
         if engine.spec.request_overhead_s > 0:
             self._push(self._now + engine.spec.request_overhead_s, _SUBMIT, (engine, sequences))
         else:

@@ -18,6 +18,11 @@ Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` an
 * Asynchronous scheduling: batch k+1 is fixed when batch k starts. It sees the arrivals until then; sequences
   that finish with batch k are not in it, but hold their place and blocks. If nothing can be fixed, the next
   batch is scheduled when batch k has ended.
+* Disaggregated prefill (`_connector_finished`, `WAITING_FOR_REMOTE_KVS`): blocks of a finished prefill stay
+  allocated until they were fetched. A sequence whose KV cache comes from another engine gets the blocks of
+  its prompt when its turn in the queue comes, and then waits outside the batch for the transfer. When that
+  has ended, it is admitted before all that wait; at least its last token is computed, which costs what a
+  decode costs. Preempted, it is computed like any other.
 
 Of two blocks with the same content only the first is found. Left out: speculative decoding, pipeline
 parallelism, sliding windows, LoRA limits, priorities.
@@ -35,12 +40,18 @@ from hetlb.sim.engine import EngineLimits
 
 @dataclass(eq=False)
 class PlainSequence:
-    """One sequence. `content` names its tokens, prompt and output; by default they are like no other's."""
+    """One sequence. `content` names its tokens, prompt and output; by default they are like no other's.
+
+    The KV cache of the first `remote` prompt tokens comes from another engine; `held` keeps the blocks when
+    it has finished.
+    """
 
     number: int
     prompt: int
     output: int
     content: list[Hashable] | None = None
+    remote: int = 0
+    held: bool = False
     generated: int = 0
     computed: int = 0
     #: Output tokens that batches in flight will yield.
@@ -55,7 +66,7 @@ class PlainSequence:
 
     @property
     def done(self) -> bool:
-        """Whether no further batch is needed."""
+        """True if no further batch is needed."""
         return self.computed >= self.prompt and self.generated + self.expected >= self.output
 
     def key(self, end: int) -> Hashable:
@@ -73,6 +84,7 @@ class Scheduled:
     tokens: int
     decodes: bool
     completes: bool
+    joins: bool = False  # computes the last token of a transferred prompt
 
 
 @dataclass
@@ -87,7 +99,7 @@ class PlainBatch:
 
 @dataclass
 class PlainOutcome:
-    """What a batch gave: the numbers of the sequences that got a token, and of those that finished."""
+    """Result of a batch: the numbers of the sequences that got a token, and of those that finished."""
 
     tokens: list[int]
     finished: list[int]
@@ -103,6 +115,9 @@ class PlainEngine:
         self.limits = limits
         self.rule = rule
         self.waiting: deque[PlainSequence] = deque()
+        self.fetching: list[PlainSequence] = []
+        self.ready: deque[PlainSequence] = deque()
+        self.finished_held: list[PlainSequence] = []
         self.running: list[PlainSequence] = []
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(limits.kv_blocks))
         self.users = [0] * limits.kv_blocks
@@ -124,12 +139,27 @@ class PlainEngine:
     def abort(self, number: int) -> None:
         """Drop a sequence and free its blocks."""
         self.waiting = deque(each for each in self.waiting if each.number != number)
+        for sequence in [each for each in (*self.fetching, *self.ready) if each.number == number]:
+            (self.fetching if sequence in self.fetching else self.ready).remove(sequence)
+            self._free(sequence)
         for sequence in [each for each in self.running if each.number == number]:
             self.running.remove(sequence)
             self._free(sequence)
         for batch in (self.batch, self.fixed):
             if batch is not None:
                 batch.scheduled = [each for each in batch.scheduled if each.sequence.number != number]
+
+    def fetched(self, number: int) -> None:
+        """The KV transfer of a sequence has ended."""
+        sequence = next(each for each in self.fetching if each.number == number)
+        self.fetching.remove(sequence)
+        self.ready.append(sequence)
+
+    def release(self, number: int) -> None:
+        """The KV cache of a finished sequence was fetched."""
+        sequence = next(each for each in self.finished_held if each.number == number)
+        self.finished_held.remove(sequence)
+        self._free(sequence)
 
     def begin(self) -> PlainBatch | None:
         """Start a batch; None where there is nothing to do."""
@@ -160,7 +190,10 @@ class PlainEngine:
                 outcome.finished.append(sequence.number)
                 if sequence in self.running:
                     self.running.remove(sequence)
-                    self._free(sequence)
+                    if sequence.held:
+                        self.finished_held.append(sequence)
+                    else:
+                        self._free(sequence)
                 else:  # preempted while its last token was on its way
                     self.waiting.remove(sequence)
         self.batch = None
@@ -197,6 +230,20 @@ class PlainEngine:
             budget -= new
             index += 1
         if not room_made:
+            while self.ready and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+                sequence = self.ready.popleft()
+                sequence.computed = min(sequence.computed, sequence.prompt - 1)
+                new = min(sequence.tokens - sequence.computed, budget)
+                kept = self._blocks_for(sequence.computed + new)
+                for block in reversed(sequence.blocks[kept:]):  # taken again as they are needed
+                    self.users[block] = 0
+                    self.free[block] = None
+                    self.free.move_to_end(block, last=False)
+                del sequence.blocks[kept:]
+                self.running.append(sequence)
+                scheduled.append(self._scheduled(sequence, new))
+                scheduled[-1].joins = sequence.computed == sequence.prompt - 1
+                budget -= new
             while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
                 sequence = self.waiting[0]
                 found = self._find(sequence)
@@ -204,6 +251,9 @@ class PlainEngine:
                 if not self._fits(sequence, found):
                     break
                 self._use(sequence, found)
+                if sequence.remote:
+                    self._fetch(sequence)
+                    continue
                 allocated = self._allocate(sequence, new)
                 assert allocated, "expected blocks for a part of a prompt that fits as a whole"
                 self.waiting.popleft()
@@ -212,13 +262,22 @@ class PlainEngine:
                 budget -= new
         return self._batch(scheduled, preempted) if scheduled or preempted else None
 
+    def _fetch(self, sequence: PlainSequence) -> None:
+        """Allocate blocks for what is transferred, and wait for it."""
+        self.waiting.popleft()
+        remote, sequence.remote = max(sequence.remote, sequence.computed), 0
+        allocated = self._allocate(sequence, sequence.prompt - sequence.computed)
+        assert allocated, "expected blocks for a prompt that fits as a whole"
+        sequence.computed = remote
+        self.fetching.append(sequence)
+
     def _scheduled(self, sequence: PlainSequence, new: int) -> Scheduled:
         return Scheduled(sequence, new, sequence.decodes, sequence.computed + new == sequence.tokens)
 
     def _batch(self, scheduled: list[Scheduled], preempted: list[PlainSequence]) -> PlainBatch:
         """Its duration, and its sequences as they will be when it has run."""
-        decodes = [each.sequence for each in scheduled if each.decodes]
-        prefills = [(each.sequence, each.tokens) for each in scheduled if not each.decodes]
+        decodes = [each.sequence for each in scheduled if each.decodes or each.joins]
+        prefills = [(each.sequence, each.tokens) for each in scheduled if not (each.decodes or each.joins)]
         duration_s = self.latency.iteration_s(
             sum(new for _, new in prefills),
             len(prefills),
@@ -256,7 +315,7 @@ class PlainEngine:
         return found
 
     def _fits(self, sequence: PlainSequence, found: list[int]) -> bool:
-        """Whether the whole sequence fits; blocks found that have no user are among the free ones."""
+        """True if the whole sequence fits; blocks found that have no user are among the free ones."""
         unused = sum(not self.users[block] for block in found)
         return self._blocks_for(sequence.tokens) - len(found) + unused <= len(self.free)
 

@@ -39,9 +39,9 @@ class Node:
 
 
 class PrefixContent:
-    """What one sequence consists of, and what of it is in nodes.
+    """Content of one sequence, and its part that is in nodes.
 
-    `pieces` name the beginning of the prompt, `answer` the answer (None: nobody will ask for it). What is
+    `pieces` name the beginning of the prompt, `answer` the answer (None: no later prompt has it). What is
     not named is its own.
     """
 
@@ -73,7 +73,7 @@ class PrefixContent:
 
 
 class PrefixCache:
-    """The cache beside a pool of blocks. The pool counts a kept block that nobody uses as free."""
+    """The cache beside a pool of blocks. The pool counts an unused kept block as free."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

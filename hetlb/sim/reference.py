@@ -1,10 +1,13 @@
 """Yardsticks for a simulated fleet: what perfect balance would give, and a fixed division of the work.
 
-Both use the same engine model as the runs they stand beside, with everything sent at once.
+All use the same engine model as the runs they stand beside, with everything sent at once. A run of
+one instance alone contains its drain, which is the longer part of it the fewer requests there are; its steady
+part (`steady_requests`) does not depend on how many there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +18,13 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Request
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 #: What one prompt token weighs against one output token in `split`.
 _PROMPT_WEIGHT = 0.15
+#: An instance alone is full for so many batches before its steady rate is taken; requests at most.
+_STEADY_BATCHES = 24
+_MOST_STEADY = 20_000
 
 
 def at_once(plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
@@ -41,6 +48,13 @@ def run_alone(
     alone = replace(setup, specs=specs, policy="single")
     run = FleetSimulation(alone, engines, fitting, model=model, rule=rule, on_progress=on_progress)
     return run.run().summary()
+
+
+def steady_requests(spec: EngineSpec, rows: Sequence[Row], count: int) -> int:
+    """Requests after which an instance alone has been full for so long that more do not change its rate."""
+    tokens = math.fsum(row.input_tokens + row.output_tokens / 2 for row in rows) / max(1, len(rows))
+    batch = min(spec.limits.max_num_seqs, spec.limits.kv_cache_tokens / max(1.0, tokens))
+    return max(count, min(_MOST_STEADY, math.ceil(_STEADY_BATCHES * batch)))
 
 
 class References:

@@ -36,7 +36,7 @@ class InstanceSeries:
 
 
 class Series:
-    """What a simulated fleet looked like at moments `times_s` (seconds from the start).
+    """State of a simulated fleet at moments `times_s` (seconds from the start).
 
     `held` is how many requests waited at the proxy, bound to no instance.
     """

@@ -26,7 +26,7 @@ from hetlb.core.predictor import make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
-from hetlb.sim.reference import References, at_once, run_alone
+from hetlb.sim.reference import References, at_once, run_alone, steady_requests
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
@@ -58,7 +58,7 @@ class Load:
         return len(self.rows) if self.num_prompts is None else self.num_prompts
 
     def plan(self, rate: float | str, seed: int) -> list[PlannedRequest]:
-        """When each request is due. Raises `ValueError` for `TRACE` on rows without arrival times."""
+        """Due time of each request. Raises `ValueError` for `TRACE` on rows without arrival times."""
         return make_plan(
             self.rows,
             self.num_prompts,
@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What all runs of a sweep have in common. The set-up's own policy and seed are not used.
+    """Settings that all runs of a sweep have in common. The set-up's own policy and seed are not used.
 
     At each of `restarts_s` a scheduler that knows nothing takes over.
     """
@@ -97,7 +97,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Watched:
-    """What a picture shows of one run: latencies of the completed requests in seconds, and the fleet."""
+    """Data of a picture of one run: latencies of the completed requests in seconds, and the fleet."""
 
     ttft_s: list[float]
     tpot_s: list[float]
@@ -107,11 +107,16 @@ class Watched:
 
 @dataclass(slots=True)
 class Ran:
-    """One run: figures as `hetlb.workload.records` names them, the yardsticks beside it, what was watched."""
+    """One run: figures as `hetlb.workload.records` names them, the yardsticks beside it, what was watched.
+
+    `bound` is the sum of what each instance reaches alone on all requests, its drain included, `steady_bound`
+    the same while each is full.
+    """
 
     cell: Cell
     summary: dict[str, Any]
     bound: dict[str, float]
+    steady_bound: dict[str, float]
     split: dict[str, float] | None
     watched: Watched | None
 
@@ -158,13 +163,16 @@ def run_sweep(
         alone = {task: workers.submit(task) for task in alones}
         runs = [workers.submit(cell) for cell in cells]
         workers.wait(alone.values())
-        alone_tok_s = {
-            order: {
-                spec.name: alone[_Alone(kinds[study.engines[spec.name]], order)].result()
-                for spec in study.setup.specs
+        alone_tok_s, steady_tok_s = (
+            {
+                order: {
+                    spec.name: alone[_Alone(kinds[study.engines[spec.name]], order)].result()[figure]
+                    for spec in study.setup.specs
+                }
+                for order in orders
             }
-            for order in orders
-        }
+            for figure in (0, 1)
+        )
         splits = {
             seed: workers.submit(_Split(seed, tuple(alone_tok_s[_INFINITE].items()))) for seed in split_seeds
         }
@@ -173,8 +181,9 @@ def run_sweep(
     for cell, future in zip(cells, runs, strict=True):
         summary, watched = future.result()
         bound = {"total_token_throughput": sum(alone_tok_s[_order(cell.rate)].values())}
+        steady_bound = {"total_token_throughput": sum(steady_tok_s[_order(cell.rate)].values())}
         split = splits[cell.seed].result() if cell.rate == _INFINITE else None
-        ran.append(Ran(cell, summary, bound, split, watched))
+        ran.append(Ran(cell, summary, bound, steady_bound, split, watched))
     return ran
 
 
@@ -190,16 +199,7 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
     if isinstance(task, Cell):
         return _run(study, task, report)
     if isinstance(task, _Alone):
-        summary = run_alone(
-            study.setup,
-            study.engines,
-            at_once(study.load.plan(task.rate, 0)),
-            task.instance,
-            model=study.model,
-            rule=study.rule,
-            on_progress=report,
-        )
-        return summary["total_token_throughput"]
+        return _alone(study, task, report)
     plan = study.load.plan(_INFINITE, task.seed)
     references = References(
         study.setup,
@@ -214,6 +214,29 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
     return references.split(
         make_predictor(setup.predictor, rng=random.Random(task.seed), lengths=setup.lengths, oracle=oracle)
     )
+
+
+def _alone(study: Study, task: _Alone, report: _Report) -> tuple[float, float]:
+    """Tokens/s of one instance alone: on all requests of a run, and while it is full."""
+
+    def run(load: Load, on_progress: _Report | None) -> dict[str, Any]:
+        plan = at_once(load.plan(task.rate, 0))
+        return run_alone(
+            study.setup,
+            study.engines,
+            plan,
+            task.instance,
+            model=study.model,
+            rule=study.rule,
+            on_progress=on_progress,
+        )
+
+    load = study.load
+    whole = longer = run(load, report)
+    count = steady_requests(study.engines[task.instance], load.rows[: load.count], load.count)
+    if count > load.count and whole["completed"]:
+        longer = run(replace(load, num_prompts=count), None)
+    return whole["total_token_throughput"], longer["steady"]["total_token_throughput"]
 
 
 def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Watched | None]:
@@ -255,7 +278,7 @@ class _Workers:
         self._others = frozenset(multiprocessing.active_children())
         self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
-            # Not forked: whoever calls may have threads.
+            # Not forked: the caller may have threads.
             context = multiprocessing.get_context("spawn")
             self._done = context.RawArray(c_longlong, tasks)
             self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study, self._done))

@@ -51,7 +51,7 @@ class Channel(asyncio.Protocol, Generic[_In]):
         self._transport: asyncio.Transport | None = None
         self._received = b""
         self._unsent: list[Message] = []
-        #: Whether a flush comes at the end of this turn, and by `POST_S` at the latest.
+        #: True if a flush comes at the end of this turn, and by `POST_S` at the latest.
         self._flushes = self._flushes_later = False
 
     async def open(self, end: socket.socket) -> None:

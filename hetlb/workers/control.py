@@ -23,7 +23,7 @@ _MOST_BYTES = 60_000
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a process begins with: the fleet's files as they were read last, and what changed since.
+    """Initial state of a process: the fleet's files as they were read last, and the changes since.
 
     `own` is the name in `Via` by which all processes know their own requests. `registered` are instances that
     stand in no file, with the address each is reached at; `admin` are states that an operator set; `entries`
@@ -94,7 +94,7 @@ class Control:
 
 
 def content_of(fd: int) -> bytes:
-    """What a packet of `send_large` carries; closes the descriptor."""
+    """Content of a packet of `send_large`; closes the descriptor."""
     try:
         return os.pread(fd, os.fstat(fd).st_size, 0)
     finally:

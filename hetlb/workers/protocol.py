@@ -44,6 +44,7 @@ class Arrival(Message, tag=1, frozen=True):
 
     `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
     process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it.
+    `blocks` are the digests of a prompt of token ids, in blocks of `View.block_tokens`.
     """
 
     id: int
@@ -62,6 +63,7 @@ class Arrival(Message, tag=1, frozen=True):
     response: str | None = None
     owner: str | None = None
     strict: bool = False
+    blocks: tuple[int, tuple[int, ...]] | None = None
 
 
 class Hello(Message, tag=2, frozen=True):
@@ -148,7 +150,7 @@ class CameBack(Message, tag=10, frozen=True):
 
 
 class ModelsRead(Message, tag=11, frozen=True):
-    """What an engine serves since its connections had to be made again: its `/v1/models` answer."""
+    """The `/v1/models` answer of an engine since its connections had to be made again."""
 
     instance: str
     body: bytes
@@ -211,7 +213,7 @@ class Abort(Message, tag=37, frozen=True):
 
 
 class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """How an instance is reached. Another `incarnation` is another server, even under the same name.
+    """Address of an instance. Another `incarnation` is another server, even under the same name.
 
     `registered` says that it stands in no file; `address` is then the one that its name was resolved to.
     """
@@ -231,12 +233,16 @@ class Instances(Message, tag=38, frozen=True):
 
 
 class View(Message, tag=39, frozen=True):
-    """What relays answer themselves: served names, `/v1/models` (a JSON array), readiness."""
+    """State that relays answer from: served names, `/v1/models` (a JSON array), readiness.
+
+    `block_tokens` are those of a block of engines that publish KV events, 0 where none does.
+    """
 
     names: list[str]
     only_model: str
     models: bytes
     routable: bool
+    block_tokens: int = 0
 
 
 class Learnt(Message, tag=40, frozen=True):
@@ -248,7 +254,7 @@ class Learnt(Message, tag=40, frozen=True):
 
 
 class Waiting(Message, tag=44, frozen=True):
-    """Whether requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
+    """True if requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
 
     requests: bool
 
@@ -310,6 +316,7 @@ def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
         request.pinned,
         owner,
         strict,
+        request.blocks,
     )
 
 
@@ -330,6 +337,7 @@ def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
         arrival.priority,
         arrival.tenant,
         arrival.samples,
+        arrival.blocks,
     )
 
 

@@ -108,7 +108,7 @@ class Relay:
         return self._models
 
     def routable(self) -> bool:
-        """Whether some instance takes requests."""
+        """True if some instance takes requests."""
         return self._routable and not self._stopping
 
     # --- life ---
@@ -233,6 +233,7 @@ class Relay:
     def _set_view(self, view: View) -> None:
         self.driver.served = frozenset(view.names)
         self.driver.only_model = view.only_model
+        self.driver.engine_block_tokens = view.block_tokens
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable
         self._looked.set()

@@ -20,13 +20,13 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import ExchangeDriver, Target
 from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
-from hetlb.proxy.telemetry.request_record import Phase
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.workers.protocol import (
@@ -89,20 +89,22 @@ class RelayDriver(ExchangeDriver):
         #: What engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         self.on_reconnect = self.reconnected
-        #: Whether requests wait somewhere: what frees an instance is said at once then.
+        #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()
         self.only_model = ""
+        #: Tokens of a block of engines that publish KV events, as the scheduler process says.
+        self.engine_block_tokens = 0
 
     # --- the channel ---
 
     def live_leases(self) -> list[LiveLease]:
-        """What another scheduler process books again: leases on instances that are still in the fleet."""
+        """Leases that another scheduler process books again: those on instances still in the fleet."""
         now, live = self.now(), []
         for exchange in self.exchanges.values():
             lease = exchange.lease
-            if lease is None or exchange.phase is Phase.QUEUE:
+            if lease is None or exchange.phase is Phase.QUEUED:
                 continue
             target = self._targets.get(lease.instance)
             if target is None or target.incarnation != lease.incarnation:
@@ -125,7 +127,7 @@ class RelayDriver(ExchangeDriver):
         self._sender = sender
         self._incarnations.clear()
         for exchange in self.exchanges.values():
-            if exchange.phase is Phase.QUEUE:
+            if exchange.phase is Phase.QUEUED:
                 sender.send(self._arrival(exchange))
 
     def disconnected(self) -> None:
@@ -152,12 +154,16 @@ class RelayDriver(ExchangeDriver):
     # --- facts ---
 
     @property
+    def block_tokens(self) -> int:
+        return self.engine_block_tokens
+
+    @property
     def models(self) -> Collection[str]:
         return self.served
 
     @property
     def waiting(self) -> int:
-        return sum(exchange.phase is Phase.QUEUE for exchange in self.exchanges.values())
+        return sum(exchange.phase is Phase.QUEUED for exchange in self.exchanges.values())
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
@@ -168,9 +174,9 @@ class RelayDriver(ExchangeDriver):
         self._send(self._arrival(exchange))
 
     def _has_room(self) -> bool:
-        """Whether what waits without a scheduler process is within the queue's limits."""
+        """True if what waits without a scheduler process is within the queue's limits."""
         limits = self._limits
-        waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUE]
+        waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUED]
         if limits.max_requests is not None and len(waiting) > limits.max_requests:
             return False
         return limits.max_bytes is None or sum(each.body_bytes for each in waiting) <= limits.max_bytes
@@ -343,7 +349,7 @@ class RelayDriver(ExchangeDriver):
         waited_s = self.now() - self._alone_since if self._sender is None else -math.inf
         if waited_s >= self._limits.no_instance_timeout_s:
             for exchange in list(self.exchanges.values()):
-                if exchange.phase is Phase.QUEUE:
+                if exchange.phase is Phase.QUEUED:
                     detail = "The scheduler is not there."
                     exchange.rejected(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
 

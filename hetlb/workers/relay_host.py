@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Final
 
+from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -106,7 +107,7 @@ class _Open:
     def __init__(self, link: RelayLink, request: Request, named: bool) -> None:
         self.link = link
         self.request = request
-        #: Whether it named its model.
+        #: True if it named its model.
         self.named = named
         self.lease: Lease | None = None
         self.lease_number = 0
@@ -150,7 +151,7 @@ class RelayHost:
         self._stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
-        #: Whether requests wait, as the relays know it.
+        #: True if requests wait, as the relays know it.
         self._waiting = False
         self._ticker: asyncio.TimerHandle | None = None
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -381,6 +382,8 @@ class RelayHost:
         started = perf_counter()
         commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
         self._end_s.append(perf_counter() - started)
+        if not retry:
+            self._totals.believed(lease)
         self.carry_out(commands)
 
     def _busy(self, message: Busy, now: float) -> None:
@@ -428,6 +431,13 @@ class RelayHost:
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
         self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+        """An engine published what its cache holds."""
+        known = self.scheduler.block_tokens
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
+        if self.scheduler.block_tokens != known:
+            self._on_view()
 
     def set_policy(self, name: str) -> None:
         """Switch the policy."""
@@ -505,6 +515,6 @@ class RelayHost:
 
     @property
     def totals(self) -> Totals:
-        """What is counted here: decisions, ejections, reloads, the scheduler's calls."""
+        """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
         self.settle()
         return self._totals

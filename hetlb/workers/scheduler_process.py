@@ -32,16 +32,19 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
+from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
+from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import WorkerState
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.channel import FROM_RELAY, Channel
 from hetlb.workers.control import Control, State
 from hetlb.workers.merge_counters import add, merged
-from hetlb.workers.protocol import Ask, Commit, FromRelay, Message, Prepare, Report, View
+from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Message, Prepare, Report, View
 from hetlb.workers.record_batches import FleetRecords
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -60,6 +63,7 @@ class SchedulerProcess(FleetService):
     """`life` counts the scheduler processes; the first one is 1."""
 
     driver: RelayHost
+    _kv_events: KvEventReader
 
     def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
@@ -94,6 +98,10 @@ class SchedulerProcess(FleetService):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._alone = False
+        self._kv_events = KvEventReader(self.driver.kv_events)
+        #: What the relays learnt; each of them has its own, which begins with this one.
+        self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
+        self._learnt = StateFile(state.fleet, self.scheduler, self._token_estimator)
         self._catch_up(state)
 
     def _catch_up(self, state: State) -> None:
@@ -120,6 +128,8 @@ class SchedulerProcess(FleetService):
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
+            self._learnt.load()
+            self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
             self._looked = True
             self._send_view()
@@ -129,6 +139,7 @@ class SchedulerProcess(FleetService):
             self._waiting.clear()
             await self._open_admin(admin_listeners)
             self._control.send("ready")
+            self._learnt.start()
             tune_gc()
             await self._stop.wait()
         finally:
@@ -139,6 +150,8 @@ class SchedulerProcess(FleetService):
         """Close everything now."""
         if self._view_timer is not None:
             self._view_timer.cancel()
+        await self._learnt.close()
+        await self._kv_events.close()
         await super().close()
         self.driver.close()
 
@@ -184,6 +197,8 @@ class SchedulerProcess(FleetService):
         link.channel = channel
         await channel.open(end)
         self.driver.connected(link)
+        for model, (text_bytes, tokens) in self._token_estimator.state()["text"].items():
+            link.send(Learnt(model, round(text_bytes), round(tokens)))
         if self._view is not None:
             link.send(self._view)
 
@@ -210,7 +225,11 @@ class SchedulerProcess(FleetService):
             self._view_timer = None
         scheduler = self.scheduler
         view = View(
-            scheduler.models, only_model(scheduler), msgspec.json.encode(self.models()), self.routable()
+            scheduler.models,
+            only_model(scheduler),
+            msgspec.json.encode(self.models()),
+            self.routable(),
+            scheduler.block_tokens,
         )
         if view != self._view:
             self._view = view
@@ -270,6 +289,8 @@ class SchedulerProcess(FleetService):
         await self.refresh()
 
     def _reported(self, link: RelayLink, report: Report) -> None:
+        for model, text_bytes, tokens in report.learnt:
+            self._token_estimator.learn(model, text_bytes, (), tokens)
         if report.record_count:
             self._records.add(report.record_count, report.records)
         if report.totals:

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
+from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.http.forward_headers import ForwardRules
@@ -118,6 +119,7 @@ class Supervisor:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             fleet = self._fleet
             print(ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls), flush=True)
+            tell(logger, Event.STARTED, "%s", version_line())
             self._until(lambda: self._ends)
             self._stop()
         finally:
@@ -165,7 +167,7 @@ class Supervisor:
 
     @property
     def _ends(self) -> bool:
-        """Whether a signal asked for the end."""
+        """True if a signal asked for the end."""
         return signal.SIGTERM in self._signals or signal.SIGINT in self._signals
 
     def _check_start(self, deadline: float) -> None:
@@ -421,7 +423,7 @@ class Supervisor:
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
     def _connected(self) -> bool:
-        """Whether clients are connected now."""
+        """True if clients are connected now."""
         asked_at = time.monotonic()
         relays = [relay for relay in self._relays if relay.up and self._send(relay, "ping")]
         self._until(lambda: all(relay.heard_at >= asked_at for relay in relays), SILENT_S)

@@ -59,7 +59,7 @@ class Waves:
     off_s: float
 
     def due_s(self, busy_s: float) -> float:
-        """When the waves have been on for `busy_s` seconds altogether, seconds from the start."""
+        """Time at which the waves have been on for `busy_s` seconds altogether, seconds from the start."""
         return busy_s + self.off_s * math.floor(busy_s / self.on_s)
 
 

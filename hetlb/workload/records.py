@@ -1,4 +1,4 @@
-"""What happened to each request, and the figures made from it: one definition for proxy, simulator and bench.
+"""Record of each request, and the figures made from it: one definition for proxy, simulator and bench.
 
 Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
 milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
@@ -12,6 +12,7 @@ count, and never in goodput.
 - ITL: every gap between two tokens of one request; measured over HTTP, between two events that carry text
   (a server that puts several tokens into one event shows fewer, longer gaps: its TPOT is the true figure).
 - duration: first due time to the end of the last request, whatever became of it.
+- steady: the same rates in the window in which requests keep coming (`steady_figures`), without the drain.
 - Percentiles interpolate linearly between the closest ranks, as NumPy's default does (Hyndman and Fan,
   "Sample quantiles in statistical packages", 1996, type 7). Standard deviations are of the population,
   again as NumPy. The figures of nothing are 0.
@@ -25,17 +26,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hetlb.core.pickle_by_fields import PickleByFields
-
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
 
 PERCENTILES = (90, 99)
+#: Part of the steady window that is left out at its beginning: the system fills.
+STEADY_FROM = 0.2
 
 
 @dataclass(slots=True)
-class RequestResult(PickleByFields):
+class RequestResult:
     """One request: times in seconds on one clock, None for what did not happen or was not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
@@ -79,7 +80,7 @@ class RequestResult(PickleByFields):
 
     @property
     def lateness_s(self) -> float | None:
-        """How late it was sent, None where it never was."""
+        """Delay of its sending after it was due, None where it never was sent."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
 
@@ -223,8 +224,55 @@ def summarize(
         **latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None)),
         **gaps.figures("itl"),
         **latency_figures("e2el", (record.e2el_s for record in done)),
+        "steady": steady_figures(records, start, end),
         "instances": _instance_figures(done, start, instances, preemptions or {}, kv_peak or {}),
     }
+
+
+def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: float) -> dict[str, Any]:
+    """Rates while requests keep coming, and how long the run went on after that (`drain_s`).
+
+    The window ends with the last due time; where all are due at once, with the last first token, since until
+    then something waits. It begins after `STEADY_FROM` of that time. Prompt tokens count at the first token,
+    output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s` count
+    from the first due time; `offered_token_throughput` is None where all are due at once.
+    """
+    done = [record for record in records if record.ok and record.last_token_s is not None]
+    last_due_s = max((record.scheduled_s for record in records), default=start_s)
+    at_once = last_due_s <= start_s
+    to_s = max((_begun_s(record) for record in done), default=start_s) if at_once else last_due_s
+    from_s = start_s + STEADY_FROM * (to_s - start_s)
+    seconds = to_s - from_s
+    per_second = 1.0 / seconds if seconds > 0 else 0.0
+    ended = sum(from_s < (record.last_token_s or 0.0) <= to_s for record in done)
+    offered = sum(r.prompt_tokens + r.output_tokens for r in records if from_s <= r.scheduled_s < to_s)
+    return {
+        "from_s": from_s - start_s,
+        "to_s": to_s - start_s,
+        "drain_s": max(0.0, end_s - to_s),
+        "total_token_throughput": math.fsum(_tokens_within(r, from_s, to_s) for r in done) * per_second,
+        "request_throughput": ended * per_second,
+        "offered_token_throughput": None if at_once else offered * per_second,
+    }
+
+
+def _begun_s(record: RequestResult) -> float:
+    """First token; of an answer that came whole, its end."""
+    if record.first_token_s is not None:
+        return record.first_token_s
+    assert record.last_token_s is not None, "expected a request that completed"
+    return record.last_token_s
+
+
+def _tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
+    """Tokens of one completed request that fall into (from_s, to_s]."""
+    begun, last = _begun_s(record), record.last_token_s or 0.0
+    first_tokens = min(record.sequences, record.output_tokens) if last > begun else record.output_tokens
+    found = float(record.prompt_tokens + first_tokens) if from_s < begun <= to_s else 0.0
+    if last > begun:
+        within = max(0.0, min(last, to_s) - max(begun, from_s))
+        found += (record.output_tokens - first_tokens) * within / (last - begun)
+    return found
 
 
 def _instance_figures(
@@ -234,7 +282,7 @@ def _instance_figures(
     preemptions: Mapping[str, int],
     kv_peak: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """One entry per instance; what nobody counted is null."""
+    """One entry per instance; what was not counted is null."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)
@@ -259,7 +307,7 @@ def _ended_s(record: RequestResult) -> float | None:
 
 
 def _meets(record: RequestResult, slo_s: Mapping[str, float]) -> bool:
-    """Whether a completed request met every limit; an answer that came whole began when it ended."""
+    """True if a completed request met every limit; an answer that came whole began when it ended."""
     ttft, tpot = record.ttft_s, record.tpot_s
     measured = {
         "ttft": record.e2el_s if ttft is None else ttft,

@@ -1,4 +1,4 @@
-"""When the requests of a load test are due: one rate, a ramp of rates, all at once, or as recorded.
+"""Schedules of a load test: one rate, a ramp of rates, all at once, or as recorded.
 
 A schedule is made before the run from a seed alone, and keeps the row of every planned request, so
 that the same load can be sent again. Fixed rates, waves and recordings are those of
@@ -37,7 +37,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent: the plan, and the row of each of its requests (`rows[planned.index]`)."""
+    """The load: the plan, and the row of each of its requests (`rows[planned.index]`)."""
 
     plan: list[PlannedRequest]
     rows: list[Row]

@@ -47,8 +47,9 @@ def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, 
     [
         ["simulate", "--config", str(CONFIGS / "two-servers.yaml"), "--request-rate", "inf"],
         ["search", "--config", str(CONFIGS / "clusters" / "l40s-llama-70b.yaml")],
+        ["split", "--config", str(CONFIGS / "clusters" / "split-llama-70b.yaml")],
     ],
-    ids=["simulate", "search"],
+    ids=["simulate", "search", "split"],
 )
 def test_while_it_reads_a_trace(tmp_path: Path, arguments: list[str]) -> None:
     trace = tmp_path / "trace.csv"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,18 @@ def test_a_degree_without_profile_is_listed(
             "  gpu_memory_utilization: 1.9",
             "gpu_memory_utilization: expected",
         ),
-        ("      8: ", "      3: ", "machines[0].profiles.3: expected a degree that divides the 8 GPUs"),
+        ("      8: ", "      9: ", "machines[0].profiles.9: expected a degree of at most the 8 GPUs, got 9"),
+        (
+            "memory_bytes: 48305799168",
+            "memory_bytes: 48",
+            "machines[0].memory_bytes: expected bytes, got 48: did you mean 48GiB?",
+        ),
+        (
+            "parameters: 70.55e9",
+            "parameters: 70.55",
+            "model.parameters: expected a number of parameters, got 70.55: did you mean 70.55B?",
+        ),
+        ("parameters: 70.55e9", "parameters: 70 bn", "expected a number or one with a unit such as 8.03B"),
         ("      8: ", "      x: ", "machines[0].profiles.x: expected a tensor-parallel degree"),
         ("tp8.yaml", "tp4.yaml", "expected a profile of degree 8, got one of degree 4"),
         ("tp8.yaml", "tp16.yaml", "no such file"),
@@ -139,3 +151,127 @@ def test_mistakes_in_a_cluster(
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], trace: str) -> None:
     assert main(["search", "--config", L40S, "--trace", trace, "--num-prompts", "2001"]) == 2
     assert "--num-prompts: expected 1 to 2000, got 2001" in capsys.readouterr().err
+
+
+SIX = """version: 1
+model: {name: m, parameters: 8.03B, config: CONFIG}
+limits: {max_input_tokens: 2048, max_output_tokens: 1024}
+machines:
+  - name: six
+    gpu: a100
+    gpus: 6
+    memory_bytes: 80GiB
+    reserved_bytes_per_gpu: 2GiB
+    price_per_gpu_hour: 2.5
+    profiles: {2: PROFILING/a100_sxm-llama-3.1-8b-tp2.yaml, 4: PROFILING/a100_sxm-llama-3.1-8b-tp4.yaml}
+"""
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> str:
+    """A machine of six GPUs without a profile of degree 1, with the heads of Llama-3.1-70B."""
+    path = tmp_path / "six.yaml"
+    config = str(CLUSTERS / "llama-3.1-70b.config.json")
+    path.write_text(
+        SIX.replace("CONFIG", config).replace("PROFILING", str(CLUSTERS.parents[1] / "profiling"))
+    )
+    return str(path)
+
+
+def search_json(capsys: pytest.CaptureFixture[str], config: str, trace: str, *flags: str) -> dict[str, Any]:
+    assert main(["search", "--config", config, "--trace", trace, "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_unequal_layouts_and_what_vllm_refuses(
+    capsys: pytest.CaptureFixture[str], six: str, trace: str
+) -> None:
+    document = search_json(capsys, six, trace)
+    (machine,) = document["machines"]
+    by_degree = {each["tensor_parallel_size"]: each for each in machine["ranking"]}
+    assert sorted(by_degree) == [1, 2, 3, 4, 6]
+    assert by_degree[6]["reason"] == "vLLM refuses it: 64 attention heads are not divisible by 6"
+    assert by_degree[4]["instances"] == 1
+    layouts = [
+        [(part["tensor_parallel_size"], part["count"]) for part in each["instances"]]
+        for each in machine["layouts"]
+    ]
+    assert layouts[0] == [(2, 3)]
+    assert [(4, 1), (2, 1)] in layouts
+    assert document["degrees_checked"] is True
+    assert document["rows"] == {"total": 150, "within_limits": 150}
+    assert document["fleet"]["simulated"]["total_token_throughput"] > 0
+    assert machine["layouts"][0]["cost_per_hour"] == pytest.approx(15.0)
+
+
+def test_a_rate_and_targets(capsys: pytest.CaptureFixture[str], six: str, trace: str) -> None:
+    document = search_json(capsys, six, trace, "--request-rate", "2", "--slo", "ttft=2s,tpot=100ms")
+    best = document["machines"][0]["layouts"][0]
+    assert best["simulated"]["slo_attainment"] > 0.99
+    assert best["simulated"]["goodput_req_s"] == pytest.approx(2.0, rel=0.01)
+    assert best["gpus"] == 2  # the cheapest that meets them
+    assert document["request_rate"] == 2.0
+    assert len(document["commands"]) == 1
+    unmet = search_json(capsys, six, trace, "--request-rate", "400", "--slo", "ttft=200ms")
+    assert unmet["machines"][0]["layouts"][0]["simulated"]["slo_attainment"] < 0.9
+
+
+def test_data_parallel_replicas_share_a_url(
+    capsys: pytest.CaptureFixture[str], six: str, trace: str, tmp_path: Path
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    document = search_json(capsys, six, trace, "--data-parallel", "--write-fleet", str(fleet))
+    (command,) = document["commands"]
+    assert command.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 vllm serve m --tensor-parallel-size 2 ")
+    assert "--data-parallel-size 3" in command
+    assert [spec.url for spec in load_fleet(fleet).instances] == ["http://six:8000"]
+
+
+def test_pipelines_where_gpus_would_be_left_over(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path
+) -> None:
+    """A 70B model on six L40S: two GPUs do not hold it, and TP 4 alone leaves two without work."""
+    path = Path(changed(tmp_path, "gpus: 8", "gpus: 6"))
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "tp8" not in line))
+    fleet = tmp_path / "fleet.yaml"
+    document = search_json(capsys, str(path), trace, "--write-fleet", str(fleet))
+    (command,) = document["commands"]
+    assert "--tensor-parallel-size 2 --pipeline-parallel-size 3" in command
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 " in command
+    source = load_fleet(fleet).profiles["l40s-box-tp2pp3-0"].source
+    assert source is not None
+    assert not source.measured
+    alone = search_json(capsys, str(path), trace, "--pipeline-parallel", "1")
+    assert "--tensor-parallel-size 4 --gpu" in alone["commands"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--slo", "ttft=1s"), "--slo: expected --request-rate with it"),
+        (("--request-rate", "inf"), "--request-rate: expected requests per second above 0, got 'inf'"),
+        (("--request-rate", "2", "--slo", "ttft=fast"), "--slo: expected ttft=500ms,tpot=50ms"),
+        (("--request-rate", "2", "--slo", "ttft=1s,ttft=2s"), "--slo: expected ttft=500ms,tpot=50ms"),
+        (("--pipeline-parallel", "9"), "--pipeline-parallel: expected 1 to 8, got 9"),
+    ],
+)
+def test_wrong_targets(
+    capsys: pytest.CaptureFixture[str], six: str, trace: str, flags: tuple[str, ...], message: str
+) -> None:
+    assert main(["search", "--config", six, "--trace", trace, *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_few_rows_within_the_limits(capsys: pytest.CaptureFixture[str], six: str, tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    rows = [",100,100"] * 4 + [",9000,100"] * 6
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    assert main(["search", "--config", six, "--trace", str(path)]) == 2
+    assert "limits: expected at least half of the rows of" in capsys.readouterr().err
+    path.write_text(path.read_text().replace(",9000,100\n", "", 2))
+    assert main(["search", "--config", six, "--trace", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "estimated on 4 of 8 rows of the trace; 4 exceed the cluster's limits" in out

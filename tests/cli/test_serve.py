@@ -236,10 +236,12 @@ def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], s
     ], err
 
 
-def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path, workers: int) -> None:
     fleet, state = tmp_path / "fleet.yaml", tmp_path / "state.json"
     fleet.write_text(
         "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\npolicy: {state_file: state.json}\n"
+        f"proxy: {{workers: {workers}}}\n"
         f"models: [{{name: m, instances: [{{url: '{engine(start)}'}}]}}]\n"
     )
     cold, _ = predictions(start, fleet, 40)
@@ -257,24 +259,3 @@ def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path) -> N
         assert "state.json is not used" in line
         assert json.loads(state.read_text())["kind"] == "hetlb-state"
     assert [path.name for path in tmp_path.glob(".*")] == []
-
-
-@pytest.mark.parametrize(
-    ("tables", "key"),
-    [
-        ("policy: {state_file: s.json}\n", "policy.state_file"),
-        ("", "models[0].instances[0].kv_events"),
-    ],
-)
-def test_what_needs_one_process_is_refused_with_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], tables: str, key: str
-) -> None:
-    fleet = tmp_path / "fleet.yaml"
-    events = "" if tables else ", kv_events: 'tcp://127.0.0.1:5557'"
-    fleet.write_text(
-        f"version: 1\n{tables}models: [{{name: m, instances: [{{url: 'http://127.0.0.1:1'{events}}}]}}]\n"
-    )
-    assert main(["serve", "--config", str(fleet), "--check"]) == 0
-    capsys.readouterr()
-    assert main(["serve", "--config", str(fleet), "--workers", "2", "--check"]) == 2
-    assert f"{fleet}: {key}: expected one process, got 2 workers" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 
 PROFILE = """\
 version: 1

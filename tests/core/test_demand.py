@@ -6,7 +6,7 @@ import random
 
 import pytest
 from helpers import request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.demand import HORIZONS_S, Demand, size_of
@@ -72,3 +72,22 @@ def test_what_is_known_without_computing_it_is_what_would_be_computed(
             assert least <= asked.rate(horizon, now) <= most
     for each in HORIZONS_S:
         assert asked.rate(each, now) == silent.rate(each, now)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rate=st.integers(8, 40), silence=st.floats(0.0, 7.0))
+def test_arrivals_that_stopped_are_no_rate(rate: int, silence: float) -> None:
+    """The slots of 16 s keep the rate for 8 s after the last arrival; a silence of 16 arrivals ends it."""
+    demand = Demand()
+    for number in range(40 * rate):
+        demand.mix.add(100.0, 85.0, 200.0, 85.0)
+        demand.arrived(100.0, number / rate)
+    last = demand.newest_s
+    before, after = demand.rate(16.0, last), demand.rate(16.0, last + silence)
+    least, most = demand.bounds(16.0, last + silence)
+    assert least <= after <= most
+    assert before == pytest.approx(100.0 * rate, rel=0.1)
+    if silence * rate < 14.0:
+        assert after > 0.8 * before
+    if silence * rate > 18.0:
+        assert after == 0.0

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.baselines import POLICIES, PolicyParams
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from hetlb.core.health import (
     RISE,
     WINDOW_S,
     HealthTracker,
+    transitions_table,
 )
 from hetlb.core.types import Health, ProbeResult
 
@@ -348,3 +350,8 @@ def test_another_process_takes_over_everything_but_the_generator() -> None:
             each.on_probe(OK, each.ejected_until)
         assert each.on_failure(each.ejected_until, may_eject=True)
     assert second.saved() == first.saved()
+
+
+def test_the_docs_show_the_transitions() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "behaviour.md"
+    assert transitions_table() in docs.read_text()

@@ -1,12 +1,21 @@
 """The latency formulas agree with the sums they stand for, computed the long way."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.latency import IterationRule, LatencyModel, ideal_batch, processing_s
+from hetlb.core.latency import (
+    IterationRule,
+    LatencyModel,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+    ideal_batch,
+    processing_s,
+)
 
 MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=3e-7, k8=1.3e-2)
 
@@ -86,3 +95,39 @@ def test_prompts_that_wait_are_read_first_and_decodes_run_beside_them() -> None:
     assert k.first_token_s(500, 400, 0, 0, 0, 2048) == pytest.approx(k.prefill_s(500, 1, 400))
     beside = k.first_token_s(500, 0, 0, 8, 5600, 2048)
     assert beside == pytest.approx(k.mixed_step_s(500, 1, 500, 8, 5600))
+
+
+GRID = PrefillGrid((1, 4, 16), (128, 1024), ((-0.08, 0.06), (0.02, -0.05), (0.0, 0.04)))
+
+
+@given(
+    p=st.floats(1.0, 12.0),
+    tile=st.sampled_from((1, 128)),
+    grid=st.sampled_from((None, GRID)),
+    mixed=st.sampled_from((None, MixedTerm(1e-6, 1e-9, 2e-8, 1e-8))),
+    prompt=st.integers(1, 9000),
+    cached=st.integers(0, 9000),
+    pending=st.floats(0.0, 20_000.0),
+    batch=st.floats(0.0, 256.0),
+    context=st.floats(1.0, 2000.0),
+)
+def test_a_lower_bound_is_never_more_and_hardly_less(
+    p: float,
+    tile: int,
+    grid: PrefillGrid | None,
+    mixed: MixedTerm | None,
+    prompt: int,
+    cached: int,
+    pending: float,
+    batch: float,
+    context: float,
+) -> None:
+    model = replace(MODEL, better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, p, grid, tile), mixed=mixed)
+    asked = (prompt, min(cached, prompt - 1), pending, batch, batch * context, 2048.0)
+    least, true = model.lower_bound().first_token_s(*asked), model.first_token_s(*asked)
+    assert least <= true * (1 + 1e-12)
+    assert least >= true * (0.998 if grid is None else math.exp(-0.15))
+
+
+def test_a_model_without_a_better_prefill_is_its_own_lower_bound() -> None:
+    assert MODEL.lower_bound() is MODEL

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 
@@ -97,6 +97,68 @@ def test_terms_with_their_weights_add_up_to_the_score(
                     terms = dict(each.terms)
                     total = 20.0 * terms.pop("first_token_s") + sum(terms.values())
                     assert each.score == pytest.approx(total, rel=1e-9, abs=1e-9)
+
+
+BENT = LatencyModel(
+    *(2e-5, 1e-3, 0.0, 1e-2, 3e-8, 5e-5, 2e-7, 8e-3),
+    better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, 1.7),
+    better_decode=DecodeTable(4e-8, 2e-8, (1, 8, 64), (7e-3, 8e-3, 1e-2)),
+)
+ASKED = st.tuples(
+    st.integers(1, 9000),
+    st.integers(1, 600),
+    st.sampled_from((1, 1, 1, 3, 20)),
+    st.sampled_from(("", "", "x")),
+)
+
+
+@given(
+    asked=st.lists(ASKED, min_size=1, max_size=60), equals=st.integers(1, 3), engines=st.sampled_from((1, 4))
+)
+def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency_model(
+    asked: list[tuple[int, int, int, str]], equals: int, engines: int
+) -> None:
+    fleet = [
+        InstanceSpec(
+            f"{factor}-{i}",
+            MODEL,
+            latency=BENT.scaled(factor),
+            capacity=Capacity(kv_cache_tokens=400_000, max_num_seqs=12, engines=engines),
+        )
+        for factor in (1.0, 1.9)
+        for i in range(equals)
+    ]
+    scheduler = make_scheduler(fleet, "hetlb")
+    instances = {instance.name: instance for instance in scheduler.instances}
+    for number, (prompt, output, sequences, key) in enumerate(asked):
+        keys = ((key, prompt // 2),) if key and prompt > 1 else ()
+        new = request(number, prompt=prompt, max_tokens=output, sequences=sequences, prefix_keys=keys)
+        before = {
+            name: (each.sequences, each.prompt_tokens, each.pending_prompt_tokens, each.load)
+            for name, each in instances.items()
+        }
+        for command in scheduler.on_arrival(new, float(number)):
+            assert isinstance(command, Dispatch)
+            if number % 3 == 0:
+                scheduler.on_first_token(command.lease, float(number))
+            able = [each for each in command.candidates if each.eligible]
+            assert command.lease.instance == min(able, key=lambda each: each.score).instance
+            if keys:
+                continue
+            half_grown = scheduler._demands[MODEL].mix.output / 2.0
+            for each in command.candidates:
+                assert each.terms is not None
+                running, prompts, pending, load = before[each.instance]
+                instance = instances[each.instance]
+                own = instance.own_batch(sequences)
+                context = (prompts + running * half_grown) * load.context_share
+                first_s = BENT_OF[each.instance[:3]].first_token_s(
+                    prompt, 0, pending / engines, load.batch, context, 2048.0, own
+                ) + 0.5 * BENT_OF[each.instance[:3]].step_s(load.batch, context)
+                assert each.terms["first_token_s"] == pytest.approx(first_s, rel=1e-9)
+
+
+BENT_OF = {f"{factor}": BENT.scaled(factor) for factor in (1.0, 1.9)}
 
 
 def test_terms_are_those_of_the_moment_of_the_decision() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import (
     AdminState,

@@ -10,7 +10,7 @@ from helpers import FAST, request, spec
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
 from hetlb.workload.arrivals import PlannedRequest

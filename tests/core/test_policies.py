@@ -8,8 +8,9 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.core.demand import Demand
 from hetlb.core.instance import PeakEwma
-from hetlb.core.policies.base import PlannedShares, SchedulingContext
-from hetlb.core.policies.baselines import COMBINE_FORMS, POLICIES, PolicyParams, PrefixMatch
+from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams, SchedulingContext
+from hetlb.core.policies.baselines import PrefixMatch
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 

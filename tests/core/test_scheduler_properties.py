@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
     Command,
+    Connector,
     Dispatch,
     EngineSample,
     Health,
@@ -25,6 +26,7 @@ from hetlb.core.types import (
     InstanceAdded,
     InstanceRemoved,
     InstanceSpec,
+    KvTransfer,
     Lease,
     LiveLease,
     ModelsLearned,
@@ -33,6 +35,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
+    Role,
 )
 
 NAMES = ("a", "b", "c")
@@ -47,17 +50,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     """A driver that does everything a driver may do, with a clock of its own."""
 
     policy = "paper"
+    #: Of the instances, in their order; with other roles than both, or several of these, requests are split.
+    roles: tuple[Role, ...] = ()
+    connector = Connector.NIXL
 
     @initialize(predictor=st.sampled_from(("normal", "online", "empirical")), seed=st.integers(0, 5))
     def start(self, predictor: str, seed: int) -> None:
         self.now = 0.0
         self.predictor, self.seed = predictor, seed
-        specs = [spec(name, slower=1.0 + i, kv=2000 * (i + 1)) for i, name in enumerate(NAMES)]
-        self.scheduler = self.make(specs, self.policy)
+        self.scheduler = self.make([self.spec_of(i) for i in range(len(NAMES))], self.policy)
         self.next_id = 1
         self.waiting: set[int] = set()
         self.leases: dict[int, Lease] = {}
         self.answered: set[int] = set()
+
+    def spec_of(self, i: int) -> InstanceSpec:
+        more = {"role": self.roles[i], "kv_transfer": KvTransfer(self.connector, 20.0)} if self.roles else {}
+        return spec(NAMES[i], slower=1.0 + i, kv=2000 * (i + 1), **more)
 
     def make(self, specs: list[InstanceSpec], policy: str) -> Scheduler:
         predictor, seed = self.predictor, self.seed
@@ -110,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         model=st.sampled_from(("m", "m", "m", "lora", "nobody")),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from((None, "x", "y")),
+        splittable=st.booleans(),
+        streamed=st.booleans(),
     )
     def arrive(
         self,
@@ -122,11 +133,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         model: str,
         priority: int,
         tenant: str | None,
+        splittable: bool,
+        streamed: bool,
     ) -> None:
         request_id, self.next_id = self.next_id, self.next_id + 1
         arriving = request(
             request_id, prompt=prompt, max_tokens=max_tokens, sequences=sequences, exact=exact,
             body_bytes=body, generates=generates, model=model, priority=priority, tenant=tenant,
+            splittable=splittable and generates and sequences == 1, streamed=streamed,
         )  # fmt: skip
         self.carry_out(self.scheduler.on_arrival(arriving, self.now), request_id)
 
@@ -201,7 +215,44 @@ class SchedulerMachine(RuleBasedStateMachine):
     def replace(self, name: str, come_back: bool) -> None:
         self.carry_out(self.scheduler.on_instance(InstanceRemoved(name), self.now))
         if come_back or not self.scheduler.instances:
-            self.carry_out(self.scheduler.on_instance(InstanceAdded(spec(name)), self.now))
+            added = spec(name) if not self.roles else self.spec_of(NAMES.index(name))
+            self.carry_out(self.scheduler.on_instance(InstanceAdded(added), self.now))
+
+    def split_legs(self) -> list[int]:
+        """Leases of prefill legs whose requests can be handed over."""
+        return sorted(id for id, lease in self.leases.items() if lease.decode is not None)
+
+    @precondition(lambda self: self.split_legs())
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        lease = self.leases.pop(data.draw(st.sampled_from(self.split_legs())))
+        commands = self.scheduler.on_prefilled(lease, self.now)
+        assert lease.ended
+        self.carry_out(commands, lease.request.id)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), outcome=st.sampled_from((*ENDS, Outcome.OK)))
+    def hand_over_fails(self, data: st.DataObject, outcome: Outcome) -> None:
+        legs = [each for each in self.leases.values() if each.decode is not None or each.hold is not None]
+        if not legs:
+            return
+        lease = data.draw(st.sampled_from(sorted(legs, key=lambda each: each.id)))
+        if outcome is Outcome.OK and lease.decode is None:
+            outcome = Outcome.CLIENT_GONE
+        del self.leases[lease.id]
+        commands = self.scheduler.on_unsplit(lease, outcome, self.now)
+        assert lease.ended
+        again = [each for each in commands if isinstance(each, Dispatch)]
+        assert all(each.lease.decode is None for each in again if each.request_id == lease.request.id)
+        self.carry_out(commands, lease.request.id)
+
+    @precondition(lambda self: hasattr(self, "scheduler") and self.scheduler.holds)
+    @rule(data=st.data())
+    def release_hold(self, data: st.DataObject) -> None:
+        holds = {hold.id: hold for hold in self.scheduler.holds}
+        hold = holds[data.draw(st.sampled_from(sorted(holds)))]
+        self.carry_out(self.scheduler.on_hold_released(hold, self.now))
+        assert hold.ended
 
     @rule(seconds=st.floats(0, 20))
     def time_passes(self, seconds: float) -> None:
@@ -214,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def switch(self, name: str) -> None:
         self.carry_out(self.scheduler.set_policy(name, self.now))
 
+    @precondition(lambda self: not self.roles)  # leases of split requests are not restored
     @rule()
     def restart(self) -> None:
         """Another scheduler begins: it hears of the live leases, then of the requests that wait."""
@@ -243,7 +295,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
-        assert self.scheduler.in_flight == len(self.leases)
+        booked = len(self.leases) + sum(
+            each.decode is not None and each.decode.incoming for each in self.leases.values()
+        )
+        assert self.scheduler.in_flight == booked
         assert {entry.request.id for entry in self.scheduler.queue} == self.waiting
         assert len(self.waiting) <= 5
         assert self.scheduler.queue.bytes <= 1000
@@ -267,14 +322,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.answered.add(lease.request.id)
                 self.carry_out(self.scheduler.on_lease_ended(lease, Outcome.OK, self.now))
             self.carry_out(self.scheduler.on_tick(self.now))
+        self.now += 100.0  # beyond the lease of whatever was not fetched
+        self.carry_out(self.scheduler.on_tick(self.now))
         for instance in self.scheduler.instances:
             assert (instance.work_ns, instance.kv_tokens, instance.in_flight) == (0, 0, 0)
         self.adds_up()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_invariants_hold_under_every_policy(policy: str) -> None:
-    machine = type(f"Machine_{policy}", (SchedulerMachine,), {"policy": policy})
+def _run(machine: type[SchedulerMachine]) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
@@ -284,3 +339,32 @@ def test_invariants_hold_under_every_policy(policy: str) -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_invariants_hold_under_every_policy(policy: str) -> None:
+    _run(type(f"Machine_{policy}", (SchedulerMachine,), {"policy": policy}))
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        (Role.BOTH, Role.BOTH, Role.BOTH),
+        (Role.PREFILL, Role.DECODE, Role.BOTH),
+        (Role.PREFILL, Role.DECODE, Role.DECODE),
+    ],
+    ids=lambda roles: "-".join(roles),
+)
+@pytest.mark.parametrize(
+    ("policy", "connector"), [("hetlb", "nixl"), ("rr", "mooncake"), ("paper", "shared-storage")]
+)
+def test_invariants_hold_where_requests_are_split(
+    policy: str, connector: str, roles: tuple[Role, ...]
+) -> None:
+    _run(
+        type(
+            "Machine_split",
+            (SchedulerMachine,),
+            {"policy": policy, "roles": roles, "connector": Connector(connector)},
+        )
+    )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.health import PROBATION_CAP_S, HealthParams
 from hetlb.core.instance import BUSY_CAP_S
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,

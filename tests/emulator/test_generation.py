@@ -13,8 +13,8 @@ from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
 
 from hetlb.emulator import EmulatedEngine
+from hetlb.emulator.fields import answer_length, count_text, text_seed, token_ids
 from hetlb.emulator.replies import words
-from hetlb.emulator.requests import answer_length, count_text, text_seed, token_ids
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

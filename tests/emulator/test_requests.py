@@ -12,7 +12,8 @@ from emulator.wire import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.emulator.requests import VOCABULARY, ApiError, Generation, Reader, read_object
+from hetlb.emulator.fields import VOCABULARY, ApiError, read_object
+from hetlb.emulator.requests import Generation, Reader
 
 READER = Reader(("tiny", "alias"), 2048)
 KINDS = {"completion": READER.completion, "chat": READER.chat, "response": READER.response}

@@ -1,6 +1,6 @@
 """How a case of the fault matrix is written down, and where all of them are found.
 
-Promise: a case names its row, what it does, and exactly which outcomes its requests end in; `known` is the
+A case names its row, what it does, and exactly which outcomes its requests end in; `known` is the
 one line that says what the product does not do yet (the test is then expected to fail, and must be mended
 when it does not). Nothing but this registry decides what `test_matrix.py` runs.
 """

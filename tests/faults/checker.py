@@ -1,6 +1,6 @@
 """The checker of the invariants: what stands on the outside of a proxy before and after a fault.
 
-Promise: I1 from `/metrics` (the outcomes' sum is the requests sent), I2 and I3 from `/v1/fleet` (every figure
+I1 from `/metrics` (the outcomes' sum is the requests sent), I2 and I3 from `/v1/fleet` (every figure
 is zero, and an integer), I4 from the same after instances came and went, I5 from descriptors, tasks and the
 engines' connections, I6 from the engines' own counts, I7 and I8 in the client (`client.py`), I9 from the
 streams in the background, I10 from the log. All but tasks is seen from outside, so that the same checker

@@ -1,6 +1,6 @@
 """An engine that fails on demand: raw bytes on real sockets, forty ways to answer, and a record of it all.
 
-Promise: what a request meets is decided by `modes` (by request id) or `mode` (everybody else). Every
+What a request meets is decided by `modes` (by request id) or `mode` (everybody else). Every
 execution is counted by request id with its start on the loop's clock; the moment in which the peer leaves
 is noticed while the answer goes on; every token bears the request's id, so that a mix-up shows. Health,
 metrics and the list of models answer as told. Used by the tests, the soak and the runner of the reference

@@ -1,6 +1,6 @@
 """A proxy in front of engines that fail, with or without fifty streams in the background.
 
-Promise: every case gets a proxy of its own, in this process on the event loop of `hetlb serve`, or as a
+Every case gets a proxy of its own, in this process on the event loop of `hetlb serve`, or as a
 process of its own (`Process`). The model `m` is served by the engines that a case spoils, `bg` by one that is
 never spoilt: the streams in the background are the neighbours of invariant I9. When the case is over, the
 invariants are checked, then everything is stopped and nothing may be left.

@@ -1,6 +1,6 @@
 """A TCP proxy that spoils a connection: the faults of a network between two processes that are well.
 
-Promise: the toxics are toxiproxy's, by its names. `latency_s` holds every piece back, `bandwidth` is in bytes
+The toxics are toxiproxy's, by its names. `latency_s` holds every piece back, `bandwidth` is in bytes
 a second, `slicer` cuts pieces to that many bytes, `limit_data` closes after that many bytes towards the
 client, `slow_close_s` delays the close, `timeout` swallows everything and stays open, `reset_peer` answers
 with RST. They hold for the direction from the server to the client but for `latency_s` and `timeout`, which

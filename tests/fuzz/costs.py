@@ -1,6 +1,6 @@
 """The cost of reading: every reader of bytes from outside, and how its CPU time grows with what it is given.
 
-Promise: a reader is given bytes as a connection would get them, and the CPU time of this thread is taken, the
+A reader is given bytes as a connection would get them, and the CPU time of this thread is taken, the
 least of several runs. What is judged is a ratio of two such times on the same machine: that of twice as many
 bytes, or that of a loop in Python over as many bytes (`pass_s`). Neither depends on the machine's speed.
 """

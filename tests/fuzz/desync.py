@@ -1,6 +1,6 @@
 """Messages that two parsers may read in two ways, in both directions: what HTTP smuggling is made of.
 
-Promise: every case is bytes and what must become of them: `refused` (ambiguous: nothing of it may pass),
+Every case is bytes and what must become of them: `refused` (ambiguous: nothing of it may pass),
 or `read` (whoever reads what the proxy passes on must read the same; refusing it is right too). The
 names of the shapes are those of PortSwigger's and http-garden's public lists, the payloads our own.
 """

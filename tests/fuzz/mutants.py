@@ -1,6 +1,6 @@
 """Raw mutants on sockets: requests that were damaged at random, against a proxy as a process of its own.
 
-Promise: the mutants are drawn from a seed, so every find can be made again (`mutants.py --seed S --only N`).
+The mutants are drawn from a seed, so every find can be made again (`mutants.py --seed S --only N`).
 Of a run: the process lives and wrote no traceback; nothing was answered with a 5xx, for the engine is well;
 every connection ended or was answered within a second beyond the proxy's own limits; a good request beside
 them never waited for a second; and what reached the engine is read alike by three parsers.

@@ -1,6 +1,6 @@
 """Three parsers that were written by others, each asked what a string of bytes says.
 
-Promise: requests come out as (method, target, headers, body), an answer as (status, body, whole); what a
+Requests come out as (method, target, headers, body), an answer as (status, body, whole); what a
 parser refuses is `None`. h11, llhttp (through httptools) and the standard library share no code.
 """
 

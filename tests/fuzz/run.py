@@ -1,6 +1,6 @@
 """`make fuzz`: every target for a minute, two at a time, then ten thousand raw mutants; 1 on a find.
 
-Promise: it ends: five targets of S seconds on two cores and the mutants take about 3 S + 30 seconds. What was
+It ends: five targets of S seconds on two cores and the mutants take about 3 S + 30 seconds. What was
 found lies under `.cache/fuzz/TARGET`.
 """
 

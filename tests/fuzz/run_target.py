@@ -1,6 +1,6 @@
 """Fuzz one target: `run_target.py NAME --seconds 60`. Exit status 1 where something was found.
 
-Promise: with atheris (the extra `fuzz`) the search is led by coverage; without it inputs are mutated at
+With atheris (the extra `fuzz`) the search is led by coverage; without it inputs are mutated at
 random from the kept corpus, from a fixed seed. What is found lies under `.cache/fuzz/NAME`, and belongs into
 `corpus/NAME` with its mending: the tests run every file there.
 """

@@ -1,6 +1,6 @@
 """What is fuzzed: readers of bytes from outside, each with what must hold whatever the bytes are.
 
-Promise: this is the one file that knows where the readers live and what they are called. A target takes any
+This is the one file that knows where the readers live and what they are called. A target takes any
 bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`) are caught
 here; everything else about them is checked: that all ways to cut the input give one reading, that a second
 parser reads the same, that a figure is within its range, that an error is one line.
@@ -26,7 +26,10 @@ import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
 
-from hetlb import config
+from hetlb.config.api_keys import load_api_keys
+from hetlb.config.cluster import load_cluster
+from hetlb.config.fleet import load_fleet
+from hetlb.config.profile import load_profile
 from hetlb.core import engine_metrics
 from hetlb.errors import InputError
 from hetlb.proxy.http import http1, multipart, sse
@@ -256,7 +259,7 @@ def config_file(data: bytes) -> None:
     """Fleet files, profiles, lists of keys, clusters: read whole, or one line that says why not."""
     path = _folder / f"{os.getpid()}.yaml"
     path.write_bytes(data)
-    for load in (config.load_fleet, config.load_profile, config.load_api_keys, config.load_cluster):
+    for load in (load_fleet, load_profile, load_api_keys, load_cluster):
         try:
             load(path)
         except InputError as error:

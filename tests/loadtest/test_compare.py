@@ -14,7 +14,13 @@ from hetlb.loadtest.compare import FIGURES, comparisons, paired, turns
 
 
 def run(policy: str, number: int, value: float, rate: float | str = 4.0) -> dict[str, Any]:
-    return {"policy": policy, "round": number, "request_rate": rate, **dict.fromkeys(FIGURES, value)}
+    return {
+        "policy": policy,
+        "round": number,
+        "request_rate": rate,
+        "client": {"verdict": "VALID"},
+        **dict.fromkeys(FIGURES, value),
+    }
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(1, 1e3)), min_size=2, max_size=12))

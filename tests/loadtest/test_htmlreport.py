@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
-from loadtest.test_figures import record, result
+from loadtest.test_metrics import record, result
 
 from hetlb.loadtest.compare import FIGURES, comparisons
 from hetlb.loadtest.htmlreport import report
@@ -88,11 +88,12 @@ def test_a_page_of_runs_without_an_answer() -> None:
     assert "failed: 10 of 10 requests (10 x timeout)" in text
 
 
-def compared(rounds: int, *, spread: float) -> Balanced:
+def compared(rounds: int, *, spread: float, suspect: bool = False) -> Balanced:
     """`p2c` gives 10 % more than `rr` (100) in every figure, give or take `spread` from round to round."""
     runs = [
         {
             "policy": policy, "round": number, "request_rate": 2.0,
+            "client": {"verdict": "SUSPECT" if suspect and policy == "p2c" else "VALID"},
             **dict.fromkeys(FIGURES, 100.0 if policy == "rr" else 110.0 + spread * (-1) ** number),
         }
         for policy in ("rr", "p2c")

@@ -138,15 +138,26 @@ def test_a_comparison_and_a_search() -> None:
     figure = {"mean": 3.0, "baseline_mean": 2.0, "difference": 1.0, "low": -0.5, "high": 2.5, "relative": 0.5}
     comparison = {
         "request_rate": "inf", "policy": "p2c", "baseline": "rr", "rounds": 3, "confidence": 0.95,
+        "verdict": "VALID",
         "figures": {"mean_ttft_ms": figure, "request_goodput": {**figure, "low": None, "relative": None}},
     }  # fmt: skip
     text = rendered(comparison_table(comparison))
     assert "p2c against rr, rate inf, 3 paired rounds" in text
     assert row(text, "mean_ttft_ms") == ["mean_ttft_ms", "2", "3", "+1 (+50.0 %)", "-0.5 to +2.5"]
     assert row(text, "request_goodput")[-1] == "-"
-    search = {"slo_attainment": 0.95, "policy": None, "max_request_rate": 4.0, "probes": [{}] * 3}
+    suspect = rendered(comparison_table({**comparison, "verdict": "SUSPECT"}))
+    assert "rate inf, 3 paired rounds, SUSPECT" in suspect
+    search = {
+        "slo_attainment": 0.95,
+        "policy": None,
+        "verdict": "VALID",
+        "max_request_rate": 4.0,
+        "probes": [{}] * 3,
+    }
     text = rendered(search_table([{**search, "lowest_missed_rate": None}]))
     assert row(text, "-  ") == ["-", "4", "none", "3"]
+    text = rendered(search_table([{**search, "lowest_missed_rate": None, "verdict": "SUSPECT"}]))
+    assert row(text, "-  ") == ["-", "4", "none", "3", "SUSPECT"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A proxy without sockets and with a clock of its own: real connections, exchanges and scheduler.
 
-Promise: bytes go through the protocols that `hetlb serve` uses, over transports in memory with the watermarks
+Bytes go through the protocols that `hetlb serve` uses, over transports in memory with the watermarks
 of the real ones, and time passes only when everything that is due was done. So a state machine can let
 minutes pass thousands of times, and the cost of a reader can be measured without a kernel.
 """

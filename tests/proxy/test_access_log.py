@@ -18,10 +18,11 @@ from proxy.services import Engine, document, serving
 from hetlb.config.fleet import load_fleet
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry.access_log import FORMATS, escape, json_line, keyvalue_line
 from hetlb.proxy.telemetry.log_writer import LogWriter
-from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
+from hetlb.proxy.telemetry.request_record import RequestRecord
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:
@@ -92,7 +93,7 @@ def served() -> RequestRecord:
     )  # fmt: skip
     lease.output_tokens = 5
     return over(
-        tenant="ann", lease=lease, outcome=Outcome.OK, ended_in=Phase.STREAM, status=200, retries=1,
+        tenant="ann", lease=lease, outcome=Outcome.OK, ended_in=Phase.STREAMING, status=200, retries=1,
         usage_prompt_tokens=9, cached_tokens=4, dispatched_at=10.5, first_byte_at=11.0, ended_at=12.0,
     )  # fmt: skip
 

@@ -15,8 +15,8 @@ from hetlb.config.profile import load_profile
 from hetlb.core.types import Outcome
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.service import Service
-from hetlb.proxy.telemetry.request_record import Phase
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
 REQUESTS = 1000
@@ -116,7 +116,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert sum(outcomes.values()) == accepted
             assert outcomes[Outcome.OK.value] >= seen["answered"]
             assert set(outcomes) == {Outcome.OK.value, Outcome.CLIENT_GONE.value}
-            assert Phase.STREAM in phases
+            assert Phase.STREAMING in phases
             # Nothing is left: not in the ledger, not at the engines, no task.
             driver.scheduler.check_integrity()
             assert driver.scheduler.in_flight == 0

@@ -22,7 +22,7 @@ from hetlb.config.fleet import TracingTable
 from hetlb.proxy.dashboard.whatif import _record
 from hetlb.proxy.telemetry.access_log import json_line, keyvalue_line
 from hetlb.proxy.telemetry.history import History
-from hetlb.proxy.telemetry.request_record import RequestResult
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
 from hetlb.workload.records import summarize
 
@@ -85,11 +85,11 @@ def streamed(usage: dict[str, Any] | None) -> bytes:
     return SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + told + chunk(DONE) + LAST
 
 
-def words(record: RequestResult) -> dict[str, str]:
+def words(record: RequestRecord) -> dict[str, str]:
     return dict(word.split("=") for word in keyvalue_line(record).split())
 
 
-def span(record: RequestResult) -> dict[str, Any]:
+def span(record: RequestRecord) -> dict[str, Any]:
     """Attributes of the span of the request to the engine."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(TracingTable(otlp_endpoint="http://nowhere"), exporter=exporter)

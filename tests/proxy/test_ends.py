@@ -9,8 +9,9 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.core.health import PASSIVE_FALL, Verdict
 from hetlb.core.types import Health
-from hetlb.proxy import ends
+from hetlb.proxy import ends, exchange_states
 from hetlb.proxy.ends import ENDS, End
+from hetlb.proxy.exchange_states import Phase, Response
 
 DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
 #: What a row says, said once more: a change of blame is a change here.
@@ -21,6 +22,7 @@ COUNTS = {
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
     "refused-in-stream": Verdict.WELL,
+    "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
     "stopped": Verdict.NOTHING,
 }  # fmt: skip
@@ -60,3 +62,14 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
         assert health.state is Health.UP
         assert not health.on_probation(now)
         assert health.clean
+
+
+def test_the_docs_show_the_states_of_an_exchange() -> None:
+    assert exchange_states.diagram() in DOCS.read_text()
+
+
+def test_every_transition_leads_on_and_every_phase_can_end() -> None:
+    reached = {row.after for row in exchange_states.TRANSITIONS} | {Phase.QUEUED}
+    assert reached == set(Phase)
+    assert set(exchange_states.ENDED.before) == set(Phase) - {Phase.DONE}
+    assert {row.after for row in exchange_states.RESPONSE_TRANSITIONS} == set(Response) - {Response.NOTHING}

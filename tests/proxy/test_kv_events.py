@@ -13,78 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-import zmq
-import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.conftest import turns_until
+from proxy.kv_publisher import CLEARED, SIZE, Publisher, removed, stored
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.config.fleet import load_fleet
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, block_digests
 from hetlb.errors import ConfigError
 from hetlb.proxy.kv_events import read_batch
-
-SIZE = 4
-
-
-def stored(ids: list[int], first: int, parent: int | None = None) -> dict[str, Any]:
-    return {
-        "type": "BlockStored", "block_hashes": list(range(first, first + len(ids) // SIZE)),
-        "parent_block_hash": parent, "token_ids": ids, "block_size": SIZE, "lora_id": None, "medium": "GPU",
-        "lora_name": None,
-    }  # fmt: skip
-
-
-def removed(*names: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": list(names), "medium": "GPU"}
-
-
-CLEARED = {"type": "AllBlocksCleared"}
-
-
-class Publisher:
-    """What vLLM's publisher does: numbered batches, the last of them again for who asks."""
-
-    def __init__(self, folder: str) -> None:
-        self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
-        self.context = zmq.asyncio.Context()
-        self.pub = self.context.socket(zmq.XPUB)
-        self.pub.bind(self.endpoint)
-        self.router = self.context.socket(zmq.ROUTER)
-        self.router.bind(self.replay)
-        self.sent: list[bytes] = []
-        self.kept_from = 0
-        self.task = asyncio.create_task(self._serve())
-
-    async def subscribed(self) -> None:
-        async with asyncio.timeout(10):
-            assert await self.pub.recv() == b"\x01"
-
-    async def publish(self, *events: dict[str, Any], silently: bool = False) -> None:
-        self.sent.append(msgspec.msgpack.encode([0.5, list(events), 0]))
-        if not silently:
-            await self.send(len(self.sent) - 1, self.sent[-1])
-
-    async def send(self, number: int, payload: bytes) -> None:
-        await self.pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
-
-    def restart(self) -> None:
-        self.sent.clear()
-
-    async def _serve(self) -> None:
-        while True:
-            client, _, first = await self.router.recv_multipart()
-            for number in range(max(self.kept_from, int.from_bytes(first, "big")), len(self.sent)):
-                frames = (client, b"", b"", number.to_bytes(8, "big"), self.sent[number])
-                await self.router.send_multipart(frames)
-            end = (-1).to_bytes(8, "big", signed=True)
-            await self.router.send_multipart((client, b"", b"", end, b""))
-
-    async def close(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        self.context.destroy(linger=0)
 
 
 @pytest_asyncio.fixture

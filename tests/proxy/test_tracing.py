@@ -20,10 +20,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 from hetlb.config.fleet import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry import tracing
-from hetlb.proxy.telemetry.request_record import Phase, RequestRecord
-from hetlb.proxy.telemetry.tracing import Trace, Tracing, check_installed, spans_url
+from hetlb.proxy.telemetry.request_record import RequestRecord
+from hetlb.proxy.telemetry.trace_context import Trace
+from hetlb.proxy.telemetry.tracing import Tracing, check_installed, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()
@@ -71,7 +73,7 @@ def over(trace: Trace | None, **facts: Any) -> RequestRecord:
     """A chat that was answered: arrived at 100, dispatched at 102, first byte at 103, over at 105."""
     ended = RequestRecord(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
     told = {
-        "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAM, "status": 200,
+        "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAMING, "status": 200,
         "usage_prompt_tokens": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,
     }  # fmt: skip
     for name, value in told.items():
@@ -200,7 +202,7 @@ def test_a_client_that_wants_no_spans_gets_none(traces: Traces) -> None:
 def test_a_request_that_went_nowhere_has_one_span(traces: Traces) -> None:
     ended = over(
         traces.tracing.begin(None), lease=None, dispatched_at=None, first_byte_at=None, tenant=None,
-        outcome=Outcome.NO_INSTANCE, ended_in=Phase.QUEUE, status=503,
+        outcome=Outcome.NO_INSTANCE, ended_in=Phase.QUEUED, status=503,
     )  # fmt: skip
     traces.tracing.finished(ended, 105.0)
     (span,) = traces.spans()

@@ -9,8 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import request, spec
 
+from hetlb.core.admission import QueueLimits
+from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import TraceError
 from hetlb.sim.against import Corrections, Engine, compare, errors, fit_corrections, replay, varies_enough
 from hetlb.sim.against_logs import Log, Measured, read_log
@@ -146,6 +152,46 @@ def test_every_kind_of_log_tells_the_same(tmp_path: Path) -> None:
             assert got.arrival_s == pytest.approx(expected.arrival_s - first_s, abs=1e-6)
             assert (got.input_tokens, got.output_tokens) == (expected.input_tokens, expected.output_tokens)
             assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-6)
+
+
+def write_events(path: Path) -> None:
+    """The requests of `LOG` as a recording scheduler in front of one instance writes them."""
+    setup = SchedulerSetup(
+        (spec("a"),), "least-requests", PolicyParams(), QueueLimits(), initial_health=Health.UP
+    )
+    lines = [encode_setup(setup)]
+    scheduler = RecordingScheduler(setup, write=lines.append)
+    facts: list[tuple[float, int, int]] = []
+    for number, each in enumerate(LOG.requests):
+        moments = (each.arrival_s, each.arrival_s + each.ttft_s, each.arrival_s + each.e2e_s)
+        facts += [(now, kind, number) for kind, now in enumerate(moments)]
+    leases: dict[int, Lease] = {}
+    for now, kind, number in sorted(facts):
+        each = LOG.requests[number]
+        if kind == 0:
+            [command] = scheduler.on_arrival(request(number, prompt=each.input_tokens, max_tokens=300), now)
+            assert isinstance(command, Dispatch)
+            leases[number] = command.lease
+        elif kind == 1:
+            scheduler.on_first_token(leases[number], now)
+        else:
+            leases[number].output_tokens = each.output_tokens
+            scheduler.on_lease_ended(leases[number], Outcome.OK, now)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_an_event_log_tells_the_same_as_what_it_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path)
+    log = read_log(path)
+    assert (log.kind, log.failed, len(log.requests)) == ("events", 0, len(LOG.requests))
+    assert log.setup is not None
+    assert [each.name for each in log.setup.specs] == ["a"]
+    first_s = LOG.requests[0].arrival_s
+    for got, expected in zip(log.requests, LOG.requests, strict=True):
+        assert got.arrival_s == pytest.approx(expected.arrival_s - first_s, abs=1e-6)
+        assert (got.input_tokens, got.output_tokens) == (expected.input_tokens, expected.output_tokens)
+        assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-5)
 
 
 @pytest.mark.parametrize(

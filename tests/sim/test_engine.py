@@ -145,8 +145,102 @@ def test_same_as_the_plain_engine(
 def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequence]], step: int) -> None:
     for arrival, sequence in arriving:
         if arrival <= step and sequence.state is SequenceState.NEW:
-            plain.submit(PlainSequence(sequence.tag, sequence.prompt_tokens, sequence.output_tokens))
+            plain.submit(
+                PlainSequence(
+                    sequence.tag,
+                    sequence.prompt_tokens,
+                    sequence.output_tokens,
+                    remote=sequence.remote_tokens,
+                    held=sequence.held,
+                )
+            )
             fast.submit(sequence)
+
+
+@given(
+    load=loads(),
+    kinds=st.lists(st.sampled_from(["plain", "held", "remote", "partly remote"]), min_size=12, max_size=12),
+    waits=st.lists(st.integers(0, 9), min_size=12, max_size=12),
+    contents=st.booleans(),
+)
+@settings(max_examples=MAX_EXAMPLES, deadline=None)
+def test_transfers_are_the_same_as_in_the_plain_engine(
+    load: tuple[EngineLimits, list[tuple[int, int, int]]], kinds: list[str], waits: list[int], contents: bool
+) -> None:
+    """Held blocks and fetches, each `waits` batches long, agree in durations and blocks; none is left."""
+    limits, sequences = load
+    limits = replace(limits, async_scheduling=False)
+    plain = PlainEngine(LATENCY, limits)
+    fast = EngineModel(LATENCY, limits, prefix_cache=contents and limits.enable_prefix_caching)
+    arriving = []
+    for n, (arrival, prompt, output) in enumerate(sequences):
+        remote = {"remote": prompt, "partly remote": prompt // 2}.get(kinds[n], 0)
+        one = Sequence(prompt, output, n, remote_tokens=remote, held=kinds[n] == "held")
+        arriving.append((arrival, one))
+    fetching: dict[Sequence, int] = {}
+    held: dict[Sequence, int] = {}
+    done: set[int] = set()
+    for step in range(2000):
+        submit(plain, fast, arriving, step)
+        for sequence in [s for s, at in fetching.items() if at <= step]:
+            del fetching[sequence]
+            fast.complete_fetch(sequence)
+            plain.fetched(sequence.tag)
+        for sequence in [s for s, at in held.items() if at <= step]:
+            del held[sequence]
+            fast.release_held(sequence)
+            plain.release(sequence.tag)
+        expected, duration_s = plain.begin(), fast.begin_iteration()
+        fast.check_integrity()
+        fetches = fast.take_fetches()
+        assert [s.tag for s in fetches] == [s.number for s in plain.fetching if s.number not in
+                                            {f.tag for f in fetching}]  # fmt: skip
+        fetching |= {s: step + 1 + waits[s.tag] for s in fetches}
+        assert all(s.state is SequenceState.FETCHING and s.fetch_tokens > 0 for s in fetches)
+        assert fast.kv_used_blocks == limits.kv_blocks - len(plain.free)
+        if expected is None:
+            assert duration_s is None
+            if step > 60 and len(done) == len(sequences) and not held:
+                break
+            continue
+        assert duration_s == pytest.approx(expected.duration_s, rel=1e-12)
+        outcome, ended = plain.end(), fast.end_iteration()
+        fast.check_integrity()
+        assert sorted(s.tag for s in ended.finished) == sorted(outcome.finished)
+        assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
+        done |= set(outcome.finished)
+        held |= {s: step + waits[s.tag] for s in ended.finished if s.held}
+        assert fast.held_blocks == sum(len(s.blocks) for s in plain.finished_held) or contents
+    assert done == set(range(len(sequences)))
+    assert fast.kv_used_blocks == 0
+    assert fast.idle
+
+
+def test_a_transferred_prompt_costs_one_token_and_a_failed_one_all_of_it() -> None:
+    limits = EngineLimits(kv_cache_tokens=64, block_size=4)
+    for loaded, computed in ((True, 1), (False, 13)):
+        engine = EngineModel(LATENCY, limits)
+        engine.submit(sequence := Sequence(13, 3, remote_tokens=13))
+        assert engine.begin_iteration() is None
+        assert engine.take_fetches() == [sequence]
+        assert engine.kv_used_blocks == 4
+        engine.complete_fetch(sequence, loaded=loaded)
+        run(engine)
+        assert engine.prefilled_tokens == computed
+        assert sequence.state is SequenceState.FINISHED
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_sequence_aborted_during_its_transfer_leaves_nothing(complete: bool) -> None:
+    engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64, block_size=4))
+    engine.submit(sequence := Sequence(13, 3, remote_tokens=13))
+    assert engine.begin_iteration() is None
+    if complete:
+        assert engine.take_fetches() == [sequence]
+        engine.complete_fetch(sequence)
+    engine.abort(sequence)
+    assert engine.take_fetches() == []
+    assert (engine.idle, engine.waiting, engine.kv_used_blocks) == (True, 0, 0)
 
 
 @given(load=loads(), rule=rules)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.baselines import POLICIES, PolicyParams
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome

@@ -8,7 +8,7 @@ import pytest
 from sim.test_traffic import FAST
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome

@@ -10,7 +10,7 @@ import pytest
 from helpers import FAST, MODEL, spec
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup

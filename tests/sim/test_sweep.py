@@ -16,7 +16,7 @@ import pytest
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from proxy.kv_publisher import Publisher, stored
 from proxy.services import Engine, Reply, document
 from proxy.upstreams import Upstream, Visit, holding, plain
 from workers.processes import PROMPT, Serve, Serving, alive, at_rest, children, in_flight, worker_of
@@ -474,3 +475,32 @@ async def test_a_relay_that_is_asked_to_end_does_so_and_is_replaced(serve: Serve
         assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
         await proxy.said("ended with status 0; another takes its place")
         await proxy.both_serve()
+
+
+# --- KV events ---
+
+
+async def test_prompts_go_where_engines_say_their_blocks_are(serve: Serve, tmp_path: Path) -> None:
+    """The scheduler process reads the events; relays send the blocks of prompts, and count nothing twice."""
+    ids = list(range(4000))
+    publisher = Publisher(str(tmp_path))
+    try:
+        async with Engine() as one, Engine() as two:
+            made = document(one, two, policy={"name": "hetlb"})
+            made["models"][0]["instances"][1]["kv_events"] = publisher.endpoint
+            proxy = await serve(made, workers=2)
+            await publisher.subscribed()
+            await publisher.publish(stored(ids, 1))
+            await proxy.fleet_until(
+                lambda fleet: fleet["models"][0]["instances"][1].get("kv_events") == "live"
+            )
+            series = 'hetlb_instance_expected_cached_prompt_tokens_total{server="i1"}'
+            asked = 0
+            while not await proxy.metric(series):  # a relay hears of the blocks' size within a moment
+                reply = await proxy.ask(model="m", prompt=[*ids, 5, 6], max_tokens=1)
+                assert reply.status == 200
+                asked += 1
+            assert reply.headers["x-hetlb-instance"] == "i1"
+            assert await proxy.metric(series) <= 4000 * asked
+    finally:
+        await publisher.close()

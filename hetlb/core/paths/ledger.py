@@ -1,5 +1,4 @@
-"""What is booked on the stages of a model: the ledger of `core.instance`, for requests that use several
-workers.
+"""Ledger of the stages of a model: the ledger of `core.instance`, for requests that use several workers.
 
 A path books token-layers of KV on every stage it crosses and gives back exactly those, once, however
 it ends. Figures are integers: a ledger is at any moment the sum over its leases.
@@ -61,7 +60,7 @@ class PathDispatch:
 
 
 class StageLedger:
-    """What is booked on one stage. `up` is False once it is lost."""
+    """Bookings on one stage. `up` is False once it is lost."""
 
     __slots__ = ("kv_token_layers", "leases", "pending_prompt_tokens", "spec", "up")
 
@@ -81,7 +80,7 @@ class StageLedger:
         return len(self.leases)
 
     def has_room(self, context_tokens: int, kv_tokens: int, high_water: float) -> bool:
-        """Whether a request that would use all layers stays within this share of the KV cache.
+        """True if a request that would use all layers stays within this share of the KV cache.
 
         An idle stage takes any request whose first pass and one token fit, whatever is predicted.
         """

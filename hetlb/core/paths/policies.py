@@ -41,7 +41,7 @@ class PathPolicy:
     """Base of all policies: the graph of stages that may follow each other, and which of them have room."""
 
     name = ""
-    #: Whether `hop_took` is to be called.
+    #: True if `hop_took` is to be called.
     reads_hops = False
 
     def __init__(
@@ -122,6 +122,51 @@ class RandomPaths(PathPolicy):
 
     def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
         return self._rng.choice(receivers)
+
+
+class FixedPipelines(PathPolicy):
+    """Round robin over pipelines that share no stage, as over several vLLM servers with pipeline parallelism.
+
+    Pipelines are found in file order: each takes, hop by hop, the first stage that no other one uses.
+    """
+
+    name = "round-robin"
+
+    def __init__(
+        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
+    ) -> None:
+        super().__init__(network, ledgers, high_water, rng)
+        self._pipelines: list[tuple[str, ...]] = []
+        used: set[str] = set()
+        while (names := self._unused_pipeline(SOURCE, used)) is not None:
+            self._pipelines.append(names)
+            used.update(names)
+        self._turn = 0
+
+    def _unused_pipeline(self, sender: str, used: set[str]) -> tuple[str, ...] | None:
+        """Stages behind `sender` to the end, none of them used. Dead ends are added to `used`."""
+        for name in self._next.get(sender, ()):
+            if name == SINK:
+                return ()
+            if name not in used:
+                if (rest := self._unused_pipeline(name, used)) is not None:
+                    return (name, *rest)
+                used.add(name)
+        return None
+
+    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+        """The next pipeline in turn that has room on all stages."""
+        count = len(self._pipelines)
+        for step in range(count):
+            names = self._pipelines[(self._turn + step) % count]
+            if all(self._takes(name, ctx) for name in names):
+                return self._hops(names)
+        return None
+
+    def dispatched(self, lease: PathLease) -> None:
+        names = tuple(hop.stage for hop in lease.hops)
+        if names in self._pipelines:
+            self._turn = self._pipelines.index(names) + 1
 
 
 class ShortestQueue(PathPolicy):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from hetlb.core.paths.least_time import LeastTime
 from hetlb.core.paths.ledger import PathDispatch, PathLease, StageLedger, fullest_layer
 from hetlb.core.paths.policies import (
+    FixedPipelines,
     PathContext,
     PathPolicy,
     RandomPaths,
@@ -23,7 +25,7 @@ from hetlb.core.paths.policies import (
     Swarm,
     WeightedRoundRobin,
 )
-from hetlb.core.paths.stages import StageNetwork
+from hetlb.core.paths.stages import StageNetwork, StageSpec
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import LeaseId, Outcome, Reject, RejectReason, Request, RequestId
 
@@ -32,7 +34,8 @@ HIGH_WATER: Final = 0.85
 
 #: Policies by name; the first is the default.
 PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
-    policy.name: policy for policy in (LeastTime, WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue)
+    policy.name: policy
+    for policy in (LeastTime, WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue, FixedPipelines)
 }
 
 PathCommand: TypeAlias = PathDispatch | Reject
@@ -98,8 +101,18 @@ class PathScheduler:
         return len(self._leased)
 
     @property
+    def passable(self) -> bool:
+        """True if the stages that are up hold all layers."""
+        return self._covers(lambda stage: self._ledgers[stage.name].up)
+
+    @property
+    def policy_name(self) -> str:
+        """Name of the policy in use."""
+        return self._policy.name
+
+    @property
     def reads_hops(self) -> bool:
-        """Whether the policy is to be told how long hops take."""
+        """True if the policy is to be told how long hops take."""
         return self._policy.reads_hops
 
     def kv_usage(self) -> float:
@@ -137,18 +150,12 @@ class PathScheduler:
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
-        """A lease ended; what it booked is given back, and whoever waits may be placed.
+        """A lease ended; what it booked is given back, and a waiting request may be placed.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
         queue: its next path reads the prompt and the tokens so far.
         """
-        del self._leased[lease.id]
-        for hop in lease.hops:
-            self._ledgers[hop.stage].release(lease)
-        lease.ended = True
-        self._policy.ended(lease, now)
-        request = lease.request
-        done = lease.context_tokens - request.prompt_tokens + lease.output_tokens
+        request, done = lease.request, self._release(lease, now)
         if outcome in _REPLAYED:
             replays = self._replays.pop(request.id, 0) + 1
             if replays > MOST_REPLAYS:
@@ -161,6 +168,20 @@ class PathScheduler:
             self._predictor.observe(request, done)
         self._replays.pop(request.id, None)
         return self._flush(now)
+
+    def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
+        """A stage took the KV blocks of a lease for an older one; the request goes first in the queue."""
+        self._queue.appendleft(_Waiting(lease.request, self._release(lease, now)))
+        return self._flush(now)
+
+    def _release(self, lease: PathLease, now: float) -> int:
+        """Give back what a lease booked; returns the tokens of the answer so far."""
+        del self._leased[lease.id]
+        for hop in lease.hops:
+            self._ledgers[hop.stage].release(lease)
+        lease.ended = True
+        self._policy.ended(lease, now)
+        return lease.context_tokens - lease.request.prompt_tokens + lease.output_tokens
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
@@ -178,6 +199,18 @@ class PathScheduler:
         ledger.up = up
         return self._flush(now)
 
+    def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
+        """Stages came, went or changed. One that went or changed must have no lease; the ledgers of the
+        others stay.
+        """
+        ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
+        for name, ledger in self._ledgers.items():
+            if name in ledgers and ledgers[name].spec == ledger.spec:
+                ledgers[name] = ledger
+            assert name in ledgers or not ledger.leases, f"{name} went with leases"
+        self._network, self._ledgers = network, ledgers
+        return self.set_policy(self._policy.name, now)
+
     def set_policy(self, name: str, now: float) -> list[PathCommand]:
         """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
         self._policy = self._make_policy(name)
@@ -190,12 +223,14 @@ class PathScheduler:
     # --- inside ---
 
     def _fits(self, request: Request) -> bool:
-        """Whether some path could ever hold the prompt and one token."""
-        reached = {0}
+        """True if some path could ever hold the prompt and one token."""
+        return self._covers(lambda stage: (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers)
+
+    def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
+        """True if usable stages can follow each other through all layers."""
+        reached, partial = {0}, self._network.partial_inference
         for stage in sorted(self._network.stages, key=lambda stage: stage.end):
-            roomy = (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers
-            partial = self._network.partial_inference
-            if roomy and any(
+            if usable(stage) and any(
                 at == stage.first or (partial and stage.first < at < stage.end) for at in reached
             ):
                 reached.add(stage.end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -45,6 +45,13 @@ class Curve:
     def table(self, count: int) -> list[float]:
         """The values at 0, 1, ... count - 1."""
         return [self(x) for x in range(count)]
+
+
+def decode_curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """The curve of measured decode times (requests, seconds). The stage model counts a single decode twice
+    (Helix's rule), so half of its time is taken.
+    """
+    return Curve(tuple(x for x, _ in points), tuple(y / 2.0 if x == 1 else y for x, y in points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class StageNetwork:
         return self.partial_inference and at > 0 and stage.first < at < stage.end
 
     def leads_out(self, stage: StageSpec) -> bool:
-        """Whether tokens come out behind `stage`."""
+        """True if tokens come out behind `stage`."""
         return stage.end == self.layers and (stage.name, SINK) in self.links
 
     def message_bytes(self, sender: str, receiver: str) -> int:

@@ -1,4 +1,4 @@
-"""What every policy is made of: the ctx it is asked, the paper's terms, the choice it gives.
+"""Base of every policy: the context of a decision, the paper's terms, the decision.
 
 A policy sees only instances that can take the request (the scheduler has filtered), the lowest
 score wins and ties go to the first in file order. `choose` changes nothing but the policy's random draws;
@@ -21,7 +21,8 @@ from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import Held
-from hetlb.core.types import Candidate, Request
+from hetlb.core.transfer import TransferTimes
+from hetlb.core.types import Candidate, Request, Role
 
 
 def _power(t_s: float, u: float, theta: float) -> float:
@@ -116,7 +117,7 @@ def paper_terms(
 
 @mypyc_attr(acyclic=True)
 class SchedulingContext:
-    """What a policy is asked: where one request should go, now, given what else is asked for.
+    """Context of one decision: the request, the time, and what else is asked for.
 
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
@@ -156,18 +157,94 @@ class SchedulingContext:
         self.availabilities = availabilities
 
 
-#: What a policy chose: the index of the instance (None: nobody now), the seconds of work to book, and what
+#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
+
+
+#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself.
+OWN_READ_TOKENS: Final = 256
+
+
+@mypyc_attr(acyclic=True)
+class SplitChoice:
+    """Instances of the prefill and of the decode of a request that may be split, by index.
+
+    They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
+    are in seconds, `first_s` until the token of the prefill leg and `decode_first_s` from the dispatch of the
+    decode leg to its first token, without transfer. `candidates` are those of all instances, and of pairs
+    behind them.
+    """
+
+    __slots__ = ("candidates", "decode", "decode_first_s", "decode_work_s", "first_s", "prefill", "work_s")
+
+    def __init__(
+        self,
+        prefill: int,
+        decode: int,
+        work_s: float,
+        candidates: Callable[[], list[Candidate]],
+        *,
+        decode_work_s: float = 0.0,
+        first_s: float = 0.0,
+        decode_first_s: float = 0.0,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.work_s = work_s
+        self.candidates = candidates
+        self.decode_work_s = decode_work_s
+        self.first_s = first_s
+        self.decode_first_s = decode_first_s
+
+
+def pair_choice(
+    ctx: SchedulingContext,
+    instances: Sequence[Instance],
+    prefill: int,
+    decode: int,
+    candidates: Callable[[], list[Candidate]],
+) -> SplitChoice:
+    """A pair with what it books: the prefill alone here, the decoding alone there."""
+    source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
+    batch = float(source.sequences) / source.engines
+    tokens = source.prompt_tokens / source.engines
+    first_s = source.latency.first_token_s(
+        prompt, cached_at(ctx, source), source.pending_prompt_tokens / source.engines, batch, tokens,
+        source.token_budget,
+    )  # fmt: skip
+    running = float(target.sequences) / target.engines
+    step_s = target.latency.step_s(running + 1.0, target.prompt_tokens / target.engines + prompt)
+    return SplitChoice(
+        prefill,
+        decode,
+        min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+        candidates,
+        decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
+        first_s=first_s,
+        decode_first_s=DECODE_START_STEPS * step_s,
+    )
+
+
+#: Steps of a decode instance until the first token of a request whose KV cache has come: half of the running
+#: one, and its own.
+DECODE_START_STEPS: Final = 1.5
+
+
+def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
+    """Tokens of the prompt in the prefix cache of an instance."""
+    if ctx.held is None or not instance.caches_prefixes:
+        return 0
+    return ctx.held.tokens.get(instance.tree.cache_id, 0)
 
 
 class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
     name: ClassVar[str]
-    #: Whether it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
+    #: True if it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
     reads_demand: ClassVar[bool] = False
-    #: Whether a request may be left waiting although an instance could take it. The others are asked only
+    #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
     #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
@@ -191,6 +268,30 @@ class Policy:
             work_s = workload or 0.0
         return index, work_s, lambda: candidates
 
+    def choose_split(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
+    ) -> SplitChoice | None:
+        """Instances for a request that may be split, None for none now. `mixed`: all have the role `both`.
+
+        A policy that does not weigh transfers splits only where no instance takes whole requests.
+        """
+        whole = [i for i, instance in enumerate(instances) if instance.spec.role is Role.BOTH]
+        if whole:
+            index, work_s, candidates = self.choose(ctx, [instances[i] for i in whole])
+            return None if index is None else SplitChoice(whole[index], whole[index], work_s, candidates)
+        chosen: list[int] = []
+        made: list[Callable[[], list[Candidate]]] = []
+        for role in (Role.PREFILL, Role.DECODE):
+            able = [i for i, instance in enumerate(instances) if instance.spec.role is role]
+            index, _, candidates = (
+                self.choose(ctx, [instances[i] for i in able]) if able else (None, 0.0, list)
+            )
+            if index is None:
+                return None
+            chosen.append(able[index])
+            made.append(candidates)
+        return pair_choice(ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1]()])
+
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""
         raise NotImplementedError
@@ -198,7 +299,9 @@ class Policy:
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
     ) -> Queued:
-        """Which of `entries` (the head of the queue first) should go to `chosen`, where the head would go."""
+        """The request among `entries` (the head of the queue first) that suits `chosen` best, the head's
+        choice.
+        """
         return entries[0]
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:

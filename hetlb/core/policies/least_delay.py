@@ -26,16 +26,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import nsmallest
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, size_of
-from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, Instance
-from hetlb.core.latency import ideal_batch, processing_s
-from hetlb.core.policies.base import MAX_WORKLOAD_S, Choice, Policy, SchedulingContext
-from hetlb.core.types import Candidate
+from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, EngineLoad, Instance
+from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
+from hetlb.core.policies.base import (
+    DECODE_START_STEPS,
+    MAX_WORKLOAD_S,
+    OWN_READ_TOKENS,
+    Choice,
+    Policy,
+    SchedulingContext,
+    SplitChoice,
+    cached_at,
+    pair_choice,
+)
+from hetlb.core.transfer import TransferTimes
+from hetlb.core.types import Candidate, Role
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
@@ -56,9 +68,21 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
+#: A lower bound is compared with a score with this allowance for rounding.
+_CLOSE: Final = 1.0 + 1e-9
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
+
+#: So many of the best prefill and decode instances are combined.
+_FINALISTS: Final = 2
+#: A pair must cost less than this share of what one instance costs: it takes places at two, and may fail.
+_WORTH: Final = 0.9
+#: Share of the lease on held KV blocks in which an answer that is no stream is to end.
+_LEASE_SHARE: Final = 0.4
+
+#: What a second of a decode step counts for in the first token of a decode leg.
+_START_WEIGHT: Final = (_FIRST_TOKEN_WEIGHT + 1.0) * DECODE_START_STEPS
 
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
@@ -77,158 +101,248 @@ _HELD_BACK: Final = 4
 
 
 @mypyc_attr(acyclic=True)
+class _Group:
+    """Instances with equal parameters in one evaluation: sums over them, and the delay of what runs there.
+
+    `others_s` is that delay where `exact`, a lower bound where `bounded`.
+    """
+
+    __slots__ = ("batch", "bounded", "context", "count", "exact", "others_s", "paid")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.batch = self.context = self.paid = 0.0
+        self.others_s = 0.0
+        self.bounded = self.exact = False
+
+
+@mypyc_attr(acyclic=True)
 class _InstanceScore:
     """One instance in one evaluation.
 
-    Seconds: `first_s` until the first token, `own_s` for the whole request, `others_s` by which it delays
-    those that run there, `charged_s` what of the first counts for it, `late_s` what is added because it is
-    late, `score` what it costs in all. `state` is whether there is room, `kv` the promised share of the KV
-    cache."""
+    As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
+    `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
+    Seconds: `decode_s` from the first token on, `step_s` with and `now_s` without the request, `last_s` where
+    it is to be last; and as long as not `exact` as lower bounds: `first_s` until the first token, `others_s`
+    by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
+    because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
+    promised there.
+    """
 
-    __slots__ = ("charged_s", "first_s", "kv", "late_s", "others_s", "own_s", "score", "state")
+    __slots__ = (
+        "cached", "charged_s", "context", "decode_s", "exact", "first_s", "group", "last_s", "late_s", "load",
+        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s",
+    )  # fmt: skip
 
-    def __init__(self, first_s: float, own_s: float, others_s: float, state: int, kv: float) -> None:
-        self.kv = kv
-        self.late_s = 0.0
-        self.first_s = first_s
-        self.own_s = own_s
-        self.others_s = others_s
-        self.score = _FIRST_TOKEN_WEIGHT * first_s + own_s + others_s
-        self.charged_s = first_s
-        self.state = state
-
-    def charge(self, first_s: float) -> None:
-        """Let the request pay for less of its first token than it will take."""
-        self.score -= (_FIRST_TOKEN_WEIGHT + 1.0) * (self.charged_s - first_s)
-        self.charged_s = first_s
+    def __init__(
+        self,
+        load: EngineLoad,
+        group: _Group | None,
+        context: float,
+        pending: float,
+        own: float,
+        promised: int,
+    ) -> None:
+        self.load = load
+        self.group = group
+        self.context = context
+        self.pending = pending
+        self.own = own
+        self.promised = promised
+        self.cached = self.paid = 0.0
+        self.state = _ROOM
+        self.exact = False
+        self.last_s = self.late_s = 0.0
+        self.first_s = self.others_s = self.charged_s = self.score = 0.0
+        self.now_s = self.step_s = self.decode_s = 0.0
 
 
 @mypyc_attr(acyclic=True)
 class _Evaluation:
-    """All instances scored for one request. Made for every decision; `candidates` is for people."""
+    """All instances scored for one request. Made for every decision; `candidates` is for people.
 
-    __slots__ = ("_passed_over", "_question", "_scores", "instances")
+    Every instance gets a lower bound of its score at first; only those whose bound is below the score of the
+    best are looked at exactly.
+    """
 
-    def __init__(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> None:
-        self._question = ctx
+    __slots__ = (
+        "_ctx", "_fleet", "_output", "_own_context", "_passed_over", "_prompt", "_scores", "_sequences",
+        "_together", "instances",
+    )  # fmt: skip
+
+    def __init__(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], may_pass_over: bool = True
+    ) -> None:
+        self._ctx = ctx
         self.instances = instances
+        request, mix = ctx.request, ctx.demand.mix
+        self._fleet = mix.fleet(instances)
+        self._sequences = request.sequences
+        self._prompt = float(request.prompt_tokens)
+        self._output = output = ctx.predicted_output
+        self._own_context = self._prompt + output / 2.0
+        # What runs there runs for what is left of an answer.
+        self._together = output if output < mix.residual else mix.residual
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
-        self._score_all()
-        if len(instances) > 1:
+        self._look()
+        for each in self._scores:
+            # A request that pays for less than it takes has a score without a bound.
+            if each.paid > each.cached:
+                self._settle(each)
+            else:
+                self._rate(each, each.load.latency_bound)
+        if may_pass_over and len(instances) > 1:
             self._pass_over()
 
-    def lowest(self) -> int | None:
-        """The index of the instance with room and the lowest score, the first of several."""
+    def lowest(self, among: Sequence[int] | None = None) -> int | None:
+        """The index of the instance with room and the lowest score, the first of several.
+
+        `among` are the indices of those that count, in their order; all where it is None.
+        """
+        scores = self._scores
+        indices = range(len(scores)) if among is None else among
         index = -1
         least = math.inf
-        for i, each in enumerate(self._scores):
+        for i in indices:
+            each = scores[i]
             if each.state == _ROOM and each.score < least:
                 index, least = i, each.score
-        return None if index < 0 else index
+        if index < 0:
+            return None
+        self._settle(scores[index])
+        least = scores[index].score
+        for i in indices:
+            each = scores[i]
+            if each.state == _ROOM and each.score <= least * _CLOSE:
+                self._settle(each)
+                if each.score < least or (each.score == least and i < index):
+                    index, least = i, each.score
+        return index
 
-    def _score_all(self) -> None:
-        """Room and cost of every instance."""
-        ctx = self._question
-        request, mix = ctx.request, ctx.demand.mix
-        sequences, prompt, output = request.sequences, request.prompt_tokens, ctx.predicted_output
-        own_context = prompt + output / 2.0
-        # Those that run are on average half-grown, and run for what is left of an answer.
+    def _look(self) -> None:
+        """Room, load and decode time of every instance."""
+        ctx, scores = self._ctx, self._scores
+        mix, held, now = ctx.demand.mix, ctx.held, ctx.now
+        # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
-        together = min(output, mix.residual)
-        held = ctx.held
-        usual_s = math.inf
-        scores = self._scores
-        for instance in self.instances:
-            latency = instance.latency
-            slots, budget, engines = instance.max_num_seqs, instance.token_budget, instance.engines
-            batch = float(instance.sequences)
-            state = _ROOM
-            context = 0.0
-            if batch or instance.kv_tokens:
-                if batch >= slots * _OVERBOOK:
-                    state = _NO_SLOT
+        sequences, output, own_context = self._sequences, self._output, self._own_context
+        group_of = self._fleet.groups
+        groups = [_Group() for _ in range(self._fleet.group_count)]
+        for i, instance in enumerate(self.instances):
+            load = instance.load
+            running = instance.sequences
+            number = group_of[i]
+            group = None if number < 0 else groups[number]
+            context = (instance.prompt_tokens + running * half_grown) * load.context_share
+            own = 1.0 if sequences == 1 else instance.own_batch(sequences)
+            pending = instance.pending_prompt_tokens / instance.engines
+            each = _InstanceScore(load, group, context, pending, own, instance.promised_tokens)
+            scores.append(each)
+            if running or instance.kv_tokens:
+                if running >= instance.max_num_seqs * _OVERBOOK:
+                    each.state = _NO_SLOT
                 elif (
-                    instance.expected_kv_tokens(ctx.now) + mix.booked + half_grown
+                    instance.expected_kv_tokens(now) + mix.booked + half_grown
                     > _KV_MARK * instance.kv_cache_tokens
                 ):
-                    state = _NO_MEMORY
-                context = instance.prompt_tokens + batch * half_grown
-                if batch > slots:
-                    context *= slots / batch
-                    batch = float(slots)
-            # Data-parallel engines have equal parts of the load; the request's sequences are spread, too.
-            share = 1.0 / engines
-            own = 1.0 if sequences <= engines else sequences * share
-            batch *= share
-            context *= share
-            pending = instance.pending_prompt_tokens * share
-            cached = 0
-            paid: float = 0.0  # tokens that this request need not pay for
-            if held is not None and instance.caches_prefixes:
-                cache_id = instance.tree.cache_id
-                cached = held.tokens.get(cache_id, 0)
-                paid = cached + held.credit - held.credits.get(cache_id, 0.0)
-            step_s = latency.step_s(batch + own, context + own * own_context)
-            first_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, own)
-            others_s = 0.0
-            if batch:
-                first_s += 0.5 * latency.step_s(batch, context)  # what is left of the running iteration
-                others_s = (
-                    (sequences / own)
-                    * batch
-                    * (
-                        latency.read_delay_s(prompt, paid, batch, context, budget, own)
-                        + together * latency.step_delay_s(batch, context, own_context, own)
-                    )
-                )
-            costs = mix.costs(instance)
-            own_s = first_s + output * step_s
-            over = batch + own - slots * share
+                    each.state = _NO_MEMORY
+            each.now_s = load.step_s + load.token_s * context
+            if own == 1.0:
+                step_s = load.next_step_s + load.next_token_s * (context + own_context)
+            else:
+                step_s = load.latency.step_s(load.batch + own, context + own * own_context)
+            each.step_s = step_s
+            each.decode_s = output * step_s
+            over = load.batch + own - load.slots
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
-                own_s += over / (slots * share) * output * step_s
-            each = _InstanceScore(first_s, own_s, others_s, state, instance.kv_utilization)
-            scores.append(each)
-            if paid > cached:
-                each.charge(
-                    first_s - latency.prefill_s(prompt, 1.0, cached) + latency.prefill_s(prompt, 1.0, paid)
-                )
-            if costs.first_token_s < usual_s:
-                usual_s = costs.first_token_s
-        if mix.has_twins(self.instances):
-            self._share_externality()
-        if usual_s > 0.0:
-            late_s = _LATE * usual_s
-            for each in scores:
-                first_s = each.charged_s
-                if first_s > late_s:
-                    each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - late_s) / usual_s
-                    each.score += each.late_s
+                each.decode_s += over / load.slots * output * step_s
+            if held is not None and instance.caches_prefixes:
+                cache_id = instance.tree.cache_id
+                each.cached = float(held.tokens.get(cache_id, 0))
+                each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
+            if group is not None:
+                group.count += 1
+                group.batch += load.batch
+                group.context += context
+                group.paid += each.paid
         if ctx.availabilities is not None:
-            for i, (availability, _) in enumerate(ctx.availabilities):
-                if availability == BLOCKED and scores[i].state == _ROOM:
-                    scores[i].state = _HELD_BACK
+            for each, (availability, _) in zip(scores, ctx.availabilities, strict=True):
+                if availability == BLOCKED and each.state == _ROOM:
+                    each.state = _HELD_BACK
                 elif availability == DEPRIORITISED:
-                    scores[i].score += _LAST_S
+                    each.last_s = _LAST_S
 
-    def _share_externality(self) -> None:
-        """Give instances of one kind the mean of their externalities.
+    def _settle(self, each: _InstanceScore) -> None:
+        """Replace the lower bounds of an instance by what it costs."""
+        if not each.exact:
+            each.exact = True
+            self._rate(each, each.load.latency)
 
-        Then the own time alone decides among them: with the externality, short prompts and long ones would
-        gather on different ones, and long answers beside long prompts be late.
+    def _rate(self, each: _InstanceScore, latency: LatencyModel) -> None:
+        """Find the score of an instance by its latency model or a lower bound of that."""
+        load = each.load
+        batch, prompt = load.batch, self._prompt
+        read_s = latency.first_token_s(
+            prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
+        )
+        # What is left of the running iteration comes first.
+        each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
+        each.others_s = others_s = self._others_s(each, latency, read_s)
+        if each.paid > each.cached:
+            first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
+        each.charged_s = first_s
+        usual_s = self._fleet.first_token_s
+        if first_s > _LATE * usual_s > 0.0:
+            each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+        each.score = (
+            (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s + others_s + each.late_s + each.last_s
+        )
+
+    def _others_s(self, each: _InstanceScore, latency: LatencyModel, read_s: float) -> float:
+        """Seconds by which the request delays what runs there (the externality).
+
+        Of instances with equal parameters the one of their mean load counts for each. Then the own time alone
+        decides among them: else short prompts and long ones would gather on different ones, and long answers
+        beside long prompts be late.
         """
-        kinds = self._question.demand.mix.kinds(self.instances)
-        sums = [0.0] * len(kinds)
-        counts = [0] * len(kinds)
-        for kind, each in zip(kinds, self._scores, strict=True):
-            sums[kind] += each.others_s
-            counts[kind] += 1
-        for kind, each in zip(kinds, self._scores, strict=True):
-            others_s = sums[kind] / counts[kind]
-            each.score += others_s - each.others_s
-            each.others_s = others_s
+        group, load, own, prompt = each.group, each.load, each.own, self._prompt
+        if group is None:
+            batch = load.batch
+            if batch <= 0.0:
+                return 0.0
+            if each.pending or each.paid != each.cached:
+                read_s = latency.first_token_s(prompt, each.paid, 0.0, batch, each.context, load.budget, own)
+            return self._delay_s(batch, each.paid, load.budget, own, read_s, each.now_s, each.step_s)
+        if not (group.exact or (group.bounded and not each.exact)):
+            group.bounded, group.exact = True, each.exact
+            batch, context, paid = (
+                group.batch / group.count,
+                group.context / group.count,
+                group.paid / group.count,
+            )
+            if batch > 0.0:
+                now_s = latency.step_s(batch, context)
+                step_s = latency.step_s(batch + own, context + own * self._own_context)
+                read_s = latency.first_token_s(prompt, paid, 0.0, batch, context, load.budget, own)
+                group.others_s = self._delay_s(batch, paid, load.budget, own, read_s, now_s, step_s)
+        return group.others_s
+
+    def _delay_s(
+        self, batch: float, paid: float, budget: float, own: float, read_s: float, now_s: float, step_s: float
+    ) -> float:
+        """Seconds by which `batch` sequences per engine are delayed in all.
+
+        Reading the prompt, of which `paid` tokens do not count, takes `read_s`; steps take `step_s`
+        and not `now_s` until the first of the request and what runs there ends.
+        """
+        unread = self._prompt - paid
+        delay_s = delay_of_reading_s(read_s, own * (unread if unread >= 1.0 else 1.0), batch, now_s, budget)
+        if step_s > now_s:
+            delay_s += self._together * (step_s - now_s)
+        return self._sequences / own * batch * delay_s
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
@@ -237,7 +351,7 @@ class _Evaluation:
         full; once they have stopped coming, whether what is left should go to a slower one at all. An
         instance that is throttled counts as doing nothing: nothing waits for it.
         """
-        ctx, scores = self._question, self._scores
+        ctx, scores = self._ctx, self._scores
         room = 0
         for each in scores:
             if each.state == _ROOM:
@@ -245,22 +359,24 @@ class _Evaluation:
         if not room:
             return
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
-        instances = self.instances
-        total, order = mix.fleet(instances)
-        ending = demand.below(_LULL_SHARE * total, _LULL_S, now)
+        instances, order = self.instances, self._fleet.order
+        ending = demand.below(_LULL_SHARE * self._fleet.speed, _LULL_S, now)
         if not ending and room == len(scores):
             return
         availabilities = ctx.availabilities
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        fresh = ctx.waiting == 0
+        # One that waited is not fresh, even as the last of the queue.
+        fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
         speed = 0.0
-        soonest_s = least_own_s = math.inf
+        soonest_s = least_decode_s = math.inf
         for i in order:
             each = scores[i]
             if each.state == _ROOM:
+                if fresh and ending:
+                    self._settle(each)
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
-                if speed > 0.0 and not (sooner and each.own_s - each.first_s <= _MUCH_LATER * least_own_s):
+                if speed > 0.0 and not (sooner and each.decode_s <= _MUCH_LATER * least_decode_s):
                     if shortest_s < 0.0:
                         shortest_s = _long_answer_s(ctx, instances[order[0]], last=True)
                     long_s = _long_answer_s(ctx, instances[i])
@@ -281,20 +397,133 @@ class _Evaluation:
                         return  # the fastest with room: the slower ones are as good as their scores
                     if each.first_s < soonest_s:
                         soonest_s = each.first_s
-                    if each.own_s - each.first_s < least_own_s:
-                        least_own_s = each.own_s - each.first_s
+                    if each.decode_s < least_decode_s:
+                        least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += mix.speed(instances[i])
 
+    def best_whole(self, mixed: bool) -> tuple[int, float] | None:
+        """The instance with room and the lowest score of those that take whole requests, and that score.
+
+        `mixed`: all do.
+        """
+        whole: list[int] | None = None
+        if not mixed:
+            prompt = self._ctx.request.prompt_tokens
+            whole = [
+                i
+                for i, instance in enumerate(self.instances)
+                if instance.spec.role is Role.BOTH
+                or (
+                    instance.spec.role is Role.DECODE
+                    and prompt - cached_at(self._ctx, instance) <= OWN_READ_TOKENS
+                )
+            ]
+        index = self.lowest(whole)
+        return None if index is None else (index, self._scores[index].score)
+
+    def best_pair(
+        self, transfers: TransferTimes, below: float, mixed: bool
+    ) -> tuple[int, int, float, bool] | None:
+        """The prefill and decode instance with the lowest score together; None if none is `below`.
+
+        The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
+        only the few best are combined: a decision's cost must not grow with the square of the fleet. With the
+        indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        `mixed`: all have the role `both`.
+        """
+        scores, instances, together = self._scores, self.instances, self._together
+        sources: list[tuple[float, int]] = []
+        targets: list[tuple[float, int]] = []
+        least_source = least_target = math.inf
+        for i, each in enumerate(scores):
+            if each.state != _ROOM:
+                continue
+            more_s = each.step_s - each.now_s
+            joining_s = each.load.batch * together * more_s if more_s > 0.0 else 0.0
+            role = Role.BOTH if mixed else instances[i].spec.role
+            if role is not Role.DECODE:
+                # Until it is settled, a lower bound.
+                reading_s = each.others_s - joining_s
+                score = (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
+                sources.append((score, i))
+                if score < least_source:
+                    least_source = score
+            if role is not Role.PREFILL:
+                score = _START_WEIGHT * each.step_s + each.decode_s + joining_s
+                targets.append((score, i))
+                if score < least_target:
+                    least_target = score
+        if least_source + least_target >= below:
+            return None
+        return self._combine(transfers, below, nsmallest(_FINALISTS, sources), nsmallest(_FINALISTS, targets))
+
+    def _combine(
+        self,
+        transfers: TransferTimes,
+        below: float,
+        sources: list[tuple[float, int]],
+        targets: list[tuple[float, int]],
+    ) -> tuple[int, int, float, bool] | None:
+        """The best pair of these, by score ascending."""
+        scores, instances, prompt = self._scores, self.instances, self._prompt
+        usual_s = self._fleet.first_token_s
+        found: tuple[int, int, float, bool] | None = None
+        for reading, i in sources:
+            source = scores[i]
+            for decoding, j in targets:
+                if i == j:
+                    continue
+                if reading + decoding >= below:
+                    break
+                sent = prompt - cached_at(self._ctx, instances[j])
+                transfer_s = transfers.estimate_s(instances[i], instances[j], sent)
+                if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
+                    continue
+                if not source.exact:
+                    self._settle(source)
+                    reading_s = source.others_s - self._joining_s(source)
+                    reading = (_FIRST_TOKEN_WEIGHT + 1.0) * source.charged_s + max(0.0, reading_s)
+                first_s = source.charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
+                score = reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s
+                if first_s > _LATE * usual_s > 0.0:
+                    score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+                if score >= below:
+                    continue
+                if self._in_time(instances[j], first_s + scores[j].decode_s):
+                    found, below = (i, j, score, True), score
+                elif found is None:
+                    found = i, j, score, False
+        return found
+
+    def _joining_s(self, each: _InstanceScore) -> float:
+        """Seconds by which one more sequence delays those that decode there."""
+        more_s = each.step_s - each.now_s
+        return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
+
+    def _in_time(self, target: Instance, whole_s: float) -> bool:
+        """True if an answer comes well before the lease on the KV blocks ends, where that matters.
+
+        The first token of an answer that is sent as a whole is not seen, so nothing else shows that they were
+        fetched in time.
+        """
+        link = target.spec.kv_transfer
+        assert link is not None, f"{target.name} takes part in no KV transfer"
+        return (
+            self._ctx.request.streamed or not link.connector.holds or whole_s <= _LEASE_SHARE * link.lease_s
+        )
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
+        for each in self._scores:
+            self._settle(each)
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
         instance, each = self.instances[i], self._scores[i]
-        batch, t_s, workload = _paper_work(self._question, instance)
-        availabilities = self._question.availabilities
-        availability, reason = (NORMAL, "") if availabilities is None else availabilities[i]
+        batch, t_s, workload = _paper_work(self._ctx, instance)
+        availabilities = self._ctx.availabilities
+        reason = "" if availabilities is None else availabilities[i][1]
         if each.state == _NO_SLOT:
             reason = f"{FULL}: every slot is taken"
         elif each.state == _NO_MEMORY:
@@ -312,14 +541,14 @@ class _Evaluation:
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=each.kv,
+            kv_utilization=each.promised / instance.kv_cache_tokens,
             workload=workload,
-            terms=_terms(each, availability),
+            terms=_terms(each),
             weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
-def _terms(each: _InstanceScore, availability: int) -> dict[str, float]:
+def _terms(each: _InstanceScore) -> dict[str, float]:
     """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
 
     `shared_s` is what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy instance
@@ -327,14 +556,14 @@ def _terms(each: _InstanceScore, availability: int) -> dict[str, float]:
     """
     terms = {
         "first_token_s": each.first_s,
-        "own_s": each.own_s,
+        "own_s": each.first_s + each.decode_s,
         "others_s": each.others_s,
         "late_s": each.late_s,
     }
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
-    if availability == DEPRIORITISED:
-        terms["last_s"] = _LAST_S
+    if each.last_s:
+        terms["last_s"] = each.last_s
     return terms
 
 
@@ -351,6 +580,27 @@ class Hetlb(Policy):
         index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
+
+    def choose_split(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
+    ) -> SplitChoice | None:
+        evaluation = _Evaluation(ctx, instances, mixed)
+        whole = evaluation.best_whole(mixed)
+        pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
+        if pair is not None and pair[3]:
+            prefill, decode, score, _ = pair
+            names = f"{instances[prefill].name} > {instances[decode].name}"
+            return pair_choice(
+                ctx,
+                instances,
+                prefill,
+                decode,
+                lambda: [*evaluation.candidates(), Candidate(names, score)],
+            )
+        if whole is None:
+            return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
+        index = whole[0]
+        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.candidates)
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]

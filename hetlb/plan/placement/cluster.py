@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What placing needs to know of a model."""
+    """Facts of a model that placement needs."""
 
     name: str
     layers: int

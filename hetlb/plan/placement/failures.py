@@ -1,4 +1,4 @@
-"""What is left of a placement when a node goes, and the cheapest move of layers afterwards.
+"""Failures of nodes: the placement that is left, and the cheapest move of layers afterwards.
 
 For every node the flow without it, and the change of one other node's layers that gives the most
 flow back; of equal ones the change that loads the fewest layers.
@@ -25,7 +25,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is left without a node, and the best move of another one (None if none helps)."""
+    """The placement without a node, and the best move of another one (None if none helps)."""
 
     node: str
     tokens_per_s: float

@@ -50,10 +50,10 @@ def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
     `ConfigError`.
     """
     model = _read_model(files.model)
-    times = _read_times(files.layer_times)
+    times = read_layer_times(files.layer_times)
     kinds = _read_limits(files.limits, times)
     nodes = _read_nodes(files.nodes, kinds)
-    links = _read_links(files.links, {node.name for node in nodes}, pruned=pruned)
+    links = read_links(files.links, {node.name for node in nodes}, pruned=pruned)
     return Cluster(model=model, nodes=nodes, kinds=kinds, links=links)
 
 
@@ -99,7 +99,7 @@ class _Row:
         return self._cells.get(column)
 
     def error(self, column: str, expected: str) -> ConfigError:
-        """What is wrong with a cell."""
+        """The error of a cell."""
         got = self._cells[column]
         return ConfigError(
             f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}"
@@ -137,8 +137,10 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[_Row]:
         raise ConfigError(f"{path}: expected comma-separated values: {caught}") from caught
 
 
-def _read_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
-    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
+def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
+    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine. Raises
+    `ConfigError`.
+    """
     points: dict[tuple[str, str], dict[float, float]] = {}
     for row in _rows(path, TIME_COLUMNS):
         phase = row.text("phase")
@@ -202,7 +204,8 @@ def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[Node, ...
     return tuple(nodes.values())
 
 
-def _read_links(path: Path, names: set[str], *, pruned: bool) -> dict[Edge, LinkSpec]:
+def read_links(path: Path, names: set[str], *, pruned: bool = False) -> dict[Edge, LinkSpec]:
+    """Links between nodes of these names, `source` and `sink`. Raises `ConfigError`."""
     links: dict[Edge, LinkSpec] = {}
     for row in _rows(path, LINK_COLUMNS):
         sender, receiver = row.text("from"), row.text("to")
@@ -249,6 +252,22 @@ def _read_model(path: Path) -> ModelShape:
         activation_bytes=whole("activation_bytes_per_token", _MOST_COUNT),
         token_bytes=whole("token_bytes", _MOST_COUNT),
     )
+
+
+def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
+    """Tokens/s by link: `flows` of a plan that `hetlb place --json` printed. Raises `ConfigError`."""
+    flows: dict[Edge, float] = {}
+    for i, each in enumerate(_read_json(path).get("flows") or ()):
+        try:
+            edge, rate = (each["from"], each["to"]), float(each["tokens_per_s"])
+        except (KeyError, TypeError, ValueError) as caught:
+            raise ConfigError(f"{path}: flows[{i}]: expected from, to and tokens_per_s") from caught
+        if edge[0] not in {*names, SOURCE} or edge[1] not in {*names, SINK} or not 0.0 < rate < math.inf:
+            raise ConfigError(f"{path}: flows[{i}]: expected known nodes and a rate, got {str(each)[:60]!r}")
+        flows[edge] = rate
+    if not flows:
+        raise ConfigError(f"{path}: flows: expected at least one, got none")
+    return flows
 
 
 def load_placement(path: Path, cluster: Cluster) -> dict[str, tuple[int, int]]:

@@ -23,7 +23,7 @@ from hetlb.plan.placement.heuristics import Intervals
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver knows: an upper bound, and the best placement it met (None if none)."""
+    """Result of the solver: an upper bound, and the best placement it met (None if none)."""
 
     bound: float
     placement: Intervals | None

@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Found:
-    """What a search gave: candidates, the best first, and whether it was interrupted."""
+    """Result of a search: candidates, the best first, and whether it was interrupted."""
 
     candidates: list[Candidate] = field(default_factory=list)
     interrupted: bool = False

@@ -1,5 +1,5 @@
 """The dashboard of the admin listener: one page, live over one event stream.
 
-While nobody listens it computes nothing but one tuple per ended request; with listeners it computes
+Without listeners it computes nothing but one tuple per ended request; with listeners it computes
 one snapshot a second for all of them. The page loads nothing from elsewhere.
 """

@@ -1,7 +1,7 @@
 """Decisions as documents: what was asked, who was considered, who was chosen, and what came of it.
 
 A summary costs no candidate; the candidates of a decision, with every term of its score, are made
-only for whoever opens it.
+only when it is opened.
 """
 
 from __future__ import annotations

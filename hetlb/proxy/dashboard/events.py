@@ -1,6 +1,6 @@
-"""One event stream for everybody who looks: server-sent events over the admin listener.
+"""One event stream for all viewers: server-sent events over the admin listener.
 
-Nothing is computed while nobody listens, and at most one snapshot a second for all together;
+Nothing is computed without listeners, and at most one snapshot a second for all together;
 a listener that is slow misses snapshots, one that reads nothing or left is forgotten.
 """
 
@@ -38,7 +38,7 @@ class _Listener:
 
 
 class EventStream:
-    """Calls `snapshot` (a JSON document without line ends) once a second while somebody listens."""
+    """Calls `snapshot` (a JSON document without line ends) once a second while there are listeners."""
 
     def __init__(self, snapshot: Callable[[], bytes], interval_s: float = INTERVAL_S) -> None:
         self._snapshot = snapshot
@@ -51,7 +51,7 @@ class EventStream:
 
     @property
     def listeners(self) -> int:
-        """How many streams are open."""
+        """Number of open streams."""
         return len(self._listeners)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
@@ -109,7 +109,7 @@ class EventStream:
     def _publish(self) -> None:
         self._timer = None
         if not self._listeners:
-            # What is kept of the last one is old by the time somebody comes.
+            # What is kept of the last one is old by the time a viewer comes.
             self._frame = b""
             return
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""What the page draws, made from the ring of ended requests: series over time, predictions against what came.
+"""Data of the page's charts, made from the ring of ended requests: series, predictions against results.
 
 Columns of plain numbers, seconds and tokens, rounded for the eye; a stretch of time that is over is
-summed up once, and an answer looked at once, however often somebody looks.
+summed up once, and an answer looked at once, however often it is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS_AT_ONCE = 1000
 
 @dataclass(slots=True)
 class _Stretch:
-    """What ended in one stretch of time."""
+    """Requests that ended in one interval."""
 
     output_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 import hetlb
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
 from hetlb.proxy.dashboard import balance, whatif
@@ -32,7 +32,7 @@ _FILES = {
     "/charts.js": ("charts.js", "text/javascript"),
     "/dom.js": ("dom.js", "text/javascript"),
 }
-#: Nothing from elsewhere, nothing inline, nobody around it.
+#: Nothing from elsewhere, nothing inline, no frame around it.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
@@ -50,7 +50,7 @@ DECISIONS_SHOWN = 25
 
 
 class Source(whatif.Source, MetricsSource, Protocol):
-    """What the page shows."""
+    """Interface of the service for the page."""
 
     @property
     def decisions(self) -> Reversible[Dispatch]: ...
@@ -93,7 +93,7 @@ class Dashboard:
         await self._what_if.cancel()
 
     def snapshot(self) -> dict[str, Any]:
-        """What one event of the stream holds: all that the page shows, at one moment."""
+        """One event of the stream: all that the page shows, at one moment."""
         source = self._source
         scheduler, now = source.scheduler, source.now()
         fleet = self._fleet()

@@ -1,4 +1,4 @@
-"""What if another policy had placed the requests of the last hour: `hetlb simulate` in a process of its own.
+"""Replay of the last hour under another policy ("what if"): `hetlb simulate` in a process of its own.
 
 The figures are those that the command prints for the same requests and the same fleet; the proxy's
 event loop neither simulates nor waits for it; one runs at a time, none longer than `LIMIT_S`, and none
@@ -22,7 +22,7 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.config.profile import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.core.instance import Instance
-from hetlb.core.policies.baselines import POLICIES
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health, Outcome
 from hetlb.errors import InputError
@@ -38,7 +38,7 @@ _MESSAGE_CHARS = 500
 
 
 class Source(Protocol):
-    """What a what-if reads of the running service."""
+    """Interface of the running service for a what-if."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -62,7 +62,7 @@ class WhatIf:
         return self._document
 
     def obstacles(self, models: Sequence[str]) -> dict[str, str]:
-        """Why no replay can be made for a model, in a sentence; "" where it can."""
+        """Reason for which no replay can be made for a model, in a sentence; "" where it can."""
         return {model: self._obstacle(model) for model in models}
 
     def start(self, model: str | None, policy: str) -> None:

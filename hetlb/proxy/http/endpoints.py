@@ -1,4 +1,4 @@
-"""What an engine serves, and what that means to the scheduler."""
+"""Endpoints of an engine, and their meaning to the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an endpoint does, as far as scheduling goes."""
+    """Kind of an endpoint, as far as scheduling goes."""
 
     COMPLETION = "completion"
     CHAT = "chat"
@@ -19,9 +19,9 @@ class Kind(Enum):
     PLAIN = "plain"
 
     def __init__(self, name: str) -> None:
-        #: Whether the engine decodes for it.
+        #: True if the engine decodes for it.
         self.generates = name not in ("no_output", "pinned", "plain")
-        #: Whether it is a prompt that may be long, and not a form or a question about an answer.
+        #: True if it is a prompt that may be long, and not a form or a question about an answer.
         self.prompted = name not in ("pinned", "plain")
 
 

@@ -1,4 +1,4 @@
-"""How hetlb itself answers: one table from the reason to status, body, `Retry-After` and `x-should-retry`.
+"""Answers of hetlb's own: one table from the reason to status, body, `Retry-After` and `x-should-retry`.
 
 Every answer of hetlb's own has OpenAI's error form; a client is told to retry only where nothing
 can have run.
@@ -17,7 +17,7 @@ from hetlb.proxy.http.http1 import GateError
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client gets for one reason. `should_retry` None leaves it to the client."""
+    """Answer for one reason. `should_retry` None leaves it to the client."""
 
     outcome: Outcome
     status: int
@@ -57,7 +57,7 @@ _CODES = {401: "invalid_api_key", 403: "model_not_allowed"}
 
 
 def bad_request(status: int, code: str | None = None) -> Answer:
-    """What the gate and the body reader answer with."""
+    """The answer of the gate and the body reader."""
     return Answer(
         Outcome.BAD_REQUEST,
         status,

@@ -1,9 +1,9 @@
-"""What of a head goes on, to an engine and back to a client: made once for a head that comes again.
+"""Headers that are forwarded to an engine and back to a client, kept for a head that comes again.
 
 Of a client's headers only those on a list reach an engine, and none that belongs to one connection
 (RFC 9110, 7.6.1, and what `Connection` names). `Via` says that a request passed here, so that one that comes
 back is noticed. Lengths, names of
-instances and of requests are put in for each message by whoever sends it.
+instances and of requests are put in for each message by the sender.
 """
 
 from __future__ import annotations
@@ -37,11 +37,17 @@ _FORWARDED = frozenset(
     }
 )  # fmt: skip
 _KEYS = frozenset({b"authorization", b"x-api-key", b"api-key"})
-_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"x-hetlb-instance", b"x-request-id", b"set-cookie"}
+_NOT_RETURNED = _HOP_BY_HOP | {
+    b"content-length",
+    b"x-hetlb-instance",
+    b"x-hetlb-prefill-instance",
+    b"x-request-id",
+    b"set-cookie",
+}
 
 
 class ForwardRules:
-    """Which headers of clients reach the engines, and the name by which this proxy knows its own requests.
+    """Headers of clients that reach the engines, and the name by which this proxy knows its own requests.
 
     `extra` are further names (`proxy.forward_headers`); `own` is the pseudonym in `Via` (RFC 9110, 7.6.3).
     """
@@ -54,7 +60,7 @@ class ForwardRules:
         self._with_keys = self._forwarded | _KEYS
 
     def came_back(self, headers: Headers) -> bool:
-        """Whether a message has passed this proxy before."""
+        """True if a message has passed this proxy before."""
         return any(name == b"via" and self.own in value for name, value in headers)
 
     def request_lines(self, head: RequestHead, *, passthrough: bool) -> bytes:

@@ -147,7 +147,7 @@ def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES, *, begin: i
 
 
 def _check_raw(head: bytes) -> None:
-    """What llhttp would repair or overlook: bare line feeds, folded lines, control bytes, sizes."""
+    """Refuse what llhttp would repair or overlook: bare line feeds, folded lines, control bytes, sizes."""
     if head.count(b"\n") != head.count(b"\r\n") or head.count(b"\r") != head.count(b"\n"):
         raise GateError(400, "The head has a line that does not end in CR LF.")
     if b"\n " in head or b"\n\t" in head:
@@ -311,7 +311,7 @@ class KnownHeads(Generic[Head]):
         self._whole: dict[bytes, tuple[Head, int | None]] = {}
 
     def find(self, raw: bytes) -> tuple[Head, int | None]:
-        """What one whole head says, and its length. Raises `GateError`."""
+        """The parsed head and its length. Raises `GateError`."""
         at = raw.find(b"ength: ") + 7
         end = raw.find(b"\r", at) if at > len(_LENGTH_FIELD) else -1
         digits = raw[at:end] if end > at else b""
@@ -342,7 +342,7 @@ class KnownHeads(Generic[Head]):
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
-    """Whether the value that begins at `at` is that of a Content-Length."""
+    """True if the value that begins at `at` is that of a Content-Length."""
     return raw[at - len(_LENGTH_FIELD) : at].lower() == _LENGTH_FIELD
 
 
@@ -374,7 +374,7 @@ class ChunkedDecoder:
         self._state = _SIZE
         self._line = b""  # what is known of an unfinished size line or line end
         self._left = 0
-        #: Whether what was fed ended with a chunk: the next byte begins one.
+        #: True if what was fed ended with a chunk: the next byte begins one.
         self.between = True
         self.done = False
         self.surplus = b""

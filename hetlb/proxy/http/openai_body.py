@@ -1,4 +1,4 @@
-"""What a JSON body tells the scheduler: a few fields, decoded once; everything else passes unread.
+"""JSON bodies of the OpenAI API: a few fields, decoded once; everything else passes unread.
 
 Bytes are never re-serialised; wrong types and absurd numbers are one OpenAI-style 400; no input
 costs more than a pass over its bytes.
@@ -21,7 +21,7 @@ from hetlb.proxy.http.openai_fields import RequestFields
 #: `stream_options` is asked for on the client's behalf in bodies up to this size.
 MAX_INJECT_BYTES: Final = 256 << 10
 _INJECTION: Final = b',"stream_options":{"include_usage":true}'
-#: vLLM sorts by it as it is; nobody needs more.
+#: vLLM sorts by it as it is; more is not needed.
 MAX_PRIORITY: Final = 1 << 31
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES: Final = 16_384

@@ -10,7 +10,7 @@ import msgspec
 
 
 class RequestFields(msgspec.Struct):
-    """What a request body says about its work."""
+    """Fields of a request body that tell its work."""
 
     model: str | None = None
     stream: bool | None = None
@@ -37,7 +37,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """What an engine counted, in the words of either API. Prompt tokens are of all prompts, each once."""
+    """Token counts of an engine, in the names of either API. Prompt tokens are of all prompts, each once."""
 
     completion_tokens: int | None = None
     output_tokens: int | None = None
@@ -48,18 +48,30 @@ class Usage(msgspec.Struct):
 
 
 class ResponseFields(msgspec.Struct):
-    """What the last event of `/v1/responses` says of the whole answer."""
+    """Fields of the last event of `/v1/responses`, about the whole answer."""
 
     usage: Usage | None = None
 
 
 class EventFields(msgspec.Struct):
-    """What matters of one server-sent event, or of an answer that is none."""
+    """Fields of one server-sent event, or of an answer that is none."""
 
     choices: msgspec.Raw = msgspec.Raw(b"")
     usage: Usage | None = None
     response: ResponseFields | None = None
     error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class PrefillFields(msgspec.Struct):
+    """Fields of a prefill instance's answer about fetching its KV blocks."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class BootstrapEntry(msgspec.Struct):
+    """One engine at a Mooncake bootstrap server."""
+
+    engine_id: str
 
 
 class LogLine(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""When a client that was turned away had best come again: as long as the queue takes to drain, spread out.
+"""`Retry-After` of a client that was turned away: the time the queue takes to drain, spread out.
 
 From 1 to 60 seconds, never the same for all, so that those who were refused together do not come
 back together.
@@ -16,7 +16,7 @@ _SPREAD: Final = 0.5
 
 
 class DrainRate:
-    """How many requests ended lately, and what that means for who comes next."""
+    """Rate at which requests ended lately."""
 
     __slots__ = ("_counts", "_rng", "_second")
 
@@ -31,7 +31,7 @@ class DrainRate:
         self._counts[self._second % WINDOW_S] += 1
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """When to come again, with `waiting` requests in the queue."""
+        """Seconds until another try makes sense, with `waiting` requests in the queue."""
         self._turn(now)
         rate_rps = max(1, sum(self._counts)) / WINDOW_S
         return self.spread(waiting / rate_rps)

@@ -2,7 +2,7 @@
 
 Any split of the same bytes gives the same facts and the same output. Nothing is changed but one
 thing: with `hold_usage`, the usage-only event that hetlb itself asked for is taken out. The beginning of an
-event waits for its end, since nobody can use half an event, and what breaks off must not end in one; but
+event waits for its end, since half an event is of no use, and what breaks off must not end in one; but
 never more than `MAX_HELD_BYTES` of it.
 """
 
@@ -51,7 +51,7 @@ class SseWatcher:
         self.events = 0
         self.done = False
         self.failed = False
-        #: Whether the error was the request's: its code is 4xx.
+        #: True if the error was the request's: its code is 4xx.
         self.refused = False
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None
@@ -59,7 +59,7 @@ class SseWatcher:
 
     @property
     def between(self) -> bool:
-        """Whether what was fed ended with an event: the next byte begins one."""
+        """True if what was fed ended with an event: the next byte begins one."""
         return not self._tail
 
     def feed(self, data: bytes) -> bytes:
@@ -177,7 +177,7 @@ _TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
 
 
 def text_beginning(data: bytes) -> bytes | None:
-    """What the last event in `data` begins with, up to its first choice, None if it has none.
+    """Beginning of the last event in `data`, up to its first choice, None if it has none.
 
     The next events of text of that stream begin with the same: its id, its model.
     """
@@ -189,7 +189,7 @@ def text_beginning(data: bytes) -> bytes | None:
 
 
 def text_events(chunks: bytes, beginning: bytes) -> int:
-    """How many events `chunks` is, if it is nothing but whole chunks, each of them one event of text.
+    """Number of events in `chunks`, if it is nothing but whole chunks, each of them one event of text.
 
     Each event begins as the others of its stream did, so it is no error, no usage alone, nor the end; and
     ends with its choices or no usage. 0 means that it takes a closer look.
@@ -213,7 +213,7 @@ _REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')
 
 
 def _is_refusal(error: bytes) -> bool:
-    """Whether the error of an event says that the request was wrong: vLLM's `code` is an HTTP status."""
+    """True if the error of an event says that the request was wrong: vLLM's `code` is an HTTP status."""
     return _REFUSAL.search(error, 0, 4096) is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hetlb.core.types import Outcome
+from hetlb.core.types import Lease, Outcome
 from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
@@ -143,6 +143,7 @@ class Totals:
         "arrival",
         "decisions",
         "end",
+        "handovers",
         "instances",
         "lag",
         "models",
@@ -156,6 +157,8 @@ class Totals:
         self.requests: dict[tuple[str, str], int] = {}
         self.decisions = 0
         self.retries = 0
+        #: Requests whose KV blocks were to go from one instance to another, by what came of it.
+        self.handovers: dict[str, int] = {}
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
         self.instances: dict[str, InstanceTotals] = {}
@@ -197,10 +200,24 @@ class Totals:
         self.retries += 1
         self.instance(name).ended(outcome)
 
+    def handed_over(self, result: str) -> None:
+        """The hand-over of a request has ended."""
+        self.handovers[result] = self.handovers.get(result, 0) + 1
+
     def count(self, outcome: Outcome, phase: str) -> None:
         """A request ended."""
         key = (outcome._value_, phase)
         self.requests[key] = self.requests.get(key, 0) + 1
+
+    def believed(self, lease: Lease) -> None:
+        """Count what the scheduler expected of an ended lease: cached prompt tokens, decode time."""
+        instance = self.instance(lease.instance)
+        if lease.shared is not None:
+            prompts = lease.request.sequences // max(1, lease.request.samples)
+            instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
+        if lease.evidence is not None:
+            expected_s, seen_s, mixed = lease.evidence
+            instance.decoded(expected_s, seen_s, mixed)
 
     def finished(self, record: RequestRecord, served: bool) -> None:
         """Count an ended request; `served` says whether the fleet serves its model."""
@@ -226,16 +243,12 @@ class Totals:
         instance.output_tokens += lease.output_tokens
         instance.prompt_tokens += record.prompt_tokens_total
         instance.cached_prompt_tokens += record.cached_tokens or 0
-        if lease.shared is not None:
-            instance.expected_cached_prompt_tokens += record.prompts * lease.shared.held_tokens
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
             if record.expected_first_s > 0.0 and request.generates and record.first_byte_at is not None:
                 seen_s = record.first_byte_at - lease.dispatched_at
                 instance.first_token(record.expected_first_s, seen_s, record.mixed)
-        if lease.evidence is not None:
-            expected_s, seen_s, mixed = lease.evidence
-            instance.decoded(expected_s, seen_s, mixed)
+        self.believed(lease)
         if outcome is not Outcome.OK:
             return
         model.e2e.observe(record.e2e_s)

@@ -1,4 +1,4 @@
-"""Histograms that cost the hot path next to nothing: counts in a list, sums when somebody asks.
+"""Histograms that cost the hot path next to nothing: counts in a list, sums when they are read.
 
 An observation is one search in a short tuple and two additions, no allocation; a gap between two
 tokens is one addition to a list that is there already. Counts only grow.
@@ -17,7 +17,7 @@ FINE_MS: Final = 2048
 
 
 class Histogram:
-    """How often a value was at most each bound, in Prometheus' sense."""
+    """Counts of values at or below each bound, in Prometheus' sense."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 

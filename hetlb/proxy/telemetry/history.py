@@ -70,7 +70,7 @@ class History:
 
     @property
     def full(self) -> bool:
-        """Whether older rows have been overwritten."""
+        """True if older rows have been overwritten."""
         rows = self._rows
         return len(rows) == rows.maxlen
 
@@ -110,12 +110,12 @@ class History:
         return list(islice(rows, len(rows) - new, None))
 
     def count(self, start: float, end: float) -> int:
-        """How many rows ended from `start` on and before `end`."""
+        """Number of rows that ended from `start` on and before `end`."""
         rows = self._rows
         return _index(rows, end) - _index(rows, start)
 
     def nth_before(self, end: float, number: int) -> float:
-        """When the row ended that stands `number` rows before `end`."""
+        """End time of the row that stands `number` rows before `end`."""
         ended_at: float = self._rows[_index(self._rows, end) - number][0]
         return ended_at
 

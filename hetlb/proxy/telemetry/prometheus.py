@@ -43,7 +43,7 @@ class WorkerState:
 
 
 class MetricsSource(Protocol):
-    """What a scrape reads."""
+    """Interface of the service for a scrape."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -105,6 +105,12 @@ class MetricsPage:
         yield _family(
             "hetlb_retries_total", "counter", "Requests sent to another instance.", [totals.retries]
         )
+        if totals.handovers:
+            yield _family(
+                "hetlb_kv_handovers_total", "counter",
+                "Requests prefilled at one instance for another, by what came of it.",
+                [f'{{result="{result}"}} {count}' for result, count in totals.handovers.items()],
+            )  # fmt: skip
         yield _family("hetlb_decisions_total", "counter", "Dispatches decided.", [totals.decisions])
         yield _family(
             "hetlb_config_reloads_total", "counter", "Times the fleet file was read again, by result.",
@@ -454,5 +460,5 @@ def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """The value of a label. Line ends and quotes would end it; control characters help nobody."""
+    """The value of a label. Line ends and quotes would end it; control characters are of no use."""
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -6,25 +6,11 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING
-
 from hetlb.core.types import Lease, Outcome, Request
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
-
-if TYPE_CHECKING:
-    from hetlb.proxy.limits import Ticket
-    from hetlb.proxy.telemetry.tracing import Trace
-
-
-class Phase(StrEnum):
-    """State of a request: queued, connecting, sent, answered in part, ended."""
-
-    QUEUE = "queue"
-    CONNECT = "connect"
-    WAIT = "wait"
-    STREAM = "stream"
-    DONE = "done"
+from hetlb.proxy.limits import Ticket
+from hetlb.proxy.telemetry.trace_context import Trace
 
 
 class RequestRecord:
@@ -39,8 +25,8 @@ class RequestRecord:
     __slots__ = (
         "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "outcome", "path", "prompts", "request", "retries", "status", "streamed", "tenant", "ticket", "trace",
-        "usage_prompt_tokens",
+        "outcome", "path", "prefill_instance", "prompts", "request", "retries", "status", "streamed",
+        "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -68,11 +54,13 @@ class RequestRecord:
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None
         #: Phase in which it got its outcome.
-        self.ended_in = Phase.QUEUE
+        self.ended_in = Phase.QUEUED
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
+        #: Instance that read the prompt, where another one decodes the answer.
+        self.prefill_instance: str | None = None
         self.status = self.retries = 0
-        #: Whether the answer was a stream of server-sent events; set at the end.
+        #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
         self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.

@@ -21,17 +21,17 @@ from hetlb.config.fleet import TracingTable
 from hetlb.core.types import Outcome
 from hetlb.errors import ConfigError
 from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.telemetry.request_record import RequestRecord
+from hetlb.proxy.telemetry.trace_context import SAMPLED, Trace
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from hetlb.proxy.telemetry.request_record import RequestRecord
-
 #: Where a collector takes spans over HTTP, if its address says no path.
 OTLP_PATH = "/v1/traces"
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED, _RANDOM = 0x01, 0x02
+_RANDOM = 0x02
 #: How long the last spans may take when the proxy stops.
 _CLOSE_S = 3.0
 _LONGEST_TEXT = 256
@@ -47,41 +47,6 @@ _EMBEDDINGS = "/v1/embeddings"
 _NO_ERROR = frozenset(
     {Outcome.OK, Outcome.BAD_REQUEST, Outcome.CLIENT_GONE, Outcome.UPSTREAM_ERROR, Outcome.REJECTED_FULL}
 )
-
-
-class Trace:
-    """The ids of one request: its parent's, its own, and the one whose children an engine makes."""
-
-    __slots__ = ("engine_id", "flags", "parent_id", "span_id", "trace_id")
-
-    def __init__(
-        self, trace_id: int, parent_id: int | None, span_id: int, engine_id: int, flags: int
-    ) -> None:
-        self.trace_id = trace_id
-        self.parent_id = parent_id
-        self.span_id = span_id
-        self.engine_id = engine_id
-        self.flags = flags
-
-    @property
-    def sampled(self) -> bool:
-        """Whether its spans are kept."""
-        return bool(self.flags & _SAMPLED)
-
-    @property
-    def header(self) -> bytes:
-        """The header for the engine, without a line end."""
-        return b"traceparent: 00-%032x-%016x-%02x" % (self.trace_id, self.engine_id, self.flags)
-
-    def onto(self, lines: bytes) -> bytes:
-        """A head's lines (names in lower case, CR LF behind each) with `header` instead of the client's."""
-        taken = _CONTINUED if self.parent_id is not None else _BEGUN
-        return b"%b%b\r\n" % (taken.sub(b"", lines), self.header)
-
-
-_CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
-#: What somebody else's trace left behind means nothing in another one.
-_BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
 
 
 class Tracing:
@@ -141,10 +106,10 @@ class Tracing:
             trace_id, parent_id = int(parent[2], 16), int(parent[3], 16)
             if trace_id and parent_id:
                 return Trace(
-                    trace_id, parent_id, span_id, engine_id, int(parent[4], 16) & (_SAMPLED | _RANDOM)
+                    trace_id, parent_id, span_id, engine_id, int(parent[4], 16) & (SAMPLED | _RANDOM)
                 )
         kept = self._kept >= 1.0 or self._draw.random() < self._kept
-        return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (_SAMPLED if kept else 0))
+        return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (SAMPLED if kept else 0))
 
     def finished(self, record: RequestRecord, now_s: float) -> None:
         """Make the spans of a request that has ended. `now_s` is the time on its clock."""
@@ -254,7 +219,7 @@ def check_installed(where: str) -> None:
 
 
 def spans_url(endpoint: str) -> str:
-    """Where spans are posted: a collector's address, with the usual path unless it has one."""
+    """Address for spans: a collector's, with the usual path unless it has one."""
     return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
 
 

@@ -22,9 +22,9 @@ from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
 from hetlb.config.fleet import load_fleet
 from hetlb.proxy import systemd
-from hetlb.proxy.handover import Takeover, name_of
 from hetlb.proxy.service import Service
 from hetlb.proxy.systemd import inherited
+from hetlb.proxy.takeover import Takeover, name_of
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
 

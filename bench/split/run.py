@@ -1,0 +1,255 @@
+"""Evidence for `hetlb split`: search against exhaustive search, time, random swaps, the paper's settings.
+
+    python bench/split/run.py PART [PART ...] [--out bench/results/split.json] [--fresh]
+
+Every part has rows; each is written when it is done, and a part that was ended goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import clusters
+
+from hetlb.plan.check import check_split
+from hetlb.plan.disaggregation.cluster import Cluster, Plan, Role, Slo
+from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
+from hetlb.plan.disaggregation.exhaustive import Exhaustive
+from hetlb.plan.disaggregation.search import Found, Search
+from hetlb.plan.disaggregation.simulation import LOAD, simulate_plan
+from hetlb.plan.highs import SolveLimits
+
+SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
+SMALL = 30
+
+
+def search(of: Cluster, cost: CostModel, seconds: float, **options: Any) -> tuple[Found, float]:
+    """One search from nothing, its plans checked, and its seconds."""
+    began = time.monotonic()
+    found = Search(GroupTable(of, cost), **options).run(SolveLimits(deadline=began + seconds))
+    elapsed = time.monotonic() - began
+    for plan in found.plans:
+        check_split(of, plan, cost.capacity)
+    return found, elapsed
+
+
+def best(found: Found) -> float:
+    """Requests/s of the best plan."""
+    return found.plans[0].throughput if found.plans else 0.0
+
+
+def exhaustive(number: int, cost_model: type[ProfileCost] | type[PaperCost]) -> Any:
+    """A small cluster: the search finds what exhaustive search finds."""
+    of = clusters.small(SMALL)[number]
+    cost = cost_model(of)
+    every = Exhaustive(GroupTable(of, cost))
+    began = time.monotonic()
+    plan = every.run(SolveLimits())
+    seconds = time.monotonic() - began
+    found, elapsed = search(of, cost, 4.0)
+    most = 0.0 if plan is None else plan.throughput
+    return {
+        "cluster": number,
+        "machines": [f"{m.gpus} {m.gpu}" for m in of.machines],
+        "model": of.model.name,
+        "cost_model": cost_model.__name__,
+        "exhaustive_req_s": most,
+        "search_req_s": best(found),
+        "equal": math.isclose(most, best(found), rel_tol=1e-6),
+        "splits": bool(plan and plan.splits),
+        "exhaustive_s": seconds,
+        "search_s": elapsed,
+    }
+
+
+def against(name: str, seconds: float) -> Any:
+    """A setting: 4 s against a longer search with another seed."""
+    of = clusters.setting(name, "online")
+    cost = ProfileCost(of)
+    short, elapsed = search(of, cost, 4.0)
+    long, _ = search(of, cost, seconds, seed=1)
+    return {
+        "setting": name,
+        "gpus": of.gpus,
+        "short_s": elapsed,
+        "short_req_s": best(short),
+        "long_s": seconds,
+        "long_req_s": best(long),
+        "short_over_long": best(short) / best(long),
+    }
+
+
+def scale(gpus: int, seconds: float) -> Any:
+    """A large cluster."""
+    of = clusters.large(gpus)
+    found, elapsed = search(of, ProfileCost(of), seconds)
+    colocated = found.colocated.throughput if found.colocated else None
+    return {"gpus": gpus, "seconds": elapsed, "req_s": best(found), "colocated_req_s": colocated}
+
+
+def swaps(name: str, workload: str) -> Any:
+    """The search against the paper's truncated variant (random swaps from the partition), equal time."""
+    of = clusters.setting(name, workload)
+    guided, _ = search(of, ProfileCost(of), 4.0, roles=SPLIT_ROLES)
+    random, _ = search(of, ProfileCost(of), 4.0, roles=SPLIT_ROLES, guided=False)
+    return {
+        "setting": name,
+        "workload": workload,
+        "guided_req_s": best(guided),
+        "random_req_s": best(random),
+        "ratio": best(guided) / best(random) if best(random) else None,
+    }
+
+
+def paper(workload: str, name: str) -> Any:
+    """A setting of HexGen-2: output tokens/s of split, mixed and colocated plans under both cost models."""
+    of = clusters.setting(name, workload)
+    row: dict[str, Any] = {"workload": workload, "setting": name}
+    for label, cost in (("profiles", ProfileCost(of)), ("paper", PaperCost(of))):
+        split, _ = search(of, cost, 1.5, roles=SPLIT_ROLES)
+        mixed, _ = search(of, cost, 1.5)
+        output = of.workload.output_tokens
+        row[label] = {
+            "split": best(split) * output,
+            "mixed": best(mixed) * output,
+            "colocated": mixed.colocated.throughput * output if mixed.colocated else 0.0,
+        }
+    return row
+
+
+def simulated(name: str, workload: str) -> Any:
+    """Plans in simulation: planned and served, their order, and the best plan without splitting."""
+    of = clusters.setting(name, workload)
+    cost = ProfileCost(of)
+    found, _ = search(of, cost, 3.0, kept=2000)
+    ranked = apart([plan for plan in found.plans if plan.splits], 5)
+    served = [simulate_plan(of, plan, cost).request_throughput for plan in ranked]
+    colocated = found.colocated
+    assert colocated is not None
+    planned = [plan.throughput for plan in ranked]
+    rate = LOAD * max([colocated.throughput, *planned[:1]])
+    other = {
+        policy: simulate_plan(of, colocated, cost, policy=policy, rate=rate).request_throughput
+        for policy in ("hetlb", "rr")
+    }
+    split = served[0] if served else 0.0
+    return {
+        "setting": name,
+        "workload": workload,
+        "planned_req_s": planned,
+        "simulated_req_s": served,
+        "simulated_over_planned": served[0] / planned[0] if served else None,
+        "tau": tau(planned, served) if len(planned) > 2 else None,
+        "colocated_planned_req_s": colocated.throughput,
+        "colocated_simulated_req_s": other,
+        "over_hetlb": split / other["hetlb"],
+        "over_rr": split / other["rr"],
+        "says": "split" if split > 1.01 * other["hetlb"] else "do not split",
+    }
+
+
+def apart(plans: list[Plan], count: int) -> list[Plan]:
+    """The best plans whose throughputs are at least 3 % apart: nearer ones are the same to a simulation."""
+    found: list[Plan] = []
+    for plan in plans:
+        if len(found) < count and (not found or plan.throughput < 0.97 * found[-1].throughput):
+            found.append(plan)
+    return found
+
+
+def tau(one: list[float], other: list[float]) -> float:
+    """Kendall's rank correlation."""
+    pairs = [(a, b) for a in range(len(one)) for b in range(a)]
+    agree = sum((one[a] - one[b]) * (other[a] - other[b]) > 0 for a, b in pairs)
+    return 2.0 * agree / len(pairs) - 1.0
+
+
+PROMPTS = (64, 256, 1024, 4096, 12288)
+OUTPUTS = (16, 64, 256, 1024)
+
+
+def regions(first: str, second: str, between: float, ttft_s: float, tpot_s: float) -> Any:
+    """Requests/s of the best plan with and without splitting, over prompt and output lengths."""
+    grid = []
+    for prompt in PROMPTS:
+        row = []
+        for output in OUTPUTS:
+            of = clusters.cluster(
+                [clusters.machine("a", first, 2), clusters.machine("b", second, 2)],
+                clusters.LLAMA_8B,
+                (prompt, output),
+                between=between,
+                slo=Slo(ttft_s, tpot_s),
+            )
+            table = GroupTable(of, ProfileCost(of))
+            split = Exhaustive(table, SPLIT_ROLES).run(SolveLimits())
+            whole = Exhaustive(table, (Role.BOTH,)).run(SolveLimits())
+            row.append([0.0 if plan is None else plan.throughput for plan in (split, whole)])
+        grid.append(row)
+    return {
+        "gpus": [f"2 {first}", f"2 {second}"],
+        "between_bytes_per_s": between,
+        "ttft_s": ttft_s if ttft_s < math.inf else None,
+        "tpot_s": tpot_s if tpot_s < math.inf else None,
+        "prompts": PROMPTS,
+        "outputs": OUTPUTS,
+        "split_and_whole_req_s": grid,
+    }
+
+
+HETEROGENEOUS = ("het1", "het2", "het3", "het4", "het5")
+#: Part -> the function of its rows, and the arguments of each.
+PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "exhaustive": (
+        exhaustive,
+        [(n, cost) for n in range(SMALL + len(clusters.WORKLOADS)) for cost in (ProfileCost, PaperCost)],
+    ),
+    "twenty": (against, [(name, 20.0) for name in HETEROGENEOUS]),
+    "sixty": (against, [(name, 60.0) for name in ("het1", "het3", "het5")]),
+    "scale": (scale, [(64, 5.0), (64, 48.0), (320, 60.0), (320, 200.0)]),
+    "swaps": (swaps, [(name, w) for name in clusters.SETTINGS for w in ("HPLD", "LPHD", "online")]),
+    "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
+    "simulated": (
+        simulated,
+        [("het1", w) for w in clusters.WORKLOADS]
+        + [(name, "online") for name in ("het2", "het3", "het4", "het5", "homogeneous")],
+    ),
+    "regions": (
+        regions,
+        [
+            (first, second, between, ttft_s, tpot_s)
+            for first, second in (("H100", "H100"), ("H100", "A100"), ("H100", "L40"))
+            for ttft_s, tpot_s in ((math.inf, math.inf), (5.0, 0.03))
+            for between in (0.625e9, 12.5e9)
+        ],
+    ),
+}
+
+
+def main() -> None:
+    """Run parts and keep their results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=tuple(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/split.json"))
+    parser.add_argument("--fresh", action="store_true", help="begin the parts anew")
+    args = parser.parse_args()
+    for name in args.parts:
+        function, arguments = PARTS[name]
+        known = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        rows = [] if args.fresh else known.get(name, [])
+        for each in arguments[len(rows) :]:
+            rows.append(function(*each))
+            known = json.loads(args.out.read_text()) if args.out.is_file() else {}
+            known[name] = rows
+            args.out.write_text(json.dumps(known, indent=1) + "\n")
+            print(name, json.dumps(rows[-1])[:600], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""`hetlb stage`: a worker that holds some layers of a model, for `hetlb serve` with `stages:`.
+
+Promise: one line on stdout once it accepts connections; Ctrl-C or SIGTERM ends it at once with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import re
+import signal
+import ssl
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from hetlb.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from hetlb.stage.checkpoint import ModelConfig
+    from hetlb.stage.model import TorchRunner
+    from hetlb.stage.runner import Runner
+    from hetlb.stage.worker import StageWorker
+
+#: KV cache on CPU where nothing is said.
+_CPU_KV_BYTES = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb stage`; those that vLLM has bear its names."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="FOLDER", help="config.json and safetensors of a model")
+    add("--layers", required=True, metavar="A:B", help="hold the layers A to B-1, counted from 0")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=int, default=9100, help="0 picks a free one (default 9100)")
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="of weights, KV cache and activations (auto: as in config.json)",
+    )
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU when there is one)")
+    add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="KV cache (1 GiB on CPU)")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the GPU's memory for weights and KV cache (0.9)",
+    )
+    add("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of a KV block (16)")
+    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a batch (2048)")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="requests of a batch (256)")
+    add("--threads", type=int, metavar="N", help="CPU threads of torch")
+    add("--key-file", type=Path, metavar="FILE", help="shared key; needed elsewhere than on loopback")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate: speak TLS and nothing else")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate")
+    add("--ssl-ca-certs", type=Path, metavar="FILE", help="authorities of the other stages' certificates")
+    add(
+        "--layer-times",
+        type=Path,
+        metavar="CSV",
+        help="rehearse other hardware: batches take at least these times (layer_times of PLACE.yaml)",
+    )
+    add("--gpu-type", metavar="NAME", help="whose times of --layer-times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, measure, serve until a signal comes."""
+    first, end = _check(args)
+    worker = _make_worker(args, first, end)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(worker, args))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        print(f"hetlb stage: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
+        return 1
+
+
+def _check(args: argparse.Namespace) -> tuple[int, int]:
+    """Validate the flags; the layers come back."""
+    found = re.fullmatch(r"(\d{1,5}):(\d{1,5})", args.layers, re.ASCII)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise InputError(f"--layers: expected A:B with A below B, got {args.layers!r}")
+    if not 0 <= args.port <= 65535:
+        raise InputError(f"--port: expected a port from 0 to 65535, got {args.port}")
+    for flag in ("kv_cache_memory_bytes", "block_size", "max_num_batched_tokens", "max_num_seqs", "threads"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise InputError(f"--{flag.replace('_', '-')}: expected a number from 1, got {value}")
+    if not 0.0 < args.gpu_memory_utilization <= 1.0:
+        raise InputError(
+            f"--gpu-memory-utilization: expected a share up to 1, got {args.gpu_memory_utilization}"
+        )
+    if args.key_file is None and not _loopback(args.host):
+        raise InputError(f"--key-file: expected a shared key to listen on {args.host}, got none")
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        raise InputError("--ssl-keyfile: expected it together with --ssl-certfile")
+    if (args.layer_times is None) != (args.gpu_type is None):
+        raise InputError("--gpu-type: expected it together with --layer-times")
+    return int(found[1]), int(found[2])
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
+    """Load the layers, make the KV cache, measure. Raises `InputError`."""
+    try:
+        import torch
+
+        from hetlb.stage.model import DTYPES, TorchRunner
+    except ImportError as error:
+        raise InputError(
+            f"expected the packages of hetlb[stage] (pip install 'hetlb[stage]'): {error}"
+        ) from error
+    from hetlb.stage.auth import read_key
+    from hetlb.stage.checkpoint import load_config
+    from hetlb.stage.kv import BlockPool
+    from hetlb.stage.messages import Welcome
+    from hetlb.stage.self_profile import measure
+    from hetlb.stage.worker import StageWorker
+
+    key, server_tls, peer_tls = read_key(args.key_file), *_tls(args)
+    config = load_config(args.model)
+    if end > config.layers:
+        raise InputError(
+            f"--layers: expected layers of 0:{config.layers} ({args.model}), got {args.layers!r}"
+        )
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if args.dtype == "auto" else args.dtype
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r} from {args.model}")
+    loaded = TorchRunner(
+        args.model, config, first, end, dtype=dtype, device=device, block_size=args.block_size
+    )
+    pool = BlockPool(_kv_blocks(args, config, loaded, device), args.block_size)
+    loaded.allocate(pool.blocks)
+    runner: Runner = _paced(args, loaded)
+    prompts, decodes = measure(
+        runner,
+        pool,
+        first,
+        end,
+        layers=config.layers,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_positions=config.max_positions,
+    )
+    welcome = Welcome(
+        model=config.fingerprint,
+        dtype=dtype,
+        first=first,
+        end=end,
+        kv_token_layers=pool.token_layers,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prompt_times=prompts,
+        decode_times=decodes,
+    )
+    return StageWorker(runner, pool, welcome, key=key, server_tls=server_tls, peer_tls=peer_tls)
+
+
+def _kv_blocks(args: argparse.Namespace, config: ModelConfig, loaded: TorchRunner, device: str) -> int:
+    """Blocks of one layer each that fit into the memory for the KV cache."""
+    size = args.kv_cache_memory_bytes
+    if size is None:
+        size = loaded.free_bytes(args.gpu_memory_utilization) if device != "cpu" else _CPU_KV_BYTES
+    blocks = int(size // (config.kv_bytes(loaded.itemsize) * args.block_size))
+    if blocks < 1:
+        raise InputError(
+            f"--kv-cache-memory-bytes: expected memory for {args.block_size} tokens of a layer, got {size}"
+        )
+    return blocks
+
+
+def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
+    if args.layer_times is None:
+        return loaded
+    from hetlb.plan.placement.files import read_layer_times
+    from hetlb.stage.runner import PacedRunner
+
+    kinds = read_layer_times(args.layer_times)
+    if args.gpu_type not in kinds:
+        raise InputError(f"--gpu-type: expected one of {', '.join(kinds)}, got {args.gpu_type!r}")
+    return PacedRunner(loaded, *kinds[args.gpu_type])
+
+
+def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """For this listener, and for connections to other stages."""
+    try:
+        server = None
+        if args.ssl_certfile is not None:
+            server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            server.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        peer = None if args.ssl_ca_certs is None else ssl.create_default_context(cafile=args.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: expected PEM files: {error}"
+        ) from error
+    return server, peer
+
+
+async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:
+    from hetlb.stage.worker import serve
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    def ready(port: int) -> None:
+        scheme = "http" if args.ssl_certfile is None else "https"
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"hetlb stage ready on {scheme}://{host}:{port}", flush=True)
+
+    return 0 if await serve(worker, args.host, args.port, stop, ready) else 1

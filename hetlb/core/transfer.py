@@ -1,0 +1,82 @@
+"""Seconds that the KV cache of a prompt takes from one instance to another, learnt per pair.
+
+The first estimate is `KvTransfer.nominal_s`. Each pair has a factor on it: the sum of the observed times over
+the sum of the nominal ones, older evidence counting less. A pair without evidence has the factor of all pairs
+together. The first transfer of a pair holds the handshake of the two engines and teaches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, TypeAlias
+
+from hetlb.core.instance import Instance
+from hetlb.core.types import KvTransfer
+
+#: Evidence this old counts 1/e, in seconds.
+MEMORY_S: Final = 60.0
+#: Seconds of transfers as first estimated that stand against the first evidence.
+PRIOR_S: Final = 0.02
+#: A nominal time is corrected at most so many times, either way.
+MOST: Final = 64.0
+
+#: Incarnations of the instance that has the KV cache and of the one that fetches it.
+Pair: TypeAlias = tuple[int, int]
+
+
+class _Evidence:
+    """Observed and nominal seconds, with exponentially decaying weight."""
+
+    __slots__ = ("at", "nominal_s", "observed_s")
+
+    def __init__(self, now: float) -> None:
+        self.at = now
+        self.observed_s = self.nominal_s = PRIOR_S
+
+    def add(self, observed_s: float, nominal_s: float, now: float) -> None:
+        keep = math.exp(-(now - self.at) / MEMORY_S)
+        self.at = now
+        self.observed_s = self.observed_s * keep + observed_s
+        self.nominal_s = self.nominal_s * keep + nominal_s
+
+    @property
+    def factor(self) -> float:
+        return min(MOST, max(1.0 / MOST, self.observed_s / self.nominal_s))
+
+
+class TransferTimes:
+    """Transfer times between the instances of a fleet."""
+
+    __slots__ = ("_all", "_pairs")
+
+    def __init__(self) -> None:
+        #: None for a pair that has had its first transfer and no other.
+        self._pairs: dict[Pair, _Evidence | None] = {}
+        self._all: _Evidence | None = None
+
+    def estimate_s(self, source: Instance, target: Instance, tokens: float) -> float:
+        """Seconds to transfer the KV cache of `tokens` tokens."""
+        link = target.spec.kv_transfer
+        assert link is not None, f"{target.name} takes part in no KV transfer"
+        evidence = self._pairs.get((source.incarnation, target.incarnation)) or self._all
+        nominal_s = link.nominal_s(tokens)
+        return nominal_s if evidence is None else nominal_s * evidence.factor
+
+    def observe(self, pair: Pair, link: KvTransfer, tokens: float, seconds: float, now: float) -> None:
+        """A transfer of `tokens` tokens took `seconds`."""
+        if pair not in self._pairs:
+            self._pairs[pair] = None
+            return
+        if self._all is None:
+            self._all = _Evidence(now)
+        own = self._pairs[pair]
+        if own is None:
+            own = self._pairs[pair] = _Evidence(now)
+        nominal_s = link.nominal_s(tokens)
+        for evidence in (own, self._all):
+            evidence.add(seconds, nominal_s, now)
+
+    def forget(self, incarnation: int) -> None:
+        """An instance is gone."""
+        for pair in [pair for pair in self._pairs if incarnation in pair]:
+            del self._pairs[pair]

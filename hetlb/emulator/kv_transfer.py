@@ -1,0 +1,268 @@
+"""KV hand-over between emulated servers, as vLLM's connectors show it to a router.
+
+`nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
+`mooncake`: the fetch may come first and waits for the prompt; `/query` is the bootstrap server.
+<<<<<<< HEAD
+`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease is wrong text
+with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their port.
+=======
+`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
+text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
+port.
+>>>>>>> split
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from hetlb.emulator.replies import Reply, ReplyChoice
+from hetlb.emulator.runner import Choice
+from hetlb.sim.engine import SequenceState
+
+#: Seconds until an engine that does not answer is taken for dead, as in NIXL's handshake.
+CONNECT_S = 5.0
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`; `folder` that of shared storage."""
+
+    connector: Literal["nixl", "mooncake", "shared-storage"]
+    lease_s: float = 30.0
+    bandwidth_bytes_per_s: float = 5e9
+    policy: Literal["fail", "recompute"] = "fail"
+    folder: Path | None = None
+
+
+class _Held:
+    """A prompt that is kept for another server."""
+
+    __slots__ = ("choice", "timer")
+
+    def __init__(self, choice: ReplyChoice, timer: asyncio.TimerHandle) -> None:
+        self.choice = choice
+        self.timer = timer
+
+
+def _waits(choice: Choice) -> bool:
+    return choice.state is SequenceState.FETCHING
+
+
+class KvExchange:
+    """Hand-over of one server: what it keeps for others, and what it fetches from them.
+
+    `address` is its own, once it listens. Counters are vLLM's: leases that ended unfetched, failed transfers,
+    prompt tokens fetched.
+    """
+
+    def __init__(
+        self,
+        settings: KvSettings,
+        bytes_per_token: float,
+        address: Callable[[], tuple[str, int]],
+        loop: asyncio.AbstractEventLoop,
+        time_scale: float = 1.0,
+    ) -> None:
+        self.settings = settings
+        self.engine_id = secrets.token_hex(16)
+        self.expired = self.failed = self.fetched_tokens = 0
+        self._bytes_per_token = bytes_per_token
+        self._address = address
+        self._loop = loop
+        self._time_scale = time_scale
+        #: Cleared, it answers no other server, as a stopped process does.
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self._held: dict[str, _Held] = {}
+        #: Keys whose lease has ended, and fetches that came before their prompt was read.
+        self._gone: set[str] = set()
+        self._early: dict[str, list[asyncio.Future[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def held(self) -> int:
+        """Prompts that are kept for other servers."""
+        return len(self._held)
+
+    async def close(self) -> None:
+        """End at once, like a killed process."""
+        for held in self._held.values():
+            held.timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    # --- requests ---
+
+    def prepare(self, reply: Reply, params: dict[str, Any] | None) -> None:
+        """Take what a request says about KV blocks over to its only sequence."""
+        choice = reply.choices[0]
+        if self.settings.connector == "shared-storage":
+            if self._file(choice).exists():
+                size = choice.prompt_tokens // 16 * 16  # whole blocks
+                choice.remote_tokens = min(size, choice.prompt_tokens)
+            reply.on_finished = self._store
+        elif params is None or len(reply.choices) != 1:
+            return
+        elif params.get("do_remote_decode"):
+            choice.held = True
+            reply.on_finished = lambda reply: self._offer(reply, params)
+        elif params.get("do_remote_prefill"):
+            choice.remote_tokens = choice.prompt_tokens
+            reply.kv_source = params
+
+    def _file(self, choice: ReplyChoice) -> Path:
+        assert self.settings.folder is not None, "expected a folder of shared storage"
+        return self.settings.folder / f"{choice.prompt.seed:08x}-{choice.prompt.tokens}"
+
+    def _store(self, reply: Reply) -> dict[str, Any] | None:
+        self._file(reply.choices[0]).touch()
+        return None
+
+    # --- what is kept for others ---
+
+    def _offer(self, reply: Reply, params: dict[str, Any]) -> dict[str, Any] | None:
+        """The prompt has been read: keep it. Returns what the answer says of it."""
+        mooncake = self.settings.connector == "mooncake"
+        key = str(params.get("transfer_id")) if mooncake else reply.id
+        choice = reply.choices[0]
+        timer = self._loop.call_later(self.settings.lease_s, self._expire, key)
+        self._held[key] = _Held(choice, timer)
+        for waiting in self._early.pop(key, ()):
+            if not waiting.done():
+                waiting.set_result(None)
+        if mooncake:
+            return None
+        host, port = self._address()
+        tokens = choice.prompt_tokens
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False,
+            "remote_block_ids": [list(range(-(-tokens // 16)))], "remote_engine_id": self.engine_id,
+            "remote_request_id": key, "remote_host": host, "remote_port": port, "tp_size": 1, "dcp_size": 1,
+            "pp_size": 1, "remote_num_tokens": tokens, "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull", "remote_prefill_cached_tokens": 0,
+        }  # fmt: skip
+
+    def _expire(self, key: str) -> None:
+        self.expired += 1
+        self._gone.add(key)
+        self._let_go(key)
+
+    def _let_go(self, key: str) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.timer.cancel()
+            runner = held.choice.runner
+            assert runner is not None, "expected the engine of a sequence that has run"
+            runner.release_held(held.choice)
+
+    async def pull(self, engine_id: str, key: str) -> str:
+        """A server asks for a prompt: `ready`, `expired` (and it reads what is there now), or `unknown`."""
+        await self.answering.wait()
+        if engine_id != self.engine_id:
+            return "unknown"
+        if key in self._gone:
+            return "expired"
+        if key not in self._held:
+            if self.settings.connector != "mooncake":
+                return "unknown"
+            early: asyncio.Future[None] = self._loop.create_future()
+            self._early.setdefault(key, []).append(early)
+            await early
+        return "ready"
+
+    def done(self, key: str) -> None:
+        """A server has fetched a prompt, or never will."""
+        self._let_go(key)
+
+    def directory(self) -> dict[str, Any]:
+        """The page of the bootstrap server."""
+        return {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "emulated"}}}}
+
+    # --- what is fetched ---
+
+    def fetch(self, choice: Choice) -> None:
+        """The engine has blocks for a prompt whose KV cache is elsewhere."""
+        assert isinstance(choice, ReplyChoice)
+        self._start(self._fetch(choice))
+
+    def abandon(self, reply: Reply) -> None:
+        """A request that would have fetched is refused, or its client has left."""
+        if reply.kv_source is not None and not reply.kv_done:
+            reply.kv_done = True
+            self._start(self._tell_done(reply.kv_source))
+
+    def reject(self, params: dict[str, Any]) -> None:
+        """A request with these parameters is refused before it runs."""
+        if params.get("do_remote_prefill"):
+            self._start(self._tell_done(params))
+
+    def _start(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fetch(self, choice: ReplyChoice) -> None:
+        reply, runner = choice.reply, choice.runner
+        assert runner is not None, "expected the engine of a sequence that waits for its KV cache"
+        state = "ready"
+        if reply.kv_source is not None:
+            try:
+                state = (await self._ask("pull", reply.kv_source)).get("state", "unknown")
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+                state = "unreachable"
+        if not _waits(choice):
+            return  # aborted meanwhile
+        if state in ("ready", "expired"):
+            seconds = choice.fetch_tokens * self._bytes_per_token / self.settings.bandwidth_bytes_per_s
+            await asyncio.sleep(seconds * self._time_scale)
+            if not _waits(choice):
+                return
+            self.fetched_tokens += choice.fetch_tokens
+            if state == "expired":
+                reply.word = "x"
+            reply.kv_done = True
+            runner.complete_fetch(choice, loaded=True)
+            if state == "ready" and reply.kv_source is not None:
+                await self._tell_done(reply.kv_source)
+            return
+        self.failed += 1
+        reply.kv_done = True
+        if self.settings.policy == "recompute":
+            runner.complete_fetch(choice, loaded=False)
+        else:
+            runner.abort((choice,))
+            reply.fail("KV load failed")
+
+    async def _tell_done(self, source: dict[str, Any]) -> None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            await self._ask("done", source)
+
+    async def _ask(self, what: str, source: dict[str, Any]) -> dict[str, Any]:
+        """One question to the server that has the blocks. Raises where it does not answer."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        base = source.get("remote_bootstrap_addr")
+        if base is None:
+            base = f"http://{source['remote_host']}:{source['remote_port']}"
+        key = source.get("transfer_id") or source.get("remote_request_id")
+        body = {"engine_id": source.get("remote_engine_id"), "key": key}
+        async with self._session.post(f"{base}/kv_transfer/{what}", json=body) as answer:
+            found: dict[str, Any] = await answer.json()
+            return found

@@ -1,0 +1,422 @@
+"""Capacity of a group of GPUs in a role: the cost models, and the search for its parallelism.
+
+`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to that of a
+pipeline, and the rates of `rates`; what the simulator takes, so planned and simulated figures are comparable.
+
+`PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
+paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, not for models with
+grouped-query attention: Llama-2-70B has an eighth of that KV cache). docs/disaggregation.md lists every
+difference.
+
+Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
+divisions of the layers over the stages. Groups that look alike are computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Protocol
+
+import msgspec
+
+from hetlb.config.profile import (
+    BetterPrefill,
+    DecodeCoefficients,
+    EngineInfo,
+    Hardware,
+    ModelInfo,
+    PrefillCoefficients,
+    Profile,
+    Source,
+)
+from hetlb.core.latency import LatencyModel
+from hetlb.plan.configurations import (
+    ACTIVATION_BYTES,
+    LinkSeconds,
+    hidden_size,
+    pipeline_latency,
+    pipeline_profile,
+)
+from hetlb.plan.configurations import Stage as ModelStage
+from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Machine, Role, Stage
+from hetlb.plan.disaggregation.rates import rate
+from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineLimits
+
+#: The most GPUs and stages of one group.
+MOST_GPUS = 16
+MOST_STAGES = 8
+#: Divisions of the layers: shares of proportion to speed, the rest to memory.
+_BLENDS = (1.0, 0.75, 0.5, 0.25, 0.0)
+#: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
+_INSIDE_LATENCY_S = 5e-6
+#: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
+_CORNER = 8.0
+#: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
+_SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
+
+
+class CostModel(Protocol):
+    """Cost model of stages. Seconds, requests/s, tokens."""
+
+    def degrees(self, machine: int) -> frozenset[int]:
+        """Tensor-parallel degrees for which a machine's speed is known."""
+        ...
+
+    def layer_s(self, machine: int, degree: int, role: Role) -> float:
+        """Relative time of a layer on such a stage."""
+        ...
+
+    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s of a group."""
+        ...
+
+
+def kv_cache_tokens(cluster: Cluster, stages: Sequence[Stage]) -> int:
+    """Tokens that the KV cache of a group holds: that of the stage with the least room for its layers."""
+    per_layer = cluster.weight_bytes / cluster.layers
+    kv_per_layer = cluster.kv_bytes_per_token / cluster.layers
+    least = math.inf
+    for stage in stages:
+        room = stage.gpus * cluster.machines[stage.machine].usable_bytes - per_layer * stage.layers
+        least = min(least, room / (kv_per_layer * stage.layers))
+    return max(0, math.floor(least))
+
+
+class GroupTable:
+    """The best group of every composition and role, computed when it is asked for."""
+
+    def __init__(self, cluster: Cluster, cost: CostModel) -> None:
+        self.cluster = cluster
+        self._cost = cost
+        self._known: dict[tuple[object, Role], tuple[tuple[tuple[int, int], ...], float, int] | None] = {}
+        self._groups: dict[tuple[Composition, Role], Group | None] = {}
+
+    def group(self, composition: Composition, role: Role) -> Group | None:
+        """The group with the most requests/s; None where the model or a request does not fit."""
+        key = composition, role
+        if key in self._groups:
+            return self._groups[key]
+        cluster = self.cluster
+        rates = cluster.links.bytes_per_s
+        alike = (
+            tuple((cluster.kinds[m], n) for m, n in composition),
+            tuple(rates[a][b] for (a, _), (b, _) in pairwise(composition)),
+        )
+        if (alike, role) not in self._known:
+            self._known[alike, role] = self._best(composition, role)
+        found = self._known[alike, role]
+        group = None
+        if found is not None:
+            layout, capacity, tokens = found
+            stages = tuple(Stage(composition[at][0], layers[0], layers[1]) for at, layers in _located(layout))
+            group = Group(role, stages, capacity, tokens)
+        self._groups[key] = group
+        return group
+
+    def capacity(self, composition: Composition, role: Role) -> float:
+        """Requests/s of the best group, 0 without one."""
+        group = self.group(composition, role)
+        return 0.0 if group is None else group.capacity
+
+    def _best(
+        self, composition: Composition, role: Role
+    ) -> tuple[tuple[tuple[int, int], ...], float, int] | None:
+        best: tuple[tuple[tuple[int, int], ...], float, int] | None = None
+        position = {m: at for at, (m, _) in enumerate(composition)}
+        for stages in self._layouts(composition, role):
+            tokens = kv_cache_tokens(self.cluster, stages)
+            workload = self.cluster.workload
+            need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
+            if tokens < need:
+                continue
+            capacity = self._cost.capacity(stages, role, tokens)
+            if capacity > 0.0 and (best is None or capacity > best[1] * (1.0 + 1e-12)):
+                layout = tuple((position[s.machine], s.gpus, s.layers) for s in stages)
+                best = (layout, capacity, tokens)  # type: ignore[assignment]
+        return best
+
+    def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[Stage, ...]]:
+        """Every degree and division of the layers. Stages stand in the order of the machines."""
+        cluster, cost = self.cluster, self._cost
+        if sum(n for _, n in composition) > MOST_GPUS:
+            return
+        for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
+            if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
+                continue
+            if cluster.attention_heads is not None and cluster.attention_heads % degree:
+                continue
+            machines = [m for m, n in composition for _ in range(n // degree)]
+            if len(machines) > min(MOST_STAGES, cluster.layers):
+                continue
+            seen = set()
+            speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
+            memory = [degree * cluster.machines[m].usable_bytes for m in machines]
+            if min(memory) <= 0.0:
+                continue
+            for blend in _BLENDS if len(machines) > 1 else (1.0,):
+                weights = [
+                    blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
+                    for s, b in zip(speeds, memory, strict=True)
+                ]
+                layers = divide(weights, cluster.layers)
+                if layers not in seen:
+                    seen.add(layers)
+                    yield tuple(Stage(m, degree, own) for m, own in zip(machines, layers, strict=True))
+
+
+def _located(layout: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+    for at, gpus, layers in layout:
+        yield at, (gpus, layers)
+
+
+def divide(weights: Sequence[float], layers: int) -> tuple[int, ...]:
+    """Whole layers in proportion to weights, at least one each; largest remainders first."""
+    total = math.fsum(weights)
+    shares = [weight / total * layers for weight in weights]
+    whole = [max(1, math.floor(share)) for share in shares]
+    order = sorted(range(len(shares)), key=lambda s: shares[s] - whole[s], reverse=True)
+    at = 0
+    while sum(whole) < layers:
+        whole[order[at % len(order)]] += 1
+        at += 1
+    while sum(whole) > layers:
+        largest = max(range(len(whole)), key=lambda s: whole[s])
+        whole[largest] -= 1
+    return tuple(whole)
+
+
+# --- latency profiles -----------------------------------------------------------------------------------
+
+
+class ProfileCost:
+    """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._profiles: dict[tuple[int, int], tuple[Profile, LatencyModel] | None] = {}
+        self._degrees: dict[int, frozenset[int]] = {}
+        self._layer_s: dict[tuple[int, int, Role], float] = {}
+
+    def degrees(self, machine: int) -> frozenset[int]:
+        """Degrees with a profile; any power of two where peak figures are known."""
+        if machine not in self._degrees:
+            of = self._cluster.machines[machine]
+            found = {degree for degree in of.profiles or {} if degree <= of.gpus}
+            if of.roofline is not None:
+                found |= {1 << power for power in range(of.gpus.bit_length())}
+            self._degrees[machine] = frozenset(found)
+        return self._degrees[machine]
+
+    def _whole(self, stage: Stage) -> tuple[Profile, LatencyModel]:
+        """The whole model on the GPUs of a stage."""
+        key = self._cluster.kinds[stage.machine], stage.gpus
+        found = self._profiles.get(key)
+        if found is None:
+            machine = self._cluster.machines[stage.machine]
+            profile = (machine.profiles or {}).get(stage.gpus)
+            if profile is None:
+                link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
+                profile = estimated_profile(self._cluster, machine, stage.gpus, link)
+            found = self._profiles[key] = profile, profile.latency
+        return found
+
+    def layer_s(self, machine: int, degree: int, role: Role) -> float:
+        """Time of one request's prefill, its decode steps, or both, by the whole model."""
+        key = self._cluster.kinds[machine], degree, role
+        if key not in self._layer_s:
+            latency, workload = self._whole(Stage(machine, degree, 1))[1], self._cluster.workload
+            seconds = 0.0
+            if role is not Role.DECODE:
+                seconds += latency.prefill_s(workload.prompt_tokens)
+            if role is not Role.PREFILL:
+                steps = workload.output_tokens / _SPEED_BATCH
+                seconds += steps * latency.step_s(_SPEED_BATCH, _SPEED_BATCH * _SPEED_CONTEXT)
+            self._layer_s[key] = seconds
+        return self._layer_s[key]
+
+    def _links(self, stages: Sequence[Stage]) -> LinkSeconds:
+        rates, size = self._cluster.links.bytes_per_s, hidden_size(self._cluster.model) * ACTIVATION_BYTES
+        pairs = [(a.machine, b.machine) for a, b in pairwise(stages)]
+        return LinkSeconds(
+            math.fsum(size / max(rates[i][j], 1.0) for i, j in pairs),
+            math.fsum(self._cluster.links.latency_s for i, j in pairs if i != j),
+        )
+
+    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s by the composed latency model; 0 where its limits hold no request."""
+        whole = [self._whole(stage) for stage in stages]
+        if len(stages) == 1:
+            latency = whole[0][1]
+        else:
+            shares = [stage.layers / self._cluster.layers for stage in stages]
+            latency = pipeline_latency(shares, [each for _, each in whole], self._links(stages))
+        engines = [profile.engine for profile, _ in whole]
+        stated = engines[0].kv_cache_tokens if len(stages) == 1 else None
+        tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
+        if tokens < 16:
+            return 0.0
+        batched = min(e.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for e in engines)
+        limits = EngineLimits(
+            kv_cache_tokens=tokens,
+            max_num_seqs=min(e.max_num_seqs or DEFAULT_MAX_NUM_SEQS for e in engines),
+            max_num_batched_tokens=batched * len(stages),
+        )
+        return rate(role, latency, limits, self._cluster.workload, self._cluster.slo)
+
+    def profile(self, stages: Sequence[Stage], kv_cache_tokens: int) -> Profile:
+        """The latency profile of a group, for the simulator and for a fleet file."""
+        cluster = self._cluster
+        machines = [cluster.machines[stage.machine] for stage in stages]
+        profiles = [self._whole(stage)[0] for stage in stages]
+        if len(stages) == 1:
+            stated = profiles[0].engine.kv_cache_tokens
+            engine = msgspec.structs.replace(
+                profiles[0].engine,
+                kv_cache_tokens=kv_cache_tokens if stated is None else min(stated, kv_cache_tokens),
+                tensor_parallel_size=stages[0].gpus,
+            )
+            return msgspec.structs.replace(profiles[0], engine=engine)
+        name = "-".join([*dict.fromkeys(m.gpu.lower() for m in machines), f"tp{stages[0].gpus}"])
+        model_stages = [
+            ModelStage(machine.gpu, stage.gpus, Fraction(stage.layers, cluster.layers))
+            for machine, stage in zip(machines, stages, strict=True)
+        ]
+        return pipeline_profile(
+            f"{name}-pp{len(stages)}",
+            cluster.model,
+            model_stages,
+            profiles,
+            kv_cache_tokens,
+            self._links(stages),
+        )
+
+
+def estimated_profile(cluster: Cluster, machine: Machine, degree: int, link_bytes_per_s: float) -> Profile:
+    """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
+    table, model = machine.roofline, cluster.model
+    assert table is not None, "expected a machine with a profile of this degree or peak figures"
+    assert model.parameters is not None
+    flops = degree * table.flops * table.flops_efficiency
+    bandwidth = degree * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
+    overhead_s = table.overhead_ms / 1e3
+    size = hidden_size(model) * ACTIVATION_BYTES
+    exchanged_s = 4.0 * cluster.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
+    token_s = 2.0 * model.parameters / flops + exchanged_s
+    floor_s = cluster.weight_bytes / bandwidth + overhead_s
+    return Profile(
+        version=2,
+        name=f"{machine.gpu.lower()}-tp{degree}-estimated",
+        prefill=PrefillCoefficients(k1=token_s, k2=0.0, k3=0.0, k4=floor_s),
+        decode=DecodeCoefficients(
+            k5=cluster.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
+        ),
+        better_prefill=BetterPrefill(floor_s=floor_s, token_s=token_s, attention_s=0.0, p=_CORNER),
+        hardware=Hardware(gpu=machine.gpu, gpus=degree, memory_bytes=machine.memory_bytes),
+        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        engine=EngineInfo(tensor_parallel_size=degree),
+        source=Source(
+            kind="roofline",
+            measured=False,
+            system=machine.gpu,
+            note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
+            f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
+        ),
+    )
+
+
+# --- appendix A -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    flops: float
+    bytes_per_s: float
+
+
+class PaperCost:
+    """Appendix A of HexGen-2, for clusters whose machines all have a roofline (peak figures).
+
+    A group computes one batch at a time: stages are not pipelined, as in the paper. Prefill capacity is one
+    request over its latency, decode capacity the largest batch over its latency; a group that does both takes
+    the sum of both times per request (the paper has no such group).
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._hidden = hidden_size(cluster.model)
+        self._layer_weights = (cluster.model.parameters or 0.0) / cluster.layers
+        self._layer_bytes = cluster.weight_bytes / cluster.layers
+
+    def degrees(self, machine: int) -> frozenset[int]:
+        """Any power of two."""
+        return frozenset(1 << power for power in range(self._cluster.machines[machine].gpus.bit_length()))
+
+    def _gpu(self, machine: int) -> _Gpu:
+        table = self._cluster.machines[machine].roofline
+        assert table is not None
+        return _Gpu(
+            table.flops * table.flops_efficiency, table.bandwidth_bytes_per_s * table.bandwidth_efficiency
+        )
+
+    def layer_s(self, machine: int, degree: int, role: Role) -> float:
+        """Seconds of one layer's computation for one request."""
+        workload = self._cluster.workload
+        return self._compute_s(Stage(machine, degree, 1), role, 1.0, workload.prompt_tokens)
+
+    def _compute_s(self, stage: Stage, role: Role, batch: float, prompt: float) -> float:
+        gpu, output = self._gpu(stage.machine), self._cluster.workload.output_tokens
+        seconds = 0.0
+        if role is not Role.DECODE:
+            seconds += 2.0 * self._layer_weights * batch * prompt / (stage.gpus * gpu.flops)
+        if role is not Role.PREFILL:
+            seconds += self._layer_bytes * output / (stage.gpus * gpu.bytes_per_s)
+            seconds += 2.0 * self._layer_weights * batch * output / (stage.gpus * gpu.flops)
+        return seconds * stage.layers
+
+    def _tp_s(self, stage: Stage, tokens: float, times: float) -> float:
+        """Four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
+        if stage.gpus == 1:
+            return 0.0
+        links = self._cluster.links
+        size = tokens * self._hidden * ACTIVATION_BYTES
+        each = _INSIDE_LATENCY_S + size / (stage.gpus * links.bytes_per_s[stage.machine][stage.machine])
+        return (stage.gpus - 1) * each * 4.0 * stage.layers * times
+
+    def _pp_s(self, stages: Sequence[Stage], tokens: float, times: float) -> float:
+        links, size = self._cluster.links, tokens * self._hidden * ACTIVATION_BYTES
+        return times * math.fsum(
+            (links.latency_s if a.machine != b.machine else _INSIDE_LATENCY_S)
+            + size / max(links.bytes_per_s[a.machine][b.machine], 1.0)
+            for a, b in pairwise(stages)
+        )
+
+    def _prefill_s(self, stages: Sequence[Stage], prompt: float) -> float:
+        seconds = math.fsum(
+            self._compute_s(stage, Role.PREFILL, 1.0, prompt) + self._tp_s(stage, prompt, 1.0)
+            for stage in stages
+        )
+        return seconds + self._pp_s(stages, prompt, 1.0)
+
+    def _decode_s(self, stages: Sequence[Stage], batch: float) -> float:
+        output = self._cluster.workload.output_tokens
+        seconds = math.fsum(
+            self._compute_s(stage, Role.DECODE, batch, 0.0) + self._tp_s(stage, batch, output)
+            for stage in stages
+        )
+        return seconds + self._pp_s(stages, batch, output)
+
+    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s."""
+        workload = self._cluster.workload
+        prefill_s = self._prefill_s(stages, workload.prompt_tokens)
+        if role is Role.PREFILL:
+            return 1.0 / prefill_s
+        batch = math.floor(kv_cache_tokens / (workload.prompt_tokens + workload.output_tokens))
+        if batch < 1:
+            return 0.0
+        decode_s = self._decode_s(stages, batch) / batch
+        return 1.0 / decode_s if role is Role.DECODE else 1.0 / (prefill_s + decode_s)

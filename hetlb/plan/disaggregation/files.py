@@ -1,0 +1,256 @@
+"""CLUSTER.yaml of `hetlb split`: machines with links, a model, a workload.
+
+Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
+expected. Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.profile import Profile, load_profile
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.errors import ConfigError
+from hetlb.plan.disaggregation.cluster import Cluster, Links, Machine, Slo, Workload
+from hetlb.plan.market import Model, RooflineTable
+
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
+_INSIDE, _BETWEEN = 25e9, 0.625e9
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
+
+    name: str
+    parameters: Positive
+    bytes_per_parameter: Positive = 2.0
+    kv_bytes_per_token: PositiveInt | None = None
+    kv_bytes_per_value: Positive = 2.0
+    config: str | None = None
+    layers: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+    attention_heads: PositiveInt | None = None
+
+
+class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tokens of every request."""
+
+    input_tokens: PositiveInt
+    output_tokens: PositiveInt
+
+
+class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile."""
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: PositiveInt
+    site: str = ""
+    gpu_memory_utilization: Share = 0.9
+    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
+    profiles: dict[str, str] = {}
+    roofline: RooflineTable | None = None
+    count: PositiveInt = 1
+
+
+class LinksTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes/s: inside machines by GPU, between machines of a site, between sites; or a matrix of all.
+
+    A matrix has a row per machine or per GPU, in file order; its diagonal is the rate inside a machine.
+    """
+
+    inside: dict[str, Positive] = {}
+    between: Positive = _BETWEEN
+    between_sites: Positive | None = None
+    matrix: tuple[tuple[NonNegative, ...], ...] | None = None
+    latency_s: NonNegative = 2e-4
+
+
+class SloTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits on the mean latencies."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+
+
+class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """CLUSTER.yaml as written."""
+
+    version: Literal[1] = 1
+    model: ModelTable
+    machines: tuple[MachineTable, ...]
+    workload: WorkloadTable | None = None
+    links: LinksTable = LinksTable()
+    slo: SloTable = SloTable()
+
+
+def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Cluster:
+    """Read CLUSTER.yaml; `rows` of a trace replace its workload. Raises `ConfigError` or `ProfileError`."""
+    file = load_yaml(path, SplitFile, ConfigError)
+    if not file.machines:
+        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    if rows is None:
+        if file.workload is None:
+            raise ConfigError(f"{path}: workload: expected a workload, or --trace, got neither")
+        rows = [(file.workload.input_tokens, file.workload.output_tokens)]
+    elif not rows:
+        raise ConfigError(f"{path}: workload: expected a trace with at least one request, got none")
+    machines = _machines(path, file)
+    model, heads = _model(path, file.model)
+    slo = Slo(
+        *(math.inf if each is None else each / 1e3 for each in (file.slo.ttft_ms, file.slo.tpot_ms)),
+    )
+    return Cluster(path, model, machines, _links(path, file, machines), Workload(tuple(rows)), slo, heads)
+
+
+def _model(path: Path, table: ModelTable) -> tuple[Model, int | None]:
+    known: dict[str, int | None] = {
+        "layers": table.layers,
+        "hidden_size": table.hidden_size,
+        "attention_heads": table.attention_heads,
+    }
+    kv_bytes = table.kv_bytes_per_token
+    if table.config is not None or kv_bytes is None:
+        kv_bytes = model_kv_bytes(path, "model.", kv_bytes, table.config, table.kv_bytes_per_value)
+    if table.config is not None:
+        raw = _architecture(path.parent / table.config)
+        for key, theirs in (
+            ("layers", "num_hidden_layers"),
+            ("hidden_size", "hidden_size"),
+            ("attention_heads", "num_attention_heads"),
+        ):
+            if known[key] is None and isinstance(raw.get(theirs), int):
+                known[key] = raw[theirs]
+    layers = known["layers"]
+    if layers is None:
+        raise ConfigError(f"{path}: model.layers: expected a number of layers, or model.config, got neither")
+    model = Model(
+        name=table.name,
+        weight_bytes=table.parameters * table.bytes_per_parameter,
+        parameters=table.parameters,
+        bytes_per_parameter=table.bytes_per_parameter,
+        kv_bytes_per_token=kv_bytes,
+        layers=layers,
+        hidden_size=known["hidden_size"],
+    )
+    return model, known["attention_heads"]
+
+
+def _architecture(path: Path) -> dict[str, Any]:
+    """`config.json`, or its `text_config`; `model_kv_bytes` has checked that it can be read."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) else dict(raw)
+
+
+def _machines(path: Path, file: SplitFile) -> tuple[Machine, ...]:
+    loaded: dict[str, Profile] = {}
+    machines: list[Machine] = []
+    for m, table in enumerate(file.machines):
+        key = f"{path}: machines[{m}]"
+        if not _NAME.fullmatch(table.name):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {table.name!r}")
+        if not table.profiles and table.roofline is None:
+            raise ConfigError(f"{key}.profiles: expected profiles or a roofline, got neither")
+        paths: dict[int, str] = {}
+        for degree, written in table.profiles.items():
+            where = f"{key}.profiles.{degree}"
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", degree):
+                raise ConfigError(f"{where}: expected a tensor-parallel degree, got {degree!r}")
+            if written not in loaded:
+                if not (path.parent / written).is_file():
+                    raise ConfigError(f"{where}: expected a latency profile, got {written!r}: no such file")
+                loaded[written] = load_profile(path.parent / written)
+            paths[int(degree)] = written
+        machines += [
+            Machine(
+                name=table.name if table.count == 1 else f"{table.name}-{copy}",
+                gpu=table.gpu,
+                gpus=table.gpus,
+                memory_bytes=table.memory_bytes,
+                gpu_memory_utilization=table.gpu_memory_utilization,
+                reserved_bytes_per_gpu=table.reserved_bytes_per_gpu,
+                site=table.site,
+                profiles={degree: loaded[written] for degree, written in paths.items()},
+                profile_paths=paths,
+                roofline=table.roofline,
+            )
+            for copy in range(table.count)
+        ]
+    names = [machine.name for machine in machines]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+    return tuple(machines)
+
+
+def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
+    table = file.links
+    gpus = {machine.gpu for machine in machines}
+    for gpu in table.inside:
+        if gpu != "default" and gpu not in gpus:
+            raise ConfigError(
+                f"{path}: links.inside: expected GPUs out of {', '.join(sorted(gpus))} or default, "
+                f"got {gpu!r}"
+            )
+    if table.matrix is not None:
+        if table.inside:
+            raise ConfigError(f"{path}: links.inside: expected either inside or matrix, got both")
+        return Links(_matrix(path, table.matrix, machines), table.latency_s)
+    inside = table.inside
+    apart = table.between if table.between_sites is None else table.between_sites
+    rates = tuple(
+        tuple(
+            inside.get(a.gpu, inside.get("default", _INSIDE))
+            if i == j
+            else (table.between if a.site == b.site else apart)
+            for j, b in enumerate(machines)
+        )
+        for i, a in enumerate(machines)
+    )
+    return Links(rates, table.latency_s)
+
+
+def _matrix(
+    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
+) -> tuple[tuple[float, ...], ...]:
+    """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
+    key, size = f"{path}: links.matrix", len(matrix)
+    gpus = sum(machine.gpus for machine in machines)
+    if size not in (len(machines), gpus):
+        raise ConfigError(f"{key}: expected {len(machines)} rows (machines) or {gpus} (GPUs), got {size}")
+    for row, rates in enumerate(matrix):
+        if len(rates) != size:
+            raise ConfigError(f"{key}[{row}]: expected {size} columns, got {len(rates)}")
+        for column, rate in enumerate(rates):
+            if not math.isfinite(rate):
+                raise ConfigError(f"{key}[{row}][{column}]: expected a finite number, got {rate}")
+    if size == len(machines):
+        for i, machine in enumerate(machines):
+            if machine.gpus > 1 and not matrix[i][i] > 0:
+                raise ConfigError(f"{key}[{i}][{i}]: expected the rate inside {machine.name}, got 0")
+        return matrix
+    owner = [i for i, machine in enumerate(machines) for _ in range(machine.gpus)]
+    rates_of: dict[tuple[int, int], float] = {}
+    for row, i in enumerate(owner):
+        for column, j in enumerate(owner):
+            rate = matrix[row][column]
+            if row != column and rates_of.setdefault((i, j), rate) != rate:
+                raise ConfigError(
+                    f"{key}[{row}][{column}]: expected {rates_of[i, j]:g} as between the other GPUs of "
+                    f"{machines[i].name} and {machines[j].name}, got {rate:g}: list GPUs that are connected "
+                    "differently as machines of their own"
+                )
+    count = len(machines)
+    return tuple(tuple(rates_of.get((i, j), _INSIDE) for j in range(count)) for i in range(count))

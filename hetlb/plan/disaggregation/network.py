@@ -1,0 +1,150 @@
+"""KV flows between prefill and decode groups: the requests/s that a set of groups serves.
+
+Flows keep every group's capacity and every link's rate; the value is the highest there is, to
+rounding.
+
+Every stage of a prefill group sends the KV cache of its layers to the stages of the decode group that hold
+them (HexGen-2, section 3.3 and appendix A). Inside a machine, pairs of GPUs send side by side. Between two
+machines all share one link, which a maximum flow (an arc per pair of groups) cannot say: where it would
+overload a link, a linear program decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hetlb.plan.disaggregation.cluster import Cluster, Group, Plan, Role
+from hetlb.plan.highs import LinearProgram, SolveLimits
+from hetlb.plan.placement.flow import Dinic
+
+#: Flows below this share of the total are rounding.
+_LEAST_SHARE = 1e-9
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """KV transfer between two groups.
+
+    Bytes per request over every link between machines, seconds per request inside machines, and requests/s at
+    most.
+    """
+
+    link_bytes: tuple[tuple[tuple[int, int], float], ...]
+    inside_s: float
+    capacity: float
+
+
+def layer_ranges(group: Group) -> Iterator[tuple[int, int, int, int]]:
+    """(machine, GPUs, first layer, end) of every stage."""
+    first = 0
+    for stage in group.stages:
+        yield stage.machine, stage.gpus, first, first + stage.layers
+        first += stage.layers
+
+
+class Network:
+    """Flows of one cluster; routes are kept, since a search asks for the same ones again and again."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._routes: dict[tuple[object, object], Route] = {}
+
+    def route(self, sender: Group, receiver: Group) -> Route:
+        """The way from a prefill group to a decode group."""
+        key = sender.stages, receiver.stages
+        found = self._routes.get(key)
+        if found is None:
+            found = self._routes[key] = self._find_route(sender, receiver)
+        return found
+
+    def _find_route(self, sender: Group, receiver: Group) -> Route:
+        rates, size = self._cluster.links.bytes_per_s, self._cluster.kv_bytes / self._cluster.layers
+        links: dict[tuple[int, int], float] = {}
+        inside_s = 0.0
+        for machine, gpus, first, end in layer_ranges(sender):
+            for other, others, start, stop in layer_ranges(receiver):
+                overlap = min(end, stop) - max(first, start)
+                if overlap <= 0:
+                    continue
+                if machine != other:
+                    links[machine, other] = links.get((machine, other), 0.0) + overlap * size
+                else:
+                    lanes = min(gpus, others)
+                    inside_s = max(inside_s, overlap * size / (lanes * rates[machine][machine]))
+        capacity = 1.0 / inside_s if inside_s > 0.0 else math.inf
+        for (machine, other), sent in links.items():
+            capacity = min(capacity, rates[machine][other] / sent)
+        return Route(tuple(links.items()), inside_s, capacity)
+
+    @staticmethod
+    def bound(groups: Sequence[Group]) -> float:
+        """Requests/s if links were no limit."""
+        prefill = math.fsum(g.capacity for g in groups if g.role is Role.PREFILL)
+        decode = math.fsum(g.capacity for g in groups if g.role is Role.DECODE)
+        return min(prefill, decode) + math.fsum(g.capacity for g in groups if g.role is Role.BOTH)
+
+    def solve(self, groups: Sequence[Group]) -> Plan:
+        """The plan with the most requests/s of these groups."""
+        served = {g: each.capacity for g, each in enumerate(groups) if each.role is Role.BOTH}
+        senders = [g for g, each in enumerate(groups) if each.role is Role.PREFILL]
+        receivers = [g for g, each in enumerate(groups) if each.role is Role.DECODE]
+        flows: dict[tuple[int, int], float] = {}
+        if senders and receivers:
+            routes = {(p, d): self.route(groups[p], groups[d]) for p in senders for d in receivers}
+            flows = _max_flow(groups, routes)
+            if self._overloads(routes, flows):
+                flows = self._program(groups, routes)
+        return Plan(tuple(groups), flows, served)
+
+    def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
+        """True if flows need more of some link between machines than there is."""
+        used: dict[tuple[int, int], float] = {}
+        for pair, flow in flows.items():
+            for link, size in routes[pair].link_bytes:
+                used[link] = used.get(link, 0.0) + flow * size
+        rates = self._cluster.links.bytes_per_s
+        return any(rate > rates[i][j] * (1.0 + _ROUNDING) for (i, j), rate in used.items())
+
+    def _program(
+        self, groups: Sequence[Group], routes: dict[tuple[int, int], Route]
+    ) -> dict[tuple[int, int], float]:
+        program = LinearProgram()
+        columns = {pair: program.column(1.0, 0.0, route.capacity) for pair, route in routes.items()}
+        for side in (0, 1):
+            by_group: dict[int, list[tuple[int, float]]] = {}
+            for pair, column in columns.items():
+                by_group.setdefault(pair[side], []).append((column, 1.0))
+            for g, entries in by_group.items():
+                program.row(entries, upper=groups[g].capacity)
+        by_link: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for pair, route in routes.items():
+            for link, size in route.link_bytes:
+                by_link.setdefault(link, []).append((columns[pair], size))
+        rates = self._cluster.links.bytes_per_s
+        for (i, j), entries in by_link.items():
+            # In units of the link, so that all coefficients are near 1.
+            rate = max(rates[i][j], 1.0)
+            program.row([(c, size / rate) for c, size in entries], upper=rates[i][j] / rate)
+        solution = program.solve(SolveLimits())
+        assert solution is not None, "expected the empty flow to be feasible"
+        least = _LEAST_SHARE * max(1e-12, solution.objective)
+        return {pair: float(solution.values[c]) for pair, c in columns.items() if solution.values[c] > least}
+
+
+def _max_flow(groups: Sequence[Group], routes: dict[tuple[int, int], Route]) -> dict[tuple[int, int], float]:
+    """Dinic's algorithm: source -> prefill -> decode -> sink."""
+    count = len(groups)
+    network = Dinic(count + 2)
+    for g, group in enumerate(groups):
+        if group.role is Role.PREFILL:
+            network.add_arc(count, g, group.capacity)
+        elif group.role is Role.DECODE:
+            network.add_arc(g, count + 1, group.capacity)
+    most = sum(group.capacity for group in groups)
+    arcs = {(p, d): network.add_arc(p, d, min(most, route.capacity)) for (p, d), route in routes.items()}
+    total = network.run(count, count + 1)
+    least = _LEAST_SHARE * max(1e-12, total)
+    return {pair: flow for pair, arc in arcs.items() if (flow := network.flow_of(arc)) > least}

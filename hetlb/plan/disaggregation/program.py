@@ -1,0 +1,196 @@
+"""A mixed-integer program over kinds of groups: a start for the search, and a bound on what it may find.
+
+With `complete` templates, no plan serves more than `bound` requests/s.
+
+Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of so
+many GPUs of machines of some classes in a role. The program chooses how many of each template, and how much
+KV flows from class to class: what prefill templates of a class emit and decode templates take in, within the
+links between the classes. Which machine a group is on is left to `place`, first fit by size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Role
+from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
+from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
+
+#: Every machine is a class of its own in clusters of up to so many.
+_FEW_MACHINES = 8
+#: With so few GPUs every composition is a template.
+_FEW_GPUS = 8
+#: Machines of one group; beyond two, all hold equally many of its GPUs.
+_MOST_MACHINES = 8
+
+#: (class, GPUs in one machine of it), sorted.
+Shape = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A group up to the choice of machines; `group` is one that has its shape."""
+
+    shape: Shape
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """Templates with their numbers, and the most requests/s that any choice of templates has."""
+
+    counts: tuple[tuple[Template, int], ...]
+    bound: float
+
+
+class Templates:
+    """All templates of a cluster."""
+
+    def __init__(self, table: GroupTable, limits: SolveLimits) -> None:
+        cluster = table.cluster
+        self.cluster = cluster
+        self.members = _classes(cluster)
+        #: True if every composition that fits has a template.
+        self.complete = cluster.gpus <= _FEW_GPUS and all(len(own) == 1 for own in self.members)
+        self.templates: list[Template] = []
+        for shape in self._shapes():
+            if limits.over:
+                self.complete = False
+                break
+            composition = self._example(shape)
+            if composition is None:
+                continue
+            for role in Role:
+                group = table.group(composition, role)
+                if group is not None:
+                    self.templates.append(Template(shape, group))
+
+    def _shapes(self) -> Iterator[Shape]:
+        most = [self.cluster.machines[own[0]].gpus for own in self.members]
+        if self.complete:
+            for vector in itertools.product(*(range(n + 1) for n in most)):
+                if sum(vector):
+                    yield tuple((c, n) for c, n in enumerate(vector) if n)
+            return
+        entries = [(c, n) for c, gpus in enumerate(most) for n in range(1, gpus + 1)]
+        for entry in entries:
+            yield (entry,)
+        for pair in itertools.combinations_with_replacement(entries, 2):
+            if pair[0][1] + pair[1][1] <= MOST_GPUS:
+                yield pair
+        for n in sorted({n for _, n in entries}):
+            own = [c for c, gpus in enumerate(most) if gpus >= n]
+            for size in range(3, min(_MOST_MACHINES, MOST_GPUS // n) + 1):
+                for first, second in itertools.combinations_with_replacement(own, 2):
+                    for k in range(1, size) if first != second else (size,):
+                        yield tuple(sorted([(first, n)] * k + [(second, n)] * (size - k)))
+
+    def _example(self, shape: Shape) -> Composition | None:
+        used: dict[int, int] = {}
+        found = []
+        for c, n in shape:
+            at = used.get(c, 0)
+            if at == len(self.members[c]):
+                return None
+            used[c] = at + 1
+            found.append((self.members[c][at], n))
+        return tuple(sorted(found))
+
+    def solve(self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role)) -> Solved | None:
+        """The best numbers of templates in these roles found within the limits."""
+        cluster, own = self.cluster, [t for t in self.templates if t.group.role in roles]
+        if not own:
+            return None
+        program = LinearProgram()
+        gpus: list[list[tuple[int, float]]] = [[] for _ in self.members]
+        sent: list[list[tuple[int, float]]] = [[] for _ in self.members]
+        taken: list[list[tuple[int, float]]] = [[] for _ in self.members]
+        numbers = []
+        totals = [len(m) * cluster.machines[m[0]].gpus for m in self.members]
+        for template in own:
+            role, capacity = template.group.role, template.group.capacity
+            need: dict[int, int] = {}
+            for c, n in template.shape:
+                need[c] = need.get(c, 0) + n
+            most = min(totals[c] // n for c, n in need.items())
+            number = program.column(capacity if role is Role.BOTH else 0.0, 0.0, most, integer=True)
+            numbers.append(number)
+            for c, n in need.items():
+                gpus[c].append((number, float(n)))
+            if role is not Role.BOTH:
+                rate = program.column(1.0 if role is Role.PREFILL else 0.0)
+                program.row([(rate, 1.0), (number, -capacity)], upper=0.0)
+                for c, share in self._shares(template.group).items():
+                    (sent if role is Role.PREFILL else taken)[c].append((rate, share))
+        for c, entries in enumerate(gpus):
+            program.row(entries, upper=totals[c])
+        into: list[list[tuple[int, float]]] = [[] for _ in self.members]
+        for c, entries in enumerate(sent):
+            out = []
+            for d in range(len(self.members)):
+                flow = program.column(0.0, 0.0, self._link(c, d))
+                out.append((flow, -1.0))
+                into[d].append((flow, -1.0))
+            program.row([*entries, *out], 0.0, 0.0)
+        for d, entries in enumerate(taken):
+            program.row([*entries, *into[d]], 0.0, 0.0)
+        solution = program.solve(limits)
+        if solution is None:
+            return None
+        counts = tuple(
+            (template, round(solution.values[number]))
+            for template, number in zip(own, numbers, strict=True)
+            if round(solution.values[number]) > 0
+        )
+        return Solved(counts, solution.bound)
+
+    def _shares(self, group: Group) -> dict[int, float]:
+        """Share of the layers on each class."""
+        class_of = {m: c for c, own in enumerate(self.members) for m in own}
+        shares: dict[int, float] = {}
+        for stage in group.stages:
+            c = class_of[stage.machine]
+            shares[c] = shares.get(c, 0.0) + stage.layers / self.cluster.layers
+        return shares
+
+    def _link(self, c: int, d: int) -> float:
+        """Requests/s whose KV cache all links between machines of two classes carry."""
+        if c == d:
+            return INFINITY
+        rates = self.cluster.links.bytes_per_s
+        total = math.fsum(rates[i][j] for i in self.members[c] for j in self.members[d])
+        return total / self.cluster.kv_bytes
+
+    def place(self, solved: Solved) -> list[tuple[Composition, Role]]:
+        """Machines for the chosen templates, the largest first; what finds no room is left out."""
+        machines = self.cluster.machines
+        left = [machine.gpus for machine in machines]
+        wanted = [template for template, count in solved.counts for _ in range(count)]
+        wanted.sort(key=lambda t: (-max(n for _, n in t.shape), -len(t.shape)))
+        found = []
+        for template in wanted:
+            chosen: list[tuple[int, int]] = []
+            for c, n in template.shape:
+                used = {m for m, _ in chosen}
+                fits = [m for m in self.members[c] if left[m] >= n and m not in used]
+                if not fits:
+                    break
+                chosen.append((min(fits, key=lambda m: left[m]), n))
+            else:
+                for m, n in chosen:
+                    left[m] -= n
+                found.append((tuple(sorted(chosen)), template.group.role))
+        return found
+
+
+def _classes(cluster: Cluster) -> list[list[int]]:
+    """Machines that are alike: same GPUs, as many, same site and links."""
+    if len(cluster.machines) <= _FEW_MACHINES:
+        return [[m] for m in range(len(cluster.machines))]
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for m, machine in enumerate(cluster.machines):
+        classes.setdefault((cluster.kinds[m], machine.gpus, machine.site), []).append(m)
+    return list(classes.values())

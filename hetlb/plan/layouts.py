@@ -1,0 +1,352 @@
+"""Layouts of machines: which instances run on their GPUs, and which layouts of a fleet serve best together.
+
+A layout is a multiset of instances, each of some tensor- and pipeline-parallel degree, on some or all of the
+GPUs of a machine: TP 4 beside TP 2 on six GPUs is one. By itself a layout is worth the sum of what its
+instances do alone. Under a request rate and latency targets it is worth the requests that meet them
+(goodput), simulated under the production scheduler. Machines are first laid out one by one, each at its share
+of the rate; then the fleet is simulated as a whole, and a machine's layout is replaced where the fleet gains.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+
+import msgspec
+
+from hetlb.config.profile import Profile
+from hetlb.core.admission import QueueLimits
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Health, InstanceSpec
+from hetlb.plan.configurations import LinkSeconds, Stage, divide_layers, pipeline_profile
+from hetlb.plan.market import Model
+from hetlb.plan.simulation import capacity
+from hetlb.plan.throughput import SloLimits, engine_spec
+from hetlb.plan.tp_search import Machine, PlanModel, Rows, memory, misfit
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.workload.arrivals import make_plan
+from hetlb.workload.records import summarize
+from hetlb.workload.traces import Row
+
+#: A run at a rate lasts so long in simulated time, within these numbers of requests.
+_RUN_S = 120.0
+_FEWEST, _MOST = 300, 3000
+#: All at once: requests for every sequence that the fleet runs together.
+_TURNS = 6
+#: A layout takes the place of another where the fleet gains this much.
+_GAIN = 1.01
+#: The most layouts of a machine that are simulated, and instances of a fleet.
+MOST_SIMULATED = 24
+MOST_INSTANCES = 64
+#: What stages hand over inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
+_LINK_BYTES_S = 25e9
+_LINK_BATCH_S = 5e-5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Degrees of one instance."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the instance."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables and names of instances."""
+        stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        return f"tp{self.tensor_parallel_size}{stages}"
+
+
+#: Instances of a machine, the largest first.
+Layout = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A part that runs: its profile with the KV cache it has there, and its tokens/s alone while full."""
+
+    part: Part
+    profile: Profile
+    throughput_tok_s: float
+
+
+def gpus_of(layout: Layout) -> int:
+    """GPUs that a layout uses."""
+    return sum(part.gpus for part in layout)
+
+
+def counted(layout: Layout) -> list[tuple[Part, int]]:
+    """Each part with its number, the largest first."""
+    return [(part, len(list(alike))) for part, alike in groupby(layout)]
+
+
+def layout_name(layout: Layout) -> str:
+    """`1 x tp4 + 1 x tp2`."""
+    return " + ".join(f"{count} x {part.name}" for part, count in counted(layout))
+
+
+def instances_of(
+    model: PlanModel,
+    machine: Machine,
+    profiles: Mapping[str, Profile],
+    estimate: Callable[[Profile, int], float],
+    most_stages: int,
+) -> dict[Part, Instance]:
+    """Every part that runs on a machine; `estimate` gives tokens/s of a profile with so many KV tokens.
+
+    Of pipelines on equally many GPUs only the fastest is kept.
+    """
+    found: dict[Part, Instance] = {}
+    best: dict[int, Instance] = {}
+    for stages in range(1, most_stages + 1):
+        for degree, key in machine.profiles:
+            part = Part(degree, stages)
+            if part.gpus > machine.gpus or misfit(model, machine, degree, stages):
+                continue
+            tokens = memory(model, machine, part.gpus).kv_cache_tokens
+            profile = _profile(model, machine, part, profiles[key], tokens)
+            instance = Instance(part, profile, estimate(profile, tokens))
+            if stages == 1:
+                found[part] = instance
+            elif part.gpus not in best or instance.throughput_tok_s > best[part.gpus].throughput_tok_s:
+                best[part.gpus] = instance
+    return found | {instance.part: instance for instance in best.values()}
+
+
+def _profile(model: PlanModel, machine: Machine, part: Part, profile: Profile, tokens: int) -> Profile:
+    if part.pipeline_parallel_size == 1:
+        engine = msgspec.structs.replace(profile.engine, kv_cache_tokens=tokens)
+        return msgspec.structs.replace(profile, engine=engine)
+    stages = part.pipeline_parallel_size
+    shape = model.shape
+    hidden = shape.attention_heads * shape.head_dim if shape is not None else 8192
+    info = Model(
+        name=model.name,
+        weight_bytes=float(model.weight_bytes),
+        parameters=model.parameters,
+        bytes_per_parameter=model.bytes_per_parameter,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        layers=shape.layers if shape is not None else None,
+        hidden_size=hidden,
+    )
+    links = LinkSeconds(
+        token_s=(stages - 1) * 2.0 * hidden / _LINK_BYTES_S, batch_s=(stages - 1) * _LINK_BATCH_S
+    )
+    shares = divide_layers([Fraction(1)] * stages, info)
+    held = [Stage(machine.gpu, part.tensor_parallel_size, share) for share in shares]
+    name = f"{profile.name}-pp{stages}"
+    return pipeline_profile(name, info, held, [profile] * stages, tokens, links)
+
+
+def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
+    """Every multiset of parts on a machine; `partly`: those too that leave room for one more part."""
+    ordered = sorted(parts, key=lambda part: (-part.gpus, part))
+    least = min((part.gpus for part in parts), default=gpus + 1)
+    found: list[Layout] = []
+
+    def extend(layout: Layout, left: int, first: int) -> None:
+        if layout and (partly or left < least):
+            found.append(layout)
+        for index in range(first, len(ordered)):
+            if ordered[index].gpus <= left:
+                extend((*layout, ordered[index]), left - ordered[index].gpus, index)
+
+    extend((), gpus, 0)
+    return found
+
+
+# --- what a layout is worth -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Requests per second for the whole fleet, infinite where all wait at the start; latencies to be met."""
+
+    request_rate: float
+    slo: SloLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """A fleet under the router. `goodput_req_s`: the rate times the share of requests that met the limits."""
+
+    total_token_throughput: float
+    goodput_req_s: float
+    slo_attainment: float
+    requests: int
+
+    @property
+    def figure(self) -> float:
+        """The figure that is maximised: goodput at a rate, else tokens/s."""
+        return self.goodput_req_s if self.goodput_req_s > 0 else self.total_token_throughput
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A layout of one machine. `worth`: None where not simulated; `cost_per_hour`: None without prices."""
+
+    layout: Layout
+    throughput_tok_s: float
+    cost_per_hour: float | None
+    worth: Worth | None = None
+
+
+@dataclass
+class Fleet:
+    """Machines with what can run on each, and the requests to expect."""
+
+    machines: Sequence[Machine]
+    instances: Mapping[tuple[object, ...], Mapping[Part, Instance]]
+    rows: Rows
+    target: Target
+    seed: int = 0
+
+    def running(self, machine: Machine) -> Mapping[Part, Instance]:
+        """Instances that can run on a machine."""
+        return self.instances[machine.kind]
+
+    def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:
+        """The instances of these layouts, by machine, under the default policy at a rate."""
+        specs: list[InstanceSpec] = []
+        engines: dict[str, EngineSpec] = {}
+        for machine in self.machines:
+            for index, part in enumerate(layouts.get(machine.name, ())):
+                engine = engine_spec(self.running(machine)[part].profile)
+                name = f"{machine.name}-{index}"
+                specs.append(
+                    InstanceSpec(name, "m", "", latency=engine.latency, capacity=capacity(engine.limits))
+                )
+                engines[name] = engine
+        at_once = math.isinf(request_rate)
+        wanted = self._together(engines) * _TURNS if at_once else request_rate * _RUN_S
+        count = round(min(_MOST, max(_FEWEST, wanted)))
+        rows = [Row(None, i, o) for i, o in self.rows]
+        random.Random(self.seed).shuffle(rows)
+        setup = SchedulerSetup(
+            specs=tuple(specs),
+            policy="hetlb",
+            params=PolicyParams(),
+            limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+            predictor="empirical",
+            seed=self.seed,
+            lengths=LengthDistribution(row.output_tokens for row in rows),
+            initial_health=Health.UP,
+        )
+        plan = make_plan(rows, count, request_rate, random.Random(self.seed))
+        records = FleetSimulation(setup, engines, plan, model="m").run().records
+        met = self.target.slo.share_met(records)
+        steady = summarize(records)["steady"]
+        return Worth(
+            steady["total_token_throughput"], 0.0 if at_once else met * request_rate, met, len(records)
+        )
+
+    def _together(self, engines: Mapping[str, EngineSpec]) -> float:
+        mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
+        return sum(
+            min(e.limits.max_num_seqs, e.limits.kv_cache_tokens / max(1.0, mean)) for e in engines.values()
+        )
+
+    def evaluate(self, machine: Machine, request_rate: float | None) -> list[Evaluated]:
+        """Layouts of one machine, best first; with a rate those that could serve it best are simulated."""
+        running = self.running(machine)
+        at_rate = request_rate is not None and math.isfinite(request_rate)
+        found = []
+        price = machine.price_per_gpu_hour
+        for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):
+            tokens = sum(running[part].throughput_tok_s for part in layout)
+            found.append(Evaluated(layout, tokens, None if price is None else price * gpus_of(layout)))
+        found.sort(key=lambda each: (-each.throughput_tok_s, len(each.layout), each.layout))
+        if not at_rate:
+            return found
+        assert request_rate is not None
+        simulated = [
+            Evaluated(each.layout, each.throughput_tok_s, each.cost_per_hour, worth)
+            for each in _worth_simulating(found)
+            for worth in [self.simulate({machine.name: each.layout}, request_rate)]
+        ]
+        simulated.sort(key=_rank)
+        return simulated
+
+
+def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
+    """For every number of GPUs the layouts with the most tokens/s, and the one with the largest instances."""
+    by_gpus: dict[int, list[Evaluated]] = {}
+    for each in found:
+        by_gpus.setdefault(gpus_of(each.layout), []).append(each)
+    each_size = max(2, MOST_SIMULATED // max(1, len(by_gpus)))
+    chosen = []
+    for alike in by_gpus.values():
+        largest = max(alike, key=lambda each: (each.layout[0].gpus, each.throughput_tok_s))
+        chosen += alike[: each_size - 1]
+        if largest not in chosen:
+            chosen.append(largest)
+    return chosen
+
+
+def _rank(each: Evaluated) -> tuple[float, float, float]:
+    """Most goodput; within 1 % the cheapest where prices are known, then the one with the most tokens/s."""
+    assert each.worth is not None
+    return (-round(each.worth.slo_attainment, 2), each.cost_per_hour or 0.0, -each.throughput_tok_s)
+
+
+# --- whole fleets ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FleetChoice:
+    """Layouts by machine, and what they serve; `one_by_one` is the fleet of each machine's own best.
+
+    The worths are None where the fleet was too large to simulate.
+    """
+
+    layouts: dict[str, Layout]
+    worth: Worth | None
+    one_by_one: dict[str, Layout]
+    one_by_one_worth: Worth | None
+    simulations: int
+
+
+def choose_together(
+    fleet: Fleet,
+    evaluated: Mapping[str, Sequence[Evaluated]],
+    on_simulation: Callable[[], None] = lambda: None,
+) -> FleetChoice:
+    """Layouts of all machines that serve best together: at least what the best of each by itself do.
+
+    Starts with those, and tries for one machine after the other what else it could have, until nothing helps.
+    """
+    first = {name: each[0].layout for name, each in evaluated.items() if each}
+    if not first or sum(map(len, first.values())) > MOST_INSTANCES:
+        return FleetChoice(first, None, first, None, 0)
+    rate = fleet.target.request_rate
+    start = fleet.simulate(first, rate)
+    chosen, best, count = dict(first), start, 1
+    # A machine alone is its own best; at a rate it has been simulated already.
+    names = [name for name in first if len(first) > 1]
+    at_rate = math.isfinite(rate)
+    improved = True
+    while improved:
+        improved = False
+        for name in names:
+            options = evaluated[name][: MOST_SIMULATED // len(names) + 1]
+            for option in options:
+                close = at_rate or option.throughput_tok_s >= 0.98 * options[0].throughput_tok_s
+                if option.layout == chosen[name] or not close or count >= 2 * MOST_SIMULATED:
+                    continue
+                worth = fleet.simulate({**chosen, name: option.layout}, rate)
+                count += 1
+                on_simulation()
+                if worth.figure > _GAIN * best.figure:
+                    chosen, best, improved = {**chosen, name: option.layout}, worth, True
+    return FleetChoice(chosen, best, first, start, count)

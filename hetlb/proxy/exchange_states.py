@@ -1,0 +1,105 @@
+"""States of an exchange and their transitions: the table that the exchange obeys and the docs show.
+
+An exchange has two states. `Phase` is its side towards the engine, `Response` its side towards the client.
+Every change is one row of `TRANSITIONS`; an exchange that is not in a row's `before` must not take it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Phase(StrEnum):
+    """State towards the engine. The values are labels of metrics and spans."""
+
+    QUEUED = "queue"
+    PREFILLING = "prefill"
+    CONNECTING = "connect"
+    SENT = "wait"
+    STREAMING = "stream"
+    DONE = "done"
+
+
+class Response(StrEnum):
+    """State towards the client: nothing sent, a stream of heartbeats alone, the engine's answer."""
+
+    NOTHING = "nothing"
+    HEARTBEATS = "heartbeats"
+    STARTED = "started"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of `Phase`: the event, the phases in which it may happen, the phase that follows."""
+
+    event: str
+    before: tuple[Phase, ...]
+    after: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTransition:
+    """A change of `Response`, in the same form."""
+
+    event: str
+    before: tuple[Response, ...]
+    after: Response
+
+
+DISPATCHED: Final = Transition("the scheduler chooses an instance", (Phase.QUEUED,), Phase.CONNECTING)
+WRITTEN: Final = Transition("connected: the request is written", (Phase.CONNECTING,), Phase.SENT)
+RECONNECTING: Final = Transition(
+    "a reused connection closed before it answered: once more on a new one", (Phase.SENT,), Phase.CONNECTING
+)
+RETRIED: Final = Transition(
+    "failed before anything of an answer came",
+    (Phase.PREFILLING, Phase.CONNECTING, Phase.SENT),
+    Phase.QUEUED,
+)
+PREFILL_DISPATCHED: Final = Transition(
+    "the scheduler chooses a pair: one reads the prompt", (Phase.QUEUED,), Phase.PREFILLING
+)
+PREFILLED: Final = Transition("the prompt was read", (Phase.PREFILLING,), Phase.QUEUED)
+PREFILL_REFUSED: Final = Transition(
+    "the first of a pair refuses the request", (Phase.PREFILLING,), Phase.SENT
+)
+DECODE_UNDER_WAY: Final = Transition(
+    "both of a pair were sent the request at once", (Phase.QUEUED,), Phase.SENT
+)
+TURNED_AWAY: Final = Transition(
+    "429 or 503 with `Retry-After`, and room elsewhere", (Phase.SENT,), Phase.QUEUED
+)
+FIRST_BYTE: Final = Transition("the first byte of the answer's body", (Phase.SENT,), Phase.STREAMING)
+ENDED: Final = Transition(
+    "its one outcome",
+    (Phase.QUEUED, Phase.PREFILLING, Phase.CONNECTING, Phase.SENT, Phase.STREAMING),
+    Phase.DONE,
+)
+TRANSITIONS: Final = (
+    DISPATCHED, WRITTEN, RECONNECTING, RETRIED, TURNED_AWAY, PREFILL_DISPATCHED, PREFILLED, PREFILL_REFUSED,
+    DECODE_UNDER_WAY, FIRST_BYTE, ENDED,
+)  # fmt: skip
+
+HEARTBEAT: Final = ResponseTransition(
+    "the first heartbeat: status 200 and a comment", (Response.NOTHING,), Response.HEARTBEATS
+)
+STREAM_FOLLOWS: Final = ResponseTransition(
+    "the engine's stream begins", (Response.HEARTBEATS,), Response.STARTED
+)
+COMMITTED: Final = ResponseTransition(
+    "the engine's status and headers go out with the first bytes", (Response.NOTHING,), Response.STARTED
+)
+RESPONSE_TRANSITIONS: Final = (HEARTBEAT, STREAM_FOLLOWS, COMMITTED)
+
+
+def diagram() -> str:
+    """Both tables as one Mermaid state diagram, as docs/behaviour.md has it."""
+    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> QUEUED: a whole request"]
+    for each in TRANSITIONS:
+        lines += [f"    {phase.name} --> {each.after.name}: {each.event}" for phase in each.before]
+    lines += ["    DONE --> [*]", "    state response {", f"        [*] --> {Response.NOTHING.name}"]
+    for row in RESPONSE_TRANSITIONS:
+        lines += [f"        {before.name} --> {row.after.name}: {row.event}" for before in row.before]
+    return "\n".join([*lines, "    }", "```"])

@@ -1,0 +1,44 @@
+"""KV transfers over shared links in virtual time.
+
+Promise: a link carries one transfer after the other, in the order in which they began, each at its whole
+rate; what is sent over several links at once (stages on several machines) has arrived when the last part has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    """Links from one instance to another, with the bytes per token that each of them carries."""
+
+    parts: tuple[tuple[Hashable, float], ...]
+    latency_s: float = 0.0
+
+
+@dataclass(slots=True)
+class KvLinks:
+    """Links of a fleet. `rates` in bytes/s; `paths` by names of source and target."""
+
+    rates: Mapping[Hashable, float]
+    paths: Mapping[tuple[str, str], KvPath]
+    #: Bytes that went over each link, and the seconds in which it carried some.
+    sent_bytes: dict[Hashable, float] = field(default_factory=dict)
+    busy_s: dict[Hashable, float] = field(default_factory=dict)
+    _free_at: dict[Hashable, float] = field(default_factory=dict)
+
+    def send(self, source: str, target: str, tokens: int, now: float) -> float:
+        """Begin a transfer of the KV cache of so many tokens; returns when it has arrived."""
+        path = self.paths[source, target]
+        arrived = now
+        for link, bytes_per_token in path.parts:
+            size = bytes_per_token * tokens
+            seconds = size / self.rates[link]
+            done = max(now, self._free_at.get(link, 0.0)) + seconds
+            self._free_at[link] = done
+            self.sent_bytes[link] = self.sent_bytes.get(link, 0.0) + size
+            self.busy_s[link] = self.busy_s.get(link, 0.0) + seconds
+            arrived = max(arrived, done)
+        return arrived + path.latency_s

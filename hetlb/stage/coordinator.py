@@ -1,0 +1,468 @@
+"""Driver of `core.paths`: sends sequences over paths of stages and hands their tokens out.
+
+Promise: a sequence gets its tokens in order and one end: finished by its receiver, failed, or cancelled. A
+path that breaks is replayed elsewhere from the tokens so far. Every stage of a path is told when its lease
+ended. A worker that is not there is tried again until it is; one that comes back is used at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import ssl
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from hetlb.config.stages import StageGroup
+from hetlb.core.paths.eventlog import RecordingPathScheduler
+from hetlb.core.paths.ledger import PathDispatch, PathLease
+from hetlb.core.paths.scheduler import PathCommand, PathScheduler
+from hetlb.core.paths.stages import (
+    SINK,
+    SOURCE,
+    BatchLimits,
+    Curve,
+    Edge,
+    LinkSpec,
+    StageNetwork,
+    StageSpec,
+    decode_curve,
+)
+from hetlb.core.predictor import OnlinePredictor
+from hetlb.core.types import Outcome, Reject, RejectReason, Request
+from hetlb.stage.channel import Channel, ChannelError, connect
+from hetlb.stage.checkpoint import ModelConfig
+from hetlb.stage.messages import (
+    Close,
+    Lost,
+    Opening,
+    Pass,
+    ProtocolError,
+    RouteHop,
+    Sampling,
+    Token,
+    Tokens,
+    Welcome,
+    decode,
+    encode,
+)
+from hetlb.stage.outbox import frames
+
+log = logging.getLogger("hetlb.stage")
+
+#: Seconds that requests wait while the stages that are up do not hold all layers.
+NO_PATH_S: Final = 10.0
+_TOKEN_BYTES: Final = 4
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Receiver(Protocol):
+    """Taker of the tokens of a sequence."""
+
+    def token(self, token: Token) -> bool:
+        """The next token; False ends the sequence."""
+
+    def failed(self, reason: RejectReason, message: str) -> None:
+        """There will be no further token."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt on its way to an answer. `output` holds the tokens so far."""
+
+    id: int
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    receiver: Receiver
+    output: list[int] = field(default_factory=list)
+    lease: PathLease | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A stage's address and, while it is there, its connection and description."""
+
+    url: str
+    task: asyncio.Task[None] | None = None
+    channel: Channel | None = None
+    welcome: Welcome | None = None
+    problem: str = "not reached yet"
+    outgoing: list[tuple[Pass, bytes]] = field(default_factory=list)
+
+
+class Coordinator:
+    """One model served through stages."""
+
+    def __init__(
+        self,
+        group: StageGroup,
+        config: ModelConfig,
+        *,
+        key: bytes = b"",
+        tls: ssl.SSLContext | None = None,
+        write_event: Callable[[str], object] | None = None,
+    ) -> None:
+        self.group = group
+        self.config = config
+        self._key, self._tls = key, tls
+        self._session = secrets.randbelow((1 << 32) - 1) + 1
+        self._dtype: str | None = None
+        network = self._network({})
+        options: dict[str, Any] = {"policy": group.scheduler, "high_water": group.high_water}
+        self.scheduler = (
+            PathScheduler(network, OnlinePredictor(), **options)
+            if write_event is None
+            else RecordingPathScheduler(network, OnlinePredictor(), write=write_event, **options)
+        )
+        self._workers = {name: _Worker(url) for name, url in group.workers.items()}
+        self._sequences: dict[int, Sequence] = {}
+        self._leased: dict[int, Sequence] = {}
+        self._next_id = 1
+        self._http: aiohttp.ClientSession | None = None
+        self._stranded: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self.replays = self.preemptions = 0
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Begin to connect to the workers."""
+        self._http = aiohttp.ClientSession()
+        for name, worker in self._workers.items():
+            worker.task = asyncio.create_task(self._keep(name, worker))
+
+    async def wait_passable(self, timeout_s: float) -> bool:
+        """Wait until the stages that are up hold all layers; False where they do not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.scheduler.passable:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Fail what is under way and end all connections."""
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, RejectReason.NO_INSTANCE, "The server is shutting down.", Outcome.SHUTDOWN)
+        for worker in self._workers.values():
+            await self._let_go(worker)
+        if self._stranded is not None:
+            self._stranded.cancel()
+        if self._http is not None:
+            await self._http.close()
+
+    async def reconfigure(self, group: StageGroup) -> None:
+        """Use another list of workers, and other links, from now on."""
+        gone = {name for name, worker in self._workers.items() if group.workers.get(name) != worker.url}
+        self.group = group
+        for name in gone:
+            await self._let_go(self._workers[name])
+            del self._workers[name]
+        for name, url in group.workers.items():
+            if name not in self._workers:
+                worker = self._workers[name] = _Worker(url)
+                worker.task = asyncio.create_task(self._keep(name, worker))
+        self._renew_network()
+
+    async def _let_go(self, worker: _Worker) -> None:
+        if worker.task is not None:
+            worker.task.cancel()
+            await asyncio.gather(worker.task, return_exceptions=True)
+
+    # --- what others may look at ---
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._sequences)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the stages that are up hold in the layer with the least room."""
+        per_layer = [0.0] * self.config.layers
+        for ledger in self.scheduler.ledgers.values():
+            if ledger.up:
+                for layer in range(ledger.spec.first, ledger.spec.end):
+                    per_layer[layer] += ledger.spec.kv_token_layers / ledger.spec.layers
+        return int(min(per_layer))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together: what the model takes and every up stage could hold alone."""
+        holds = [
+            ledger.spec.kv_token_layers // ledger.spec.layers
+            for ledger in self.scheduler.ledgers.values()
+            if ledger.up
+        ]
+        stated = self.group.max_model_len or self.config.max_positions
+        return min([stated, self.config.max_positions, *holds])
+
+    def documents(self) -> list[dict[str, Any]]:
+        """One description per worker, for operators."""
+        found = []
+        for name, worker in self._workers.items():
+            ledger, welcome = self.scheduler.ledgers.get(name), worker.welcome
+            found.append(
+                {
+                    "name": name,
+                    "url": worker.url,
+                    "state": "up" if ledger is not None and ledger.up else "down",
+                    "problem": None if welcome is not None else worker.problem,
+                    "layers": None if welcome is None else [welcome.first, welcome.end],
+                    "in_flight": 0 if ledger is None else ledger.in_flight,
+                    "kv_reserved_token_layers": 0 if ledger is None else ledger.kv_token_layers,
+                    "kv_token_layers": None if welcome is None else welcome.kv_token_layers,
+                }
+            )
+        return found
+
+    # --- sequences ---
+
+    def submit(self, prompt: list[int], sampling: Sampling, max_tokens: int, receiver: Receiver) -> Sequence:
+        """Answer a prompt. The receiver may be told of a failure before this returns."""
+        sequence = Sequence(self._next_id, prompt, sampling, max_tokens, receiver)
+        self._next_id += 1
+        self._sequences[sequence.id] = sequence
+        request = Request(sequence.id, self.group.model, len(prompt), max_tokens, prompt_exact=True)
+        self._obey(self.scheduler.on_arrival(request, self._now()))
+        self._flush()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop the rest of an answer. Harmless after its end."""
+        if self._sequences.pop(sequence.id, None) is not None:
+            self._end(sequence, Outcome.CLIENT_GONE)
+            self._flush()
+
+    def _end(self, sequence: Sequence, outcome: Outcome) -> None:
+        """End a sequence's lease, or its wait, for good."""
+        now, lease = self._now(), sequence.lease
+        if lease is None:
+            self._obey(self.scheduler.on_cancelled(sequence.id, now))
+        else:
+            self._close_lease(sequence, lease)
+            self._obey(self.scheduler.on_lease_ended(lease, outcome, now))
+
+    def _fail(self, sequence: Sequence, reason: RejectReason, message: str, outcome: Outcome) -> None:
+        if self._sequences.pop(sequence.id, None) is not None:
+            self._end(sequence, outcome)
+            sequence.receiver.failed(reason, message)
+
+    def _close_lease(self, sequence: Sequence, lease: PathLease) -> None:
+        """Tell all stages of a path that its lease ended."""
+        sequence.lease = None
+        key = self._lease_key(lease)
+        del self._leased[key]
+        frame = encode(Close([key]))
+        for hop in lease.hops:
+            if (channel := self._workers[hop.stage].channel) is not None:
+                channel.send(frame)
+
+    def _lease_key(self, lease: PathLease) -> int:
+        return self._session << 32 | lease.id
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # --- commands of the scheduler ---
+
+    def _obey(self, commands: Iterable[PathCommand]) -> None:
+        for command in commands:
+            sequence = self._sequences.get(command.request_id)
+            if isinstance(command, Reject):
+                if sequence is not None:
+                    del self._sequences[command.request_id]
+                    sequence.receiver.failed(command.reason, command.detail)
+            elif sequence is None:  # it ended while its command was on the way
+                self._obey(self.scheduler.on_lease_ended(command.lease, Outcome.CLIENT_GONE, self._now()))
+            else:
+                self._start(sequence, command)
+
+    def _start(self, sequence: Sequence, dispatch: PathDispatch) -> None:
+        """Send the prompt and the tokens so far over a path."""
+        lease = sequence.lease = dispatch.lease
+        key = self._lease_key(lease)
+        self._leased[key] = sequence
+        tokens = sequence.prompt + sequence.output
+        route = tuple(RouteHop(self._workers[hop.stage].url, hop.first, hop.end) for hop in lease.hops)
+        sampling = sequence.sampling
+        if sampling.penalises:
+            sampling = msgspec.structs.replace(sampling, history=tuple(tokens))
+        self._queue(lease, Pass(key, 0, 0, len(tokens), True, Opening(route, sampling)), tokens)
+
+    def _queue(self, lease: PathLease, each: Pass, tokens: list[int]) -> None:
+        rows = np.array(tokens, dtype="<i4").tobytes()
+        self._workers[lease.hops[0].stage].outgoing.append((each, rows))
+
+    def _flush(self) -> None:
+        """Send all queued passes: those to one stage together."""
+        for worker in self._workers.values():
+            if worker.outgoing:
+                passes, worker.outgoing = worker.outgoing, []
+                if worker.channel is not None:
+                    for frame in frames(passes):
+                        worker.channel.send(frame)
+
+    # --- messages of stages ---
+
+    def _token(self, token: Token) -> None:
+        sequence = self._leased.get(token.lease)
+        if sequence is None or (lease := sequence.lease) is None:
+            return
+        if token.position != len(sequence.prompt) + len(sequence.output):
+            message = f"a token at {token.position} of {len(sequence.prompt) + len(sequence.output)}"
+            self._broken(lease, message)
+            return
+        sequence.output.append(token.token)
+        lease.output_tokens += 1
+        if lease.first_token_at is None:
+            self._obey(self.scheduler.on_first_token(lease, self._now()))
+        if not sequence.receiver.token(token):
+            del self._sequences[sequence.id]
+            self._end(sequence, Outcome.OK)
+            return
+        self._queue(lease, Pass(token.lease, 0, token.position, 1, True), [token.token])
+
+    def _given_up(self, lost: Lost) -> None:
+        for key in lost.leases:
+            sequence = self._leased.get(key)
+            if sequence is None or (lease := sequence.lease) is None:
+                continue
+            if lost.preempted:
+                self.preemptions += 1
+                self._close_lease(sequence, lease)
+                self._obey(self.scheduler.on_preempted(lease, self._now()))
+            else:
+                self._broken(lease, lost.reason)
+
+    def _broken(self, lease: PathLease, reason: str) -> None:
+        """A path broke: the scheduler has the request replayed, or gives it up."""
+        log.warning("%r broke: %s", lease, reason)
+        self.replays += 1
+        sequence = self._leased[self._lease_key(lease)]
+        self._close_lease(sequence, lease)
+        self._obey(self.scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, self._now()))
+
+    # --- workers that come and go ---
+
+    async def _keep(self, name: str, worker: _Worker) -> None:
+        """Hold the connection to a worker, and make it again whenever it ends."""
+        assert self._http is not None
+        while True:
+            try:
+                channel, welcome = await connect(self._http, worker.url, self._key, self._session, self._tls)
+                try:
+                    self._check(name, welcome)
+                    self._came(name, worker, channel, welcome)
+                    await self._listen(channel)
+                    worker.problem = "the connection ended"
+                finally:
+                    self._went(name, worker)
+                    await channel.close()
+            except (ChannelError, ProtocolError) as error:
+                if str(error) != worker.problem:
+                    log.warning("stage %s is not used: %s", name, error)
+                worker.problem = str(error)
+            except Exception:  # a fault of ours must not take the stage out for good
+                log.exception("the connection to stage %s failed", name)
+            await asyncio.sleep(self.group.reconnect_s)
+
+    async def _listen(self, channel: Channel) -> None:
+        async for frame in channel.frames():
+            message, _ = decode(frame)
+            if isinstance(message, Tokens):
+                for token in message.tokens:
+                    self._token(token)
+            elif isinstance(message, Lost):
+                self._given_up(message)
+            self._flush()
+
+    def _check(self, name: str, welcome: Welcome) -> None:
+        """Raise `ChannelError` unless the stage holds layers of our model in the dtype of the others."""
+        if welcome.model != self.config.fingerprint:
+            raise ChannelError(f"{name} holds another model than {self.group.folder}")
+        if not 0 <= welcome.first < welcome.end <= self.config.layers:
+            raise ChannelError(f"{name} holds layers {welcome.first}:{welcome.end} of {self.config.layers}")
+        others = {each.welcome.dtype for each in self._workers.values() if each.welcome is not None}
+        if others and welcome.dtype not in others:
+            raise ChannelError(f"{name} computes in {welcome.dtype}, the others in {others.pop()}")
+
+    def _came(self, name: str, worker: _Worker, channel: Channel, welcome: Welcome) -> None:
+        worker.channel, worker.welcome = channel, welcome
+        log.info("stage %s is up: layers %d to %d", name, welcome.first, welcome.end - 1)
+        self._renew_network()
+        self._flush()
+
+    def _went(self, name: str, worker: _Worker) -> None:
+        if worker.welcome is None:
+            return
+        worker.channel = worker.welcome = None
+        worker.outgoing.clear()
+        if name not in self.scheduler.ledgers:
+            return
+        log.warning("stage %s is lost", name)
+        commands = self.scheduler.on_stage(name, up=False, now=self._now())
+        for lease, _ in list(self.scheduler.ledgers[name].leases.values()):
+            self._broken(lease, f"stage {name} is lost")
+        self._obey(commands)
+        self._renew_network()
+        self._flush()
+
+    def _renew_network(self) -> None:
+        """Tell the scheduler of the stages that are there."""
+        there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
+        self._obey(self.scheduler.on_network(self._network(there), self._now()))
+        self._changed.set()
+        if self._stranded is not None:
+            self._stranded.cancel()
+            self._stranded = None
+        if not self.scheduler.passable:
+            loop = asyncio.get_running_loop()
+            self._stranded = loop.call_later(NO_PATH_S, self._strand)
+
+    def _strand(self) -> None:
+        """Fail the requests that wait: no path came up in time."""
+        for sequence in [each for each in self._sequences.values() if each.lease is None]:
+            message = "The stages that are up do not hold all layers."
+            self._fail(sequence, RejectReason.NO_INSTANCE, message, Outcome.NO_INSTANCE)
+
+    def _network(self, there: Mapping[str, Welcome]) -> StageNetwork:
+        edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
+        edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
+        links: dict[Edge, LinkSpec] = {edge: self.group.links.get(edge, self.group.link) for edge in edges}
+        dtype = next((welcome.dtype for welcome in there.values()), "float32")
+        return StageNetwork(
+            layers=self.config.layers,
+            stages=tuple(_stage(name, welcome) for name, welcome in there.items()),
+            links=links,
+            activation_bytes=self.config.hidden * _ITEM_BYTES[dtype],
+            token_bytes=_TOKEN_BYTES,
+            partial_inference=self.group.partial_inference,
+            flows={edge: rate for edge, rate in self.group.flows.items() if edge in links},
+        )
+
+
+def _stage(name: str, welcome: Welcome) -> StageSpec:
+    return StageSpec(
+        name=name,
+        first=welcome.first,
+        end=welcome.end,
+        prompt=Curve(*zip(*welcome.prompt_times, strict=True)),
+        decode=decode_curve(welcome.decode_times),
+        kv_token_layers=welcome.kv_token_layers,
+        batch=BatchLimits(
+            prompts=welcome.max_num_seqs,
+            prompt_tokens=welcome.max_num_batched_tokens,
+            decodes=welcome.max_num_seqs,
+            decode_context=welcome.kv_token_layers,
+        ),
+    )

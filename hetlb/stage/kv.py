@@ -1,0 +1,108 @@
+"""Paged KV cache of one stage: which blocks hold which tokens of which request in which layer.
+
+A block holds `block_size` tokens of one layer of one lease. Blocks are numbered from 0 and any may serve any
+layer: a request that uses a part of the stage's layers takes blocks for those alone. The memory itself is the
+runner's.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks: TypeAlias = npt.NDArray[np.int32]
+
+
+class BlockTable:
+    """Blocks of one lease: row l, column c holds tokens [c * block_size, (c + 1) * block_size) of layer
+    `first + l`.
+    """
+
+    __slots__ = ("_blocks", "_columns", "end", "first")
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first = first
+        self.end = end
+        self._blocks: Blocks = np.zeros((end - first, 8), dtype=np.int32)
+        self._columns = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        """The table, shape (layers, columns in use)."""
+        return self._blocks[:, : self._columns]
+
+    def append(self, blocks: Blocks) -> None:
+        """Add columns, shape (layers, n)."""
+        columns = self._columns + blocks.shape[1]
+        if columns > self._blocks.shape[1]:
+            grown: Blocks = np.zeros((self._blocks.shape[0], 2 * columns), dtype=np.int32)
+            grown[:, : self._columns] = self.blocks
+            self._blocks = grown
+        self._blocks[:, self._columns : columns] = blocks
+        self._columns = columns
+
+    def rows(self, first: int, end: int) -> Blocks:
+        """The part of the table for the layers [first, end)."""
+        return self._blocks[first - self.first : end - self.first, : self._columns]
+
+    def slots(
+        self, first: int, end: int, position: int, count: int, block_size: int
+    ) -> npt.NDArray[np.int64]:
+        """Places in the pool (block * block_size + offset) of `count` tokens from `position` in the layers
+        [first, end), shape (layers, count).
+        """
+        at = np.arange(position, position + count)
+        return self.rows(first, end)[:, at // block_size].astype(np.int64) * block_size + at % block_size
+
+    def clear(self) -> None:
+        """Forget all columns."""
+        self._columns = 0
+
+
+class BlockPool:
+    """All blocks of a stage."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        if blocks < 1 or block_size < 1:
+            raise ValueError(f"expected at least one block of one token, got {blocks} of {block_size}")
+        self.blocks = blocks
+        self.block_size = block_size
+        self._free: list[int] = list(range(blocks - 1, -1, -1))
+
+    @property
+    def token_layers(self) -> int:
+        """Token-layers that the pool holds."""
+        return self.blocks * self.block_size
+
+    @property
+    def used(self) -> int:
+        """Blocks that some lease holds."""
+        return self.blocks - len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use."""
+        return self.used / self.blocks
+
+    def reserve(self, table: BlockTable, tokens: int) -> bool:
+        """Extend a table so that it holds `tokens` tokens; False, and nothing taken, where blocks are
+        missing.
+        """
+        layers, columns = table.blocks.shape
+        more = -(-tokens // self.block_size) - columns
+        if more <= 0:
+            return True
+        needed = more * layers
+        if needed > len(self._free):
+            return False
+        taken = self._free[-needed:]
+        del self._free[-needed:]
+        table.append(np.array(taken, dtype=np.int32).reshape(layers, more))
+        return True
+
+    def release(self, table: BlockTable) -> None:
+        """Give all blocks of a table back. The table is empty afterwards."""
+        self._free.extend(table.blocks.ravel().tolist())
+        table.clear()

@@ -1,0 +1,127 @@
+"""Sending work to stages: passes become frames, addresses become connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+
+import aiohttp
+
+from hetlb.stage.channel import Channel, ChannelError, connect
+from hetlb.stage.messages import SPLIT_BYTES, Pass, Passes, encode
+
+
+def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
+    """Passes with their rows as few frames; rows that are too many for one frame are several passes."""
+    passes: list[Pass] = []
+    rows: list[bytes | memoryview] = []
+    size = 0
+    for each, data in parts:
+        for piece, part in _pieces(each, data):
+            if passes and size + len(part) > SPLIT_BYTES:
+                yield encode(Passes(passes), *rows)
+                passes, rows, size = [], [], 0
+            passes.append(piece)
+            rows.append(part)
+            size += len(part)
+    if passes:
+        yield encode(Passes(passes), *rows)
+
+
+def _pieces(each: Pass, data: bytes) -> Iterator[tuple[Pass, bytes | memoryview]]:
+    row = len(data) // each.count
+    most = max(1, SPLIT_BYTES // max(1, row))
+    if each.count <= most:
+        yield each, data
+        return
+    view = memoryview(data)
+    for at in range(0, each.count, most):
+        count = min(most, each.count - at)
+        last = each.last and at + count == each.count
+        opening = each.opening if at == 0 else None
+        yield (
+            Pass(each.lease, each.hop, each.position + at, count, last, opening),
+            view[at * row : (at + count) * row],
+        )
+
+
+class Peers:
+    """Connections to other stages, made when first needed."""
+
+    def __init__(
+        self,
+        key: bytes,
+        tls: ssl.SSLContext | None,
+        lost: Callable[[str, str], None],
+        drained: Callable[[], None],
+    ) -> None:
+        """`lost(url, reason)` is called when a connection ends; what was queued for it is void."""
+        self._key, self._tls = key, tls
+        self._lost, self._drained = lost, drained
+        self._http: aiohttp.ClientSession | None = None
+        self._peers: dict[str, _Peer] = {}
+
+    def send(self, url: str, frame: bytes) -> None:
+        """Queue a frame for a stage."""
+        peer = self._peers.get(url)
+        if peer is None:
+            if self._http is None:
+                self._http = aiohttp.ClientSession()
+            peer = self._peers[url] = _Peer()
+            peer.task = asyncio.create_task(self._run(url, peer, self._http))
+        peer.send(frame)
+
+    def pending_bytes(self, url: str) -> int:
+        """Bytes queued for a stage."""
+        peer = self._peers.get(url)
+        return 0 if peer is None else peer.pending_bytes
+
+    async def _run(self, url: str, peer: _Peer, http: aiohttp.ClientSession) -> None:
+        reason = f"{url}: the connection ended"
+        try:
+            channel, _ = await connect(http, url, self._key, 0, self._tls)
+            channel.drained = self._drained
+            peer.connected(channel)
+            try:
+                async for _ in channel.frames():
+                    break  # a stage has nothing to say to another one
+            finally:
+                await channel.close()
+        except ChannelError as error:
+            reason = str(error)
+        del self._peers[url]
+        self._lost(url, reason)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for peer in list(self._peers.values()):
+            if peer.task is not None:
+                peer.task.cancel()
+        if self._http is not None:
+            await self._http.close()
+
+
+class _Peer:
+    """A connection that stands or is being made."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
+        self._early: list[bytes] = []
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._channel.pending_bytes if self._channel is not None else sum(map(len, self._early))
+
+    def send(self, frame: bytes) -> None:
+        if self._channel is not None:
+            self._channel.send(frame)
+        else:
+            self._early.append(frame)
+
+    def connected(self, channel: Channel) -> None:
+        self._channel = channel
+        for frame in self._early:
+            channel.send(frame)
+        self._early.clear()

@@ -1,0 +1,99 @@
+"""Measurement of a stage by itself at start: seconds of one layer by tokens of a batch.
+
+A batch costs, per layer, the time of its prompt tokens and the time of its decoding requests.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+from hetlb.stage.batching import StageLease, Work
+from hetlb.stage.kv import BlockPool, BlockTable
+from hetlb.stage.messages import RouteHop, Sampling
+from hetlb.stage.runner import Runner
+
+#: Cached tokens of a request in a measured decode.
+CONTEXT: Final = 128
+_REPEATS: Final = 3
+#: No larger batch is measured once one took so long (s).
+_LONGEST_S: Final = 2.0
+
+Points = list[tuple[float, float]]
+
+
+def measure(
+    runner: Runner,
+    pool: BlockPool,
+    first: int,
+    end: int,
+    *,
+    layers: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_positions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Points, Points]:
+    """Times of prompts by tokens and of decodes by requests. The pool is as before afterwards."""
+    most = min(max_num_batched_tokens, max_positions, pool.token_layers // (end - first))
+    context = min(CONTEXT, max_positions - 1)
+    rest = () if end == layers else (RouteHop("", end, layers),)
+    bench = _Bench(runner, pool, (RouteHop("", first, end), *rest), clock)
+    prompts = bench.curve([(n, 1, n, 0) for n in _steps(16, most, 4)])
+    seats = min(max_num_seqs, pool.token_layers // ((context + pool.block_size) * (end - first)))
+    decodes = bench.curve([(n, n, 1, context) for n in _steps(1, max(1, seats), 2)])
+    if len(decodes) == 1:
+        decodes.append((2.0, decodes[0][1]))
+    return [(0.0, 0.0), *prompts], [(0.0, 0.0), *decodes]
+
+
+def _steps(least: int, most: int, factor: int) -> list[int]:
+    """least, least * factor, ... and `most`."""
+    steps = []
+    size = least
+    while size < most:
+        steps.append(size)
+        size *= factor
+    return [*steps, most]
+
+
+class _Bench:
+    """Batches of made-up requests whose route begins here."""
+
+    def __init__(
+        self, runner: Runner, pool: BlockPool, route: tuple[RouteHop, ...], clock: Callable[[], float]
+    ) -> None:
+        self._runner, self._pool, self._clock = runner, pool, clock
+        self._route = route
+        self._first, self._end = route[0].first, route[0].end
+
+    def curve(self, sizes: list[tuple[int, int, int, int]]) -> Points:
+        """Points (x, seconds of one layer) for batches (x, requests, tokens each, cached tokens each)."""
+        points: Points = []
+        for x, requests, tokens, cached in sizes:
+            seconds = self._batch_s(requests, tokens, cached)
+            points.append((float(x), seconds / (self._end - self._first)))
+            if seconds > _LONGEST_S:
+                break
+        return points
+
+    def _batch_s(self, requests: int, tokens: int, cached: int) -> float:
+        row = 4 if self._first == 0 else self._runner.row_bytes
+        leases = []
+        for number in range(requests):
+            table = BlockTable(self._first, self._end)
+            assert self._pool.reserve(table, cached + tokens)
+            leases.append(StageLease(number, self._route, 0, Sampling(1), table, computed=cached))
+        works = [Work(lease, cached, tokens, True, memoryview(bytes(row * tokens))) for lease in leases]
+        times = []
+        for _ in range(_REPEATS + 1):
+            began = self._clock()
+            self._runner.run(works)
+            times.append(self._clock() - began)
+            if times[-1] > _LONGEST_S:
+                break
+        for lease in leases:
+            self._pool.release(lease.table)
+        return statistics.median(times[1:] or times)

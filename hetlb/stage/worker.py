@@ -1,0 +1,320 @@
+"""A stage: takes passes from coordinators and other stages, computes its layers, sends on what comes out.
+
+Promise: only who has the key is listened to. What a lease holds is freed when its coordinator closes it, when
+the coordinator's connection ends, and when the stage itself gives it up, of which the coordinator is told.
+Neither the input that waits nor the output that has not left grows without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from aiohttp import web
+
+from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
+from hetlb.stage.channel import HEARTBEAT_S, Channel, ChannelError, accept
+from hetlb.stage.kv import BlockPool
+from hetlb.stage.messages import (
+    MAX_FRAME_BYTES,
+    PATH,
+    Close,
+    Lost,
+    Opening,
+    Pass,
+    Passes,
+    ProtocolError,
+    Token,
+    Tokens,
+    Welcome,
+    decode,
+    encode,
+)
+from hetlb.stage.outbox import Peers, frames
+from hetlb.stage.runner import Result, Runner, Sampled
+from hetlb.stage.stage_metrics import StageCounters, render
+
+log = logging.getLogger("hetlb.stage")
+
+#: Bytes of input that wait before nothing more is read from other stages.
+MOST_WAITING_BYTES: Final = 256 << 20
+#: Bytes for one next stage that may wait to leave before leases that go there pause.
+MOST_PENDING_BYTES: Final = 64 << 20
+#: Closed leases that are remembered: what is under way for them is void.
+_MOST_VOID: Final = 1 << 16
+#: Connections that have not proved the key yet.
+_MOST_STRANGERS: Final = 16
+#: Batches that failed in a row after which the worker gives up.
+_MOST_FAILURES: Final = 3
+
+_SESSION_SHIFT: Final = 32
+
+
+class StageWorker:
+    """One stage's server and its loop. `run` ends when the worker can do no more."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: BlockPool,
+        welcome: Welcome,
+        *,
+        key: bytes = b"",
+        server_tls: ssl.SSLContext | None = None,
+        peer_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._welcome = welcome
+        self._key = key
+        self._server_tls = server_tls
+        self._batcher = Batcher(
+            pool, max_num_seqs=welcome.max_num_seqs, max_num_batched_tokens=welcome.max_num_batched_tokens
+        )
+        self._peers = Peers(key, peer_tls, self._peer_lost, self._wake_up)
+        self._coordinators: dict[int, Channel] = {}
+        self._void: OrderedDict[int, None] = OrderedDict()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._strangers = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._web: web.AppRunner | None = None
+        self.counters = StageCounters()
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises `OSError`."""
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get(PATH, self._socket),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._web = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._web.setup()
+        await web.TCPSite(self._web, host, port, ssl_context=self._server_tls).start()
+        self.port = self._web.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        await self._peers.close()
+        for channel in list(self._coordinators.values()):
+            await channel.close()
+        if self._web is not None:
+            await self._web.cleanup()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # --- HTTP ---
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = render(self._welcome, self._pool, self._batcher, self.counters)
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
+        if self._strangers >= _MOST_STRANGERS:
+            raise web.HTTPServiceUnavailable
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, compress=False)
+        await socket.prepare(request)
+        self._strangers += 1
+        try:
+            channel, session = await accept(socket, self._key, self._welcome)
+        except (ChannelError, TimeoutError, ConnectionError) as error:
+            log.warning("refused a connection from %s: %s", request.remote, error)
+            await socket.close()
+            return socket
+        finally:
+            self._strangers -= 1
+        try:
+            if session:
+                await self._serve_coordinator(session, channel)
+            else:
+                await self._serve_peer(channel)
+        except ProtocolError as error:
+            log.error("a frame from %s cannot be read: %s", request.remote, error)
+        finally:
+            await channel.close()
+        return socket
+
+    # --- what comes in ---
+
+    async def _serve_coordinator(self, session: int, channel: Channel) -> None:
+        previous = self._coordinators.get(session)
+        if previous is not None:
+            await previous.close()
+        self._coordinators[session] = channel
+        try:
+            async for frame in channel.frames():
+                message, rows = decode(frame)
+                if isinstance(message, Passes):
+                    self._take(message, rows)
+                elif isinstance(message, Close):
+                    for lease in message.leases:
+                        self._close(lease)
+        finally:
+            if self._coordinators.get(session) is channel:
+                del self._coordinators[session]
+                for lease in [each for each in self._batcher.leases if each >> _SESSION_SHIFT == session]:
+                    self._close(lease)
+
+    async def _serve_peer(self, channel: Channel) -> None:
+        async for frame in channel.frames():
+            message, rows = decode(frame)
+            if isinstance(message, Passes):
+                self._take(message, rows)
+            while self._batcher.waiting_bytes > MOST_WAITING_BYTES:
+                self._room.clear()
+                await self._room.wait()
+
+    def _take(self, message: Passes, rows: memoryview) -> None:
+        """Queue the passes of leases that are still wanted. Raises `ProtocolError`."""
+        at = 0
+        for each in message.passes:
+            size = each.count * self._row_bytes(each)
+            part = rows[at : at + size]
+            at += size
+            if len(part) != size or each.count < 1:
+                raise ProtocolError(f"expected {size} bytes of rows, got {len(part)}")
+            if each.lease in self._void or each.lease >> _SESSION_SHIFT not in self._coordinators:
+                continue
+            if each.opening is not None and not self._holds(each, each.opening):
+                self._give_up([each.lease], f"expected layers of {self._welcome.first}:{self._welcome.end}")
+                continue
+            try:
+                self._batcher.add(each, each.opening, part)
+            except OutOfOrder as error:
+                self._give_up([each.lease], str(error))
+        self._wake_up()
+
+    def _row_bytes(self, each: Pass) -> int:
+        """Bytes of one row: token ids enter at hop 0, activations elsewhere."""
+        return 4 if each.hop == 0 else self._runner.row_bytes
+
+    def _holds(self, each: Pass, opening: Opening) -> bool:
+        if not 0 <= each.hop < len(opening.route):
+            return False
+        own = opening.route[each.hop]
+        inside = self._welcome.first <= own.first < own.end <= self._welcome.end
+        return inside and (own.first == 0) == (each.hop == 0)
+
+    def _close(self, lease: int) -> None:
+        """Free a lease, and drop what may still come for it. Others may run in its room."""
+        self._batcher.close(lease)
+        self._wake_up()
+        self._void[lease] = None
+        if len(self._void) > _MOST_VOID:
+            self._void.popitem(last=False)
+
+    def _give_up(self, leases: Sequence[int], reason: str, *, preempted: bool = False) -> None:
+        """Close leases on our own account and tell their coordinators."""
+        by_session: dict[int, list[int]] = {}
+        for lease in leases:
+            self._close(lease)
+            by_session.setdefault(lease >> _SESSION_SHIFT, []).append(lease)
+        for session, own in by_session.items():
+            if (channel := self._coordinators.get(session)) is not None:
+                channel.send(encode(Lost(own, preempted, reason)))
+
+    def _peer_lost(self, url: str, reason: str) -> None:
+        gone = [lease.id for lease in self._batcher.leases.values() if lease.next_url == url]
+        if gone:
+            log.warning("%d requests lost their next stage: %s", len(gone), reason)
+        self._give_up(gone, reason)
+        self._wake_up()
+
+    # --- the loop ---
+
+    def _wake_up(self) -> None:
+        self._wake.set()
+
+    def _accepts(self, lease: StageLease) -> bool:
+        url = lease.next_url
+        return url is None or self._peers.pending_bytes(url) <= MOST_PENDING_BYTES
+
+    async def run(self) -> None:
+        """Run batches until several failed in a row."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while failures < _MOST_FAILURES:
+            works, given_up = self._batcher.form(self._accepts)
+            self._report(given_up)
+            if self._batcher.waiting_bytes <= MOST_WAITING_BYTES:
+                self._room.set()
+            if not works:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            began = loop.time()
+            try:
+                try:
+                    results = await loop.run_in_executor(self._thread, self._runner.run, works)
+                finally:
+                    self._batcher.done()
+            except Exception as error:  # out of memory, a fault of the device: the next batch may do
+                log.exception("a batch of %d requests failed", len(works))
+                self._give_up([work.lease.id for work in works], f"its batch failed: {error}")
+                failures += 1
+                continue
+            failures = 0
+            self.counters.batch(works, loop.time() - began)
+            self._pass_on(works, results)
+
+    def _report(self, given_up: Iterable[GivenUp]) -> None:
+        for each in given_up:
+            self.counters.preemptions += not each.reason
+            self._give_up([each.lease.id], each.reason, preempted=not each.reason)
+
+    def _pass_on(self, works: Sequence[Work], results: Sequence[Result]) -> None:
+        """Send tokens to their coordinators and activations to the next stages."""
+        tokens: dict[int, list[Token]] = {}
+        parts: dict[str, list[tuple[Pass, bytes]]] = {}
+        for work, result in zip(works, results, strict=True):
+            lease = work.lease
+            if lease.closed:
+                continue
+            if isinstance(result, Sampled):
+                lease.output.append(result.token)
+                position = work.position + work.count
+                token = Token(lease.id, position, result.token, result.logprobs)
+                tokens.setdefault(lease.id >> _SESSION_SHIFT, []).append(token)
+            elif (url := lease.next_url) is not None:
+                opening = Opening(lease.route, lease.sampling) if work.position == 0 else None
+                passed = Pass(lease.id, lease.hop + 1, work.position, work.count, work.last, opening)
+                parts.setdefault(url, []).append((passed, result))
+        for session, own in tokens.items():
+            if (channel := self._coordinators.get(session)) is not None:
+                channel.send(encode(Tokens(own)))
+        for url, passed_on in parts.items():
+            for frame in frames(passed_on):
+                self._peers.send(url, frame)
+
+
+async def serve(
+    worker: StageWorker, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]
+) -> bool:
+    """Run a worker until `stop`; False where it gave up by itself. `ready` is given the port. Raises
+    `OSError` if it cannot listen.
+    """
+    await worker.start(host, port)
+    ready(worker.port)
+    running = asyncio.create_task(worker.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        return not running.done()
+    finally:
+        stopping.cancel()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await worker.close()

@@ -1,0 +1,265 @@
+"""Prefill on one instance and decode on another: when, what is booked where, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import FAST, make_scheduler, request, spec
+
+from hetlb.core.instance import Instance
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    Connector,
+    Dispatch,
+    InstanceRemoved,
+    InstanceSpec,
+    KvTransfer,
+    Lease,
+    LiveLease,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Request,
+    Role,
+)
+
+LINK = KvTransfer(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
+
+
+def part(name: str, role: Role = Role.BOTH, **more: Any) -> InstanceSpec:
+    return spec(name, kv=100_000, role=role, kv_transfer=more.pop("link", LINK), **more)
+
+
+def pair(**more: Any) -> Scheduler:
+    return make_scheduler(
+        [part("p", Role.PREFILL), part("d", Role.DECODE)], more.pop("policy", "hetlb"), **more
+    )
+
+
+def split_request(request_id: int, **more: Any) -> Request:
+    return request(request_id, **{"prompt": 2000, "splittable": True, "streamed": True, **more})
+
+
+def placed(commands: list[Any]) -> Lease:
+    (command,) = commands
+    assert isinstance(command, Dispatch), command
+    return command.lease
+
+
+def named(scheduler: Scheduler, name: str) -> Instance:
+    return next(each for each in scheduler.instances if each.name == name)
+
+
+@pytest.mark.parametrize("policy", ["hetlb", "rr", "paper", "least-requests"])
+def test_the_two_legs_follow_each_other_and_the_prompt_is_held_until_it_is_fetched(policy: str) -> None:
+    scheduler = pair(policy=policy)
+    p, d = named(scheduler, "p"), named(scheduler, "d")
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    decode = lease.decode
+    assert decode is not None
+    assert (lease.instance, decode.instance, decode.incoming) == ("p", "d", True)
+    assert (p.pending_prompt_tokens, d.pending_prompt_tokens) == (2000, 1)
+    scheduler.check_integrity()
+
+    assert placed(scheduler.on_prefilled(lease, 0.5)) is decode
+    hold = decode.hold
+    assert hold is not None
+    assert (p.in_flight, p.sequences, p.kv_tokens, p.held_tokens) == (0, 0, 2000, 2000)
+    assert (d.in_flight, decode.dispatched_at, hold.expires_at) == (1, 0.5, 10.5)
+    scheduler.check_integrity()
+
+    scheduler.on_first_token(decode, 0.6)
+    assert hold.ended
+    assert p.kv_tokens == 0
+    decode.output_tokens = 50
+    scheduler.on_lease_ended(decode, Outcome.OK, 1.0)
+    scheduler.check_integrity()
+    assert scheduler.in_flight == d.kv_tokens == d.work_ns == 0
+
+
+def test_what_nobody_fetches_is_held_until_its_lease_ends() -> None:
+    scheduler = pair()
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    decode = placed(scheduler.on_prefilled(lease, 1.0))
+    scheduler.on_lease_ended(decode, Outcome.CLIENT_GONE, 1.1, retry=False)
+    p = named(scheduler, "p")
+    assert p.held_tokens == 2000
+    assert scheduler.next_deadline() is not None
+    scheduler.on_tick(10.9)
+    assert p.kv_tokens == 2000
+    scheduler.on_tick(11.0)
+    assert (p.kv_tokens, scheduler.next_deadline()) == (0, None)
+    scheduler.check_integrity()
+
+
+def test_a_released_prompt_is_held_no_longer_and_only_once() -> None:
+    scheduler = pair()
+    decode = placed(scheduler.on_prefilled(placed(scheduler.on_arrival(split_request(1), 0.0)), 1.0))
+    assert decode.hold is not None
+    scheduler.on_lease_ended(decode, Outcome.CLIENT_GONE, 1.1, retry=False)
+    scheduler.on_hold_released(decode.hold, 1.2)
+    scheduler.on_hold_released(decode.hold, 1.3)
+    assert named(scheduler, "p").kv_tokens == 0
+    scheduler.check_integrity()
+
+
+def test_nothing_is_held_where_the_blocks_lie_in_shared_storage() -> None:
+    link = KvTransfer(Connector.SHARED_STORAGE)
+    scheduler = make_scheduler(
+        [part("p", Role.PREFILL, link=link), part("d", Role.DECODE, link=link)], "hetlb"
+    )
+    decode = placed(scheduler.on_prefilled(placed(scheduler.on_arrival(split_request(1), 0.0)), 1.0))
+    assert decode.hold is None
+    assert named(scheduler, "p").kv_tokens == 0
+
+
+def test_legs_that_are_sent_at_once_may_end_in_either_order() -> None:
+    link = KvTransfer(Connector.MOONCAKE)
+    scheduler = make_scheduler(
+        [part("p", Role.PREFILL, link=link), part("d", Role.DECODE, link=link)], "hetlb"
+    )
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    assert lease.decode is not None
+    scheduler.on_first_token(lease.decode, 0.5)
+    assert scheduler.on_prefilled(lease, 0.6) == []
+    assert named(scheduler, "p").kv_tokens == 0
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_failed_hand_over_sends_the_whole_request_to_one_instance(leg: str) -> None:
+    scheduler = pair()
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    if leg == "decode":
+        lease = placed(scheduler.on_prefilled(lease, 1.0))
+    again = placed(scheduler.on_unsplit(lease, Outcome.CLIENT_GONE, 2.0))
+    assert (again.instance, again.decode, again.hold) == ("d", None, None)
+    assert again.unread_tokens == 2000
+    scheduler.check_integrity()
+    again.output_tokens = 3
+    scheduler.on_lease_ended(again, Outcome.OK, 3.0)
+    assert placed(scheduler.on_arrival(split_request(2), 3.0)).decode is not None
+
+
+def test_an_instance_that_refuses_the_first_leg_gives_back_both() -> None:
+    scheduler = make_scheduler(
+        [part("p", Role.PREFILL), part("q", Role.PREFILL), part("d", Role.DECODE)], "hetlb"
+    )
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    commands = scheduler.on_lease_ended(lease, Outcome.CONNECT_FAILED, 0.1)
+    again = next(each.lease for each in commands if isinstance(each, Dispatch))
+    assert {lease.instance, again.instance} == {"p", "q"}
+    assert again.decode is not None
+    assert scheduler.in_flight == 2
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["removed", "refuses"])
+def test_a_decode_instance_that_is_gone_when_the_prompt_is_read(how: str) -> None:
+    scheduler = make_scheduler([part("p", latency=replace(FAST, k8=0.2)), part("d", Role.DECODE)], "hetlb")
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    assert lease.decode is not None
+    change = InstanceRemoved("d") if how == "removed" else Probed("d", ProbeResult.REFUSED)
+    scheduler.on_instance(change, 0.5)
+    commands = scheduler.on_prefilled(lease, 1.0)
+    again = next(each.lease for each in commands if isinstance(each, Dispatch))
+    assert (again.instance, again.decode) == ("p", None)
+    scheduler.check_integrity()
+
+
+def test_requests_that_cannot_be_split_go_to_decode_instances_whole() -> None:
+    scheduler = pair()
+    for n, kwargs in enumerate(({"splittable": False}, {"sequences": 2, "splittable": False}), 1):
+        lease = placed(scheduler.on_arrival(split_request(n, **kwargs), 0.0))
+        assert (lease.instance, lease.decode) == ("d", None)
+
+
+def test_without_a_prefill_instance_the_decode_instance_does_it_all_and_the_reverse() -> None:
+    for gone, left in (("p", "d"), ("d", "p")):
+        scheduler = pair()
+        scheduler.on_instance(Probed(gone, ProbeResult.REFUSED), 0.0)
+        lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+        assert (lease.instance, lease.decode) == (left, None)
+
+
+def test_a_plain_answer_is_split_only_if_it_ends_well_before_the_lease() -> None:
+    scheduler = pair()
+    for _ in range(20):
+        scheduler.predictor.observe(split_request(99, max_tokens=5000), 1500)
+    plain = placed(scheduler.on_arrival(split_request(1, max_tokens=5000, streamed=False), 0.0))
+    streamed = placed(scheduler.on_arrival(split_request(2, max_tokens=5000), 0.0))
+    assert (plain.instance, plain.decode) == ("d", None)
+    assert streamed.decode is not None
+
+
+def test_with_enough_of_it_in_its_cache_the_decode_instance_reads_the_rest_itself() -> None:
+    scheduler = pair()
+    keys = (("k", 1900),)
+    first = placed(scheduler.on_arrival(split_request(1, prefix_keys=keys), 0.0))
+    assert first.decode is not None
+    decode = placed(scheduler.on_prefilled(first, 1.0))
+    scheduler.on_first_token(decode, 1.1)
+    scheduler.on_lease_ended(decode, Outcome.OK, 2.0)
+    second = placed(scheduler.on_arrival(split_request(2, prefix_keys=keys), 3.0))
+    assert (second.instance, second.decode) == ("d", None)
+
+
+def test_mixed_roles_split_where_the_bandwidth_is_worth_it() -> None:
+    """A fast reader that decodes slowly beside a slow reader that decodes fast."""
+    reader = replace(FAST, k1=1e-5, k8=0.2)
+    decoder = replace(FAST, k1=1e-3, k8=0.01)
+    for bandwidth, expected in ((1e10, ("reader", "decoder")), (1e6, ("decoder", None))):
+        link = replace(LINK, bandwidth_bytes_per_s=bandwidth)
+        specs = [part("reader", latency=reader, link=link), part("decoder", latency=decoder, link=link)]
+        lease = placed(make_scheduler(specs, "hetlb").on_arrival(split_request(1, max_tokens=None), 0.0))
+        got = lease.instance, None if lease.decode is None else lease.decode.instance
+        if expected[1] is None:
+            assert got[1] is None, got
+        else:
+            assert got == expected
+
+
+def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
+    specs = [part("p", Role.PREFILL), part("near", Role.DECODE), part("far", Role.DECODE)]
+    scheduler = make_scheduler(specs, "hetlb")
+    p, now = named(scheduler, "p"), 0.0
+    before = scheduler._transfers.estimate_s(p, named(scheduler, "far"), 2000)
+    for number in range(1, 12):
+        now += 10.0
+        lease = placed(scheduler.on_arrival(split_request(number), now))
+        assert lease.decode is not None
+        decode = placed(scheduler.on_prefilled(lease, now + 1.0))
+        took = 5.0 if decode.instance == "far" else 0.05
+        scheduler.on_first_token(decode, now + 1.0 + took)
+        decode.output_tokens = 2
+        scheduler.on_lease_ended(decode, Outcome.OK, now + 1.1 + took)
+    assert scheduler._transfers.estimate_s(p, named(scheduler, "near"), 2000) < 0.1
+    assert before < 0.1
+    lease = placed(scheduler.on_arrival(split_request(100), now + 20))
+    assert lease.decode is not None
+    assert lease.decode.instance == "near"
+
+
+def test_a_slow_prefill_instance_is_found_out_though_it_never_decodes() -> None:
+    scheduler = pair()
+    p, now = named(scheduler, "p"), 0.0
+    for number in range(1, 20):
+        lease = placed(scheduler.on_arrival(split_request(number), now))
+        decode = placed(scheduler.on_prefilled(lease, now + 2.0))  # by its profile: 0.21 s
+        scheduler.on_first_token(decode, now + 2.1)
+        scheduler.on_lease_ended(decode, Outcome.OK, now + 2.2)
+        now += 3.0
+    assert p.latency.prefill_s(2000) > 2 * p.nominal.prefill_s(2000)
+
+
+def test_a_lease_of_a_split_request_is_restored_as_what_it_was_at_its_instance() -> None:
+    scheduler = pair()
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    other = pair()
+    live = LiveLease(lease.request, "p", lease.work_ns, lease.predicted_output, 0.0, False)
+    restored = other.restore(live, 0.0)
+    assert restored is not None
+    other.on_lease_ended(restored, Outcome.CLIENT_GONE, 1.0)
+    other.check_integrity()

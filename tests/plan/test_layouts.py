@@ -1,0 +1,134 @@
+"""Layouts: every multiset of instances, partly used machines, and fleets chosen together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.config.profile import Profile, load_profile
+from hetlb.plan.layouts import (
+    Fleet,
+    Layout,
+    Part,
+    Target,
+    choose_together,
+    gpus_of,
+    instances_of,
+    layout_name,
+    layouts_of,
+)
+from hetlb.plan.model_shape import ModelShape
+from hetlb.plan.throughput import SloLimits
+from hetlb.plan.tp_search import Machine, PlanModel
+
+PROFILING = Path(__file__).parents[2] / "profiling"
+MODEL = PlanModel(
+    "m", 8.03e9, 2, 131_072, 2048, 1024, ModelShape(32, 32, 8, 128, 128_256, (("intermediate_size", 14336),))
+)
+ROWS = [(100 + 37 * i % 900, 20 + 53 * i % 400) for i in range(200)]
+
+
+def box(name: str, system: str, gpus: int, degrees: tuple[int, ...] = (1, 2, 4)) -> Machine:
+    memory = 48_305_799_168 if system == "l40s" else 85_899_345_920
+    paths = tuple((tp, f"{system}-llama-3.1-8b-tp{tp}.yaml") for tp in degrees)
+    return Machine(name, system, gpus, memory, 0.9, 2_147_483_648, paths)
+
+
+def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) -> Fleet:
+    profiles = {path: load_profile(PROFILING / path) for m in machines for _, path in m.profiles}
+
+    def estimate(profile: Profile, tokens: int) -> float:
+        return 1.0 / profile.latency.step_s(64, 64 * 500)
+
+    instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1) for m in machines}
+    return Fleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gpus=st.integers(1, 10),
+    sizes=st.sets(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1),
+    partly=st.booleans(),
+)
+def test_every_multiset_is_listed_once(gpus: int, sizes: set[int], partly: bool) -> None:
+    found = layouts_of(gpus, [Part(size) for size in sizes], partly=partly)
+    assert len(set(found)) == len(found)
+
+    def count(left: int, allowed: tuple[int, ...]) -> int:
+        """Multisets by recursion on the largest size allowed; the empty one counts."""
+        if not allowed:
+            return 1 if partly or left < min(sizes) else 0
+        size, rest = allowed[0], allowed[1:]
+        return sum(count(left - size * n, rest) for n in range(left // size + 1))
+
+    everything = count(gpus, tuple(sorted(sizes, reverse=True)))
+    empty = 1 if partly or gpus < min(sizes) else 0
+    assert len(found) == everything - empty
+    for layout in found:
+        assert gpus_of(layout) <= gpus
+        assert list(layout) == sorted(layout, reverse=True)
+        assert partly or gpus - gpus_of(layout) < min(sizes)
+
+
+def test_four_beside_two_on_six_gpus() -> None:
+    machine = box("six", "a100_sxm", 6)
+    evaluated = fleet([machine], math.inf).evaluate(machine, None)
+    names = [layout_name(each.layout) for each in evaluated]
+    assert "1 x tp4 + 1 x tp2" in names
+    assert evaluated == sorted(evaluated, key=lambda each: -each.throughput_tok_s)
+
+
+def test_what_vllm_refuses_is_in_no_layout() -> None:
+    machine = replace(
+        box("six", "a100_sxm", 6), profiles=((2, "a100_sxm-llama-3.1-8b-tp2.yaml"), (3, "x"), (6, "x"))
+    )
+    profiles = {
+        path: load_profile(PROFILING / "a100_sxm-llama-3.1-8b-tp2.yaml") for _, path in machine.profiles
+    }
+    found = instances_of(MODEL, machine, profiles, lambda profile, tokens: 1.0, 1)
+    assert set(found) == {Part(2)}
+
+
+def test_a_pipeline_holds_what_its_gpus_hold_together() -> None:
+    machine = box("four", "l40s", 4)
+    profiles = {path: load_profile(PROFILING / path) for _, path in machine.profiles}
+    big = replace(MODEL, parameters=45e9)  # 90 GB: one or two GPUs do not hold it
+    found = instances_of(big, machine, profiles, lambda profile, tokens: float(tokens), 4)
+    assert Part(1) not in found
+    assert Part(2) not in found
+    pipelines = [each for each in found.values() if each.part.pipeline_parallel_size > 1]
+    assert {each.part.gpus for each in pipelines} == {3, 4}
+    for each in pipelines:
+        if each.part.gpus < 4:
+            continue
+        assert each.profile.engine.kv_cache_tokens == found[Part(4)].profile.engine.kv_cache_tokens
+        assert each.profile.source is not None
+        assert not each.profile.source.measured
+
+
+@pytest.mark.parametrize("rate", [4.0, 40.0, math.inf])
+def test_together_is_at_least_one_by_one(rate: float) -> None:
+    machines = [box("a", "a100_sxm", 2, (1, 2)), box("l", "l40s", 2, (1, 2))]
+    whole = fleet(machines, rate, SloLimits(0.3, 0.03))
+    share = None if math.isinf(rate) else rate / 2
+    evaluated = {m.name: whole.evaluate(m, share) for m in machines}
+    choice = choose_together(whole, evaluated)
+    assert choice.worth is not None
+    assert choice.one_by_one_worth is not None
+    assert choice.worth.figure >= choice.one_by_one_worth.figure
+    again: dict[str, Layout] = choice.layouts
+    assert whole.simulate(again, rate) == choice.worth
+
+
+def test_cheaper_is_better_where_both_meet_the_target() -> None:
+    machine = replace(box("a", "a100_sxm", 4), price_per_gpu_hour=2.0)
+    evaluated = fleet([machine], 1.0, SloLimits(1.0, 0.1)).evaluate(machine, 1.0)
+    assert evaluated[0].cost_per_hour == 2.0
+    assert gpus_of(evaluated[0].layout) == 1
+    assert evaluated[0].worth is not None
+    assert evaluated[0].worth.slo_attainment == 1.0

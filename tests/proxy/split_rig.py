@@ -1,0 +1,159 @@
+"""A proxy in front of emulated engines that hand KV blocks over, for the tests of split requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from hetlb.config.fleet import load_fleet
+from hetlb.config.profile import Profile, load_profile
+from hetlb.emulator import EmulatedEngine
+from hetlb.emulator.kv_transfer import KvSettings
+from hetlb.proxy.service import Service
+
+DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+SCALE = 0.02
+#: Six tokens of any emulated engine.
+WHOLE = " t0 t1 t2 t3 t4 t5"
+
+
+class Rig:
+    """Engines that hand KV over, the proxy in front of them, and a client."""
+
+    def __init__(
+        self, engines: dict[str, EmulatedEngine], service: Service, session: aiohttp.ClientSession
+    ) -> None:
+        self.engines = engines
+        self.service = service
+        self.session = session
+        self.url = f"http://127.0.0.1:{service.address[1]}"
+        #: What its engines are made of.
+        self.profile: Profile
+        self.settings: KvSettings
+        self.time_scale: float
+
+    async def ask(
+        self, path: str = "/v1/completions", timeout_s: float = 20.0, **body: Any
+    ) -> tuple[int, str, str | None, str | None]:
+        """Status, text, and the instances that answered and that read the prompt."""
+        given = {"model": "m", "max_tokens": 6, **body}
+        if path == "/v1/completions":
+            given.setdefault("prompt", [1] * 500)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self.session.post(self.url + path, json=given, timeout=timeout) as reply:
+            raw = (await reply.read()).decode()
+            names = reply.headers.get("x-hetlb-instance"), reply.headers.get("x-hetlb-prefill-instance")
+            return reply.status, text_of(path, raw, given), *names
+
+    @property
+    def handovers(self) -> dict[str, int]:
+        return self.service.driver.totals.handovers
+
+    async def idle(self) -> None:
+        """Wait until nothing is in flight or held anywhere."""
+        async with asyncio.timeout(10):
+            while busy := self.busy():
+                await asyncio.sleep(0.01)
+        assert not busy
+        self.service.scheduler.check_integrity()
+
+    def busy(self) -> list[str]:
+        scheduler = self.service.scheduler
+        found = [f"{scheduler.in_flight} leases"] if scheduler.in_flight else []
+        found += [f"{each.name} keeps {each.kv_tokens}" for each in scheduler.instances if each.kv_tokens]
+        for name, engine in self.engines.items():
+            if engine.kv is not None and (engine.kv.held or engine.running or engine.waiting):
+                found.append(f"{name} holds {engine.kv.held}, runs {engine.running}, {engine.waiting} wait")
+        return found
+
+
+def text_of(path: str, raw: str, body: dict[str, Any]) -> str:
+    """The text of an answer, streamed or not; all of it where it is an error."""
+    if not body.get("stream"):
+        found = json.loads(raw)
+        if "error" in found:
+            return raw
+        if path == "/v1/responses":
+            return found["output"][0]["content"][0]["text"]
+        choice = found["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    text = ""
+    for line in raw.splitlines():
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                return raw
+            if path == "/v1/responses":
+                text += event.get("delta", "") if event["type"] == "response.output_text.delta" else ""
+                continue
+            for choice in event["choices"]:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text
+
+
+@asynccontextmanager
+async def rig(
+    folder: Path,
+    connector: str = "nixl",
+    roles: tuple[str, ...] = ("prefill", "decode"),
+    lease_s: float = 5.0,
+    time_scale: float = SCALE,
+    connectors: tuple[str | None, ...] = (),
+    heartbeat_s: float = 0.0,
+    **settings: Any,
+) -> AsyncIterator[Rig]:
+    """Engines e0, e1, ... with these roles; where `connectors` has None, without a connector."""
+    profile = load_profile(DEMO / "fast.yaml")
+    of_all = KvSettings(connector, lease_s=lease_s, folder=folder, **settings)  # type: ignore[arg-type]
+    engines = {}
+    for i in range(len(roles)):
+        own = connectors[i] if connectors else connector
+        engine = EmulatedEngine(
+            profile, served_model_names=("m",), time_scale=time_scale, kv=of_all if own is not None else None
+        )
+        await engine.start()
+        engines[f"e{i}"] = engine
+    transfer: dict[str, Any] = {"connector": connector}
+    if connector != "shared-storage":
+        transfer["lease_s"] = lease_s
+    instances = [
+        {
+            "name": name,
+            "url": engine.url,
+            "role": role,
+            "kv_bootstrap": engine.url,
+            "profile": str(DEMO / "fast.yaml"),
+        }
+        for (name, engine), role in zip(engines.items(), roles, strict=True)
+    ]
+    document = {
+        "version": 1,
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "scrape": {"interval_s": 0.2},
+        "proxy": {"request_log": False, "heartbeat_s": heartbeat_s},
+        "models": [{"name": "m", "kv_transfer": transfer, "instances": instances}],
+    }
+    file = folder / "fleet.yaml"
+    file.write_text(yaml.safe_dump(document))
+    service = Service(load_fleet(file))
+    await service.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            found = Rig(engines, service, session)
+            found.profile, found.settings, found.time_scale = profile, of_all, time_scale
+            async with asyncio.timeout(10):
+                while any(each.health.state.value != "up" for each in service.scheduler.instances):
+                    await asyncio.sleep(0.01)
+            yield found
+    finally:
+        await service.stop(1.0)
+        for engine in engines.values():
+            await engine.close()

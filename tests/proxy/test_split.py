@@ -1,0 +1,87 @@
+"""Prompts read at one emulated engine and answered by another, through a live proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxy.split_rig import WHOLE, rig
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
+    tmp_path: Path, connector: str, stream: bool
+) -> None:
+    async with rig(tmp_path, connector) as fleet:
+        for _ in range(5):
+            assert await fleet.ask(stream=stream) == (200, WHOLE, "e1", "e0")
+        await fleet.idle()
+        assert fleet.handovers == {"done": 5}
+        kv = fleet.engines["e1"].kv
+        assert kv is not None
+        assert kv.fetched_tokens >= 5 * 496
+        assert fleet.engines["e1"].model.prefilled_tokens <= 5 * 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_every_endpoint_that_generates_is_split(tmp_path: Path, path: str, stream: bool) -> None:
+    text = "a" * 4000
+    body: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": text}]}
+        if path == "/v1/chat/completions"
+        else {"input": text, "max_output_tokens": 6}
+    )
+    async with rig(tmp_path) as fleet:
+        status, got, *names = await fleet.ask(path, stream=stream, **body)
+        assert (status, got.split()[:3], names) == (200, ["t0", "t1", "t2"], ["e1", "e0"])
+        await fleet.idle()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": [[1] * 300, [2] * 300]}, {"n": 2, "temperature": 1.0}, {"echo": True, "prompt": "x" * 900},
+     {"prompt": [1] * 300, "kv_transfer_params": {}}],
+    ids=["two prompts", "n", "echo", "the client's own parameters"],
+)  # fmt: skip
+async def test_what_cannot_be_split_goes_to_one_engine(tmp_path: Path, body: dict[str, Any]) -> None:
+    async with rig(tmp_path) as fleet:
+        status, _, name, reader = await fleet.ask(**body)
+        assert (status, name, reader) == (200, "e1", None)
+        await fleet.idle()
+
+
+async def test_stop_words_minimum_and_usage_are_those_of_the_client(tmp_path: Path) -> None:
+    async with rig(tmp_path) as fleet:
+        body = {
+            "model": "m", "prompt": [1] * 400, "max_tokens": 9, "min_tokens": 5, "stop": ["zzz"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        async with fleet.session.post(fleet.url + "/v1/completions", json=body) as reply:
+            events = [json.loads(line[6:]) async for line in reply.content if line.startswith(b"data: {")]
+        assert events[-1]["usage"] == {"prompt_tokens": 400, "completion_tokens": 9, "total_tokens": 409}
+        assert len({event["id"] for event in events}) == 1
+        await fleet.idle()
+
+
+async def test_a_hundred_at_once(tmp_path: Path) -> None:
+    async with rig(tmp_path, roles=("prefill", "decode", "decode", "both"), lease_s=20.0) as fleet:
+        asked = [fleet.ask(stream=i % 2 == 0, prompt=[i] * (50 + 17 * i)) for i in range(100)]
+        for status, text, *_ in await asyncio.gather(*asked):
+            assert (status, text) == (200, WHOLE)
+        await fleet.idle()
+        assert fleet.handovers["done"] > 20
+        assert set(fleet.handovers) == {"done"}
+
+
+async def test_an_error_of_the_first_leg_is_the_answer(tmp_path: Path) -> None:
+    async with rig(tmp_path) as fleet:
+        status, text, *_ = await fleet.ask(temperature=9)
+        assert status == 400
+        assert "temperature" in text
+        await fleet.idle()

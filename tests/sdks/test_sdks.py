@@ -1,0 +1,414 @@
+"""Clients' own SDKs get the same answers from an engine and through hetlb: every case is asked of both.
+
+openai and curl are at hand in development; `make test-sdks` brings anthropic, litellm and langchain-openai.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import hetlb.demo
+from hetlb.loadtest.processes import helper_processes
+
+pytestmark = pytest.mark.filterwarnings("default")  # of the SDKs
+
+MODEL = "tiny"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": SCHEMA}}
+ANTHROPIC_TOOL = {"name": "weather", "description": "Weather", "input_schema": SCHEMA}
+USER: list[Any] = [{"role": "user", "content": "What is the weather like?"}]
+WORDS = " t0 t1 t2 t3 t4 t5 t6 t7"
+#: Fields that differ between any two answers. vLLM puts the fingerprint of a stream on the event with usage,
+#: which hetlb asks for and keeps from clients that did not.
+VARIES = {
+    "id", "_request_id", "call_id", "item_id", "tool_call_id", "created", "created_at", "completed_at",
+    "signature", "system_fingerprint",
+}  # fmt: skip
+
+
+class Urls(NamedTuple):
+    engine: str
+    proxy: str
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[Urls]:
+    """An engine, and hetlb in front of it."""
+    profile = Path(hetlb.demo.__file__).parent / "fast.yaml"
+    with helper_processes() as helpers:
+        engine = helpers.start(
+            "engine", "engine", "--profile", str(profile), "--port", "0", "--served-model-name", MODEL,
+            "--time-scale", "0.01",
+        )  # fmt: skip
+        asyncio.run(engine.ready())
+        proxy = helpers.start(
+            "proxy", "serve", "--instance", engine.urls[0], "--port", "0", "--admin-port", "0"
+        )
+        asyncio.run(proxy.ready())
+        yield Urls(engine.urls[0], proxy.urls[0])
+
+
+def plain(answer: Any) -> Any:
+    """An SDK's object as JSON without what differs between any two answers."""
+    if hasattr(answer, "model_dump"):
+        answer = answer.model_dump()
+    if isinstance(answer, dict):
+        return {key: plain(value) for key, value in answer.items() if key not in VARIES}
+    if isinstance(answer, list | tuple):
+        return [plain(each) for each in answer]
+    return answer
+
+
+def sdk(name: str) -> Any:
+    return pytest.importorskip(name, reason="brought by make test-sdks")
+
+
+def wav() -> io.BytesIO:
+    """Two seconds of silence."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(bytes(32_000))
+    out.name = "a.wav"
+    out.seek(0)
+    return out
+
+
+# --- openai ------------------------------------------------------------------------------------------------
+
+
+def openai_client(url: str) -> Any:
+    return sdk("openai").OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def openai_chat(url: str) -> Any:
+    answer = openai_client(url).chat.completions.create(model=MODEL, messages=USER, max_tokens=8)
+    assert answer.choices[0].message.content == WORDS
+    return answer
+
+
+def openai_chat_stream(url: str) -> Any:
+    chunks = list(
+        openai_client(url).chat.completions.create(
+            model=MODEL, messages=USER, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == WORDS
+    assert chunks[-1].usage.completion_tokens == 8
+    return chunks
+
+
+def openai_chat_stream_without_usage(url: str) -> Any:
+    chunks = list(
+        openai_client(url).chat.completions.create(model=MODEL, messages=USER, max_tokens=8, stream=True)
+    )
+    assert all(each.usage is None for each in chunks)
+    return chunks
+
+
+def openai_tools(url: str) -> Any:
+    """The whole loop of an agent."""
+    client, messages = openai_client(url), [*USER]
+    first = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+    [call] = first.choices[0].message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"city": "t0", "days": 0}
+    messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    last = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], max_tokens=8)
+    assert last.choices[0].message.content == WORDS
+    return [first, last]
+
+
+def openai_tools_stream(url: str) -> Any:
+    with openai_client(url).chat.completions.stream(model=MODEL, messages=USER, tools=[TOOL]) as stream:
+        answer = stream.get_final_completion()
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "t0", "days": 0}
+    return answer
+
+
+def openai_reasoning(url: str) -> Any:
+    answer = openai_client(url).chat.completions.create(
+        model=MODEL, messages=USER, max_tokens=16, reasoning_effort="medium"
+    )
+    assert answer.choices[0].message.reasoning == WORDS
+    return answer
+
+
+def openai_completion(url: str) -> Any:
+    answer = openai_client(url).completions.create(model=MODEL, prompt=["a", "b"], max_tokens=8, n=2)
+    assert [choice.text for choice in answer.choices] == [WORDS] * 4
+    return answer
+
+
+def openai_responses(url: str) -> Any:
+    answer = openai_client(url).responses.create(model=MODEL, input="Hello", max_output_tokens=8)
+    assert answer.output_text == WORDS
+    return answer
+
+
+def openai_responses_stream(url: str) -> Any:
+    events = list(
+        openai_client(url).responses.create(model=MODEL, input="Hello", max_output_tokens=8, stream=True)
+    )
+    assert events[-1].response.output_text == WORDS
+    return events
+
+
+def openai_embeddings(url: str) -> Any:
+    answer = openai_client(url).embeddings.create(model=MODEL, input=["a", "b"], encoding_format="float")
+    assert [len(each.embedding) for each in answer.data] == [8, 8]
+    return answer
+
+
+def openai_transcription(url: str) -> Any:
+    answer = openai_client(url).audio.transcriptions.create(model=MODEL, file=wav())
+    assert answer.text == " t0 t1 t2 t3 t4 t5"
+    return answer
+
+
+def openai_models(url: str) -> Any:
+    return [each.id for each in openai_client(url).models.list()]
+
+
+def openai_unknown_model(url: str) -> Any:
+    with pytest.raises(sdk("openai").NotFoundError) as error:
+        openai_client(url).chat.completions.create(model="other", messages=USER)
+    return error.value.status_code
+
+
+def openai_wrong_value(url: str) -> Any:
+    with pytest.raises(sdk("openai").BadRequestError) as error:
+        openai_client(url).chat.completions.create(model=MODEL, messages=USER, temperature=9)
+    return error.value.body
+
+
+# --- anthropic ---------------------------------------------------------------------------------------------
+
+
+def anthropic_client(url: str) -> Any:
+    return sdk("anthropic").Anthropic(base_url=url, api_key="none", max_retries=0)
+
+
+def anthropic_message(url: str) -> Any:
+    answer = anthropic_client(url).messages.create(
+        model=MODEL, messages=USER, max_tokens=8, system="Be brief."
+    )
+    assert answer.content[0].text == WORDS
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 8)
+    return answer
+
+
+def anthropic_stream(url: str) -> Any:
+    with anthropic_client(url).messages.stream(model=MODEL, messages=USER, max_tokens=8) as stream:
+        text = "".join(stream.text_stream)
+        answer = stream.get_final_message()
+    assert text == WORDS == answer.content[0].text
+    assert answer.usage.output_tokens == 8
+    return answer
+
+
+def anthropic_tools(url: str) -> Any:
+    """The whole loop of an agent, its first step streamed."""
+    client, messages = anthropic_client(url), [*USER]
+    with client.messages.stream(
+        model=MODEL, messages=messages, max_tokens=100, tools=[ANTHROPIC_TOOL]
+    ) as stream:
+        first = stream.get_final_message()
+    [use] = first.content
+    assert (first.stop_reason, use.input) == ("tool_use", {"city": "t0", "days": 0})
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    last = client.messages.create(model=MODEL, messages=messages, max_tokens=8, tools=[ANTHROPIC_TOOL])
+    assert last.content[0].text == WORDS
+    return [first, last]
+
+
+def anthropic_thinking(url: str) -> Any:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    with anthropic_client(url).messages.stream(
+        model=MODEL, messages=USER, max_tokens=2000, thinking=thinking
+    ) as stream:
+        answer = stream.get_final_message()
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    return answer
+
+
+def anthropic_count(url: str) -> Any:
+    return anthropic_client(url).messages.count_tokens(model=MODEL, messages=USER)
+
+
+def anthropic_unknown_model(url: str) -> Any:
+    with pytest.raises(sdk("anthropic").NotFoundError) as error:
+        anthropic_client(url).messages.create(model="other", messages=USER, max_tokens=8)
+    return error.value.status_code
+
+
+# --- litellm -----------------------------------------------------------------------------------------------
+
+
+def litellm_of(url: str, provider: str) -> Callable[..., Any]:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is fetched from elsewhere
+    litellm = sdk("litellm")
+    base = {"openai": f"{url}/v1", "anthropic": url}[provider]
+
+    def call(**more: Any) -> Any:
+        return litellm.completion(
+            model=f"{provider}/{MODEL}", api_base=base, api_key="none", messages=USER, num_retries=0, **more
+        )
+
+    return call
+
+
+def litellm_chat(url: str) -> Any:
+    answer = litellm_of(url, "openai")(max_tokens=8)
+    assert answer.choices[0].message.content == WORDS
+    return answer
+
+
+def litellm_stream(url: str) -> Any:
+    chunks = list(litellm_of(url, "openai")(max_tokens=8, stream=True))
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) == WORDS
+    return chunks
+
+
+def litellm_tools(url: str) -> Any:
+    answer = litellm_of(url, "openai")(tools=[TOOL])
+    assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+    return answer
+
+
+def litellm_messages(url: str) -> Any:
+    answer = litellm_of(url, "anthropic")(max_tokens=8)
+    assert answer.choices[0].message.content == WORDS
+    return answer
+
+
+# --- langchain ---------------------------------------------------------------------------------------------
+
+
+def langchain_model(url: str, **more: Any) -> Any:
+    return sdk("langchain_openai").ChatOpenAI(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, **more
+    )
+
+
+def langchain_facts(answer: Any) -> Any:
+    return [
+        answer.content,
+        plain(answer.tool_calls),
+        answer.usage_metadata,
+        answer.response_metadata["finish_reason"],
+    ]
+
+
+def langchain_invoke(url: str) -> Any:
+    answer = langchain_model(url, max_tokens=8).invoke("Hello")
+    assert answer.content == WORDS
+    return langchain_facts(answer)
+
+
+def langchain_stream(url: str) -> Any:
+    chunks = list(langchain_model(url, max_tokens=8, stream_usage=True).stream("Hello"))
+    assert "".join(each.content for each in chunks) == WORDS
+    assert sum(each.usage_metadata["output_tokens"] for each in chunks if each.usage_metadata) == 8
+    return [each.content for each in chunks]
+
+
+def langchain_tools(url: str) -> Any:
+    answer = langchain_model(url).bind_tools([TOOL]).invoke("Hello")
+    assert answer.tool_calls[0]["args"] == {"city": "t0", "days": 0}
+    return langchain_facts(answer)
+
+
+# --- curl --------------------------------------------------------------------------------------------------
+
+
+def curl(url: str, *arguments: str) -> str:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    return subprocess.run(
+        ["curl", "--silent", "--show-error", "--no-buffer", *arguments, url],
+        check=True, capture_output=True, text=True, timeout=60,
+    ).stdout  # fmt: skip
+
+
+def curl_json(url: str, body: dict[str, Any]) -> str:
+    return curl(url, "-H", "Content-Type: application/json", "-d", json.dumps(body))
+
+
+def curl_chat(url: str) -> Any:
+    answer = json.loads(
+        curl_json(f"{url}/v1/chat/completions", {"model": MODEL, "messages": USER, "max_tokens": 8})
+    )
+    assert answer["choices"][0]["message"]["content"] == WORDS
+    return answer
+
+
+def curl_stream(url: str) -> Any:
+    body = {"model": MODEL, "messages": USER, "max_tokens": 8, "stream": True}
+    *events, end = curl_json(f"{url}/v1/chat/completions", body).strip().split("\n\n")
+    assert end == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def curl_messages_stream(url: str) -> Any:
+    body = {"model": MODEL, "messages": USER, "max_tokens": 8, "stream": True}
+    blocks = curl_json(f"{url}/v1/messages", body).strip().split("\n\n")
+    assert blocks[-1].startswith("event: message_stop\n")
+    return [json.loads(block.partition("data: ")[2]) for block in blocks]
+
+
+def curl_form(url: str, tmp_path: Path) -> Any:
+    recording = tmp_path / "a.wav"
+    recording.write_bytes(wav().getvalue())
+    form = ["-F", f"model={MODEL}", "-F", f"file=@{recording}", "-F", "stream=true"]
+    *events, end = curl(f"{url}/v1/audio/transcriptions", *form).strip().split("\n\n")
+    assert (len(events), end) == (6, "data: [DONE]")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+CASES: list[Callable[[str], Any]] = [
+    openai_chat, openai_chat_stream, openai_chat_stream_without_usage, openai_tools, openai_tools_stream,
+    openai_reasoning, openai_completion, openai_responses, openai_responses_stream, openai_embeddings,
+    openai_transcription, openai_models, openai_unknown_model, openai_wrong_value,
+    anthropic_message, anthropic_stream, anthropic_tools, anthropic_thinking, anthropic_count,
+    anthropic_unknown_model,
+    litellm_chat, litellm_stream, litellm_tools, litellm_messages,
+    langchain_invoke, langchain_stream, langchain_tools,
+    curl_chat, curl_stream, curl_messages_stream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_answer_is_the_same_from_the_engine_and_through_hetlb(
+    case: Callable[[str], Any], urls: Urls
+) -> None:
+    assert plain(case(urls.engine)) == plain(case(urls.proxy))
+
+
+def test_a_form_is_answered_the_same_too(urls: Urls, tmp_path: Path) -> None:
+    assert plain(curl_form(urls.engine, tmp_path)) == plain(curl_form(urls.proxy, tmp_path))
+
+
+@pytest.mark.skipif("HETLB_ALL_SDKS" not in os.environ, reason="make test-sdks sets it")
+def test_no_sdk_is_missing() -> None:
+    for name in ("openai", "anthropic", "litellm", "langchain_openai"):
+        importlib.import_module(name)

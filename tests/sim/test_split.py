@@ -1,0 +1,134 @@
+"""Shows that split requests run in two engines, that links are shared, and that nothing stays held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.latency import LatencyModel
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvTransfer, Outcome, Role
+from hetlb.sim.engine import EngineLimits
+from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.kv_links import KvLinks, KvPath
+from hetlb.workload.arrivals import PlannedRequest
+
+LATENCY = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
+LINK = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)
+
+
+def fleet(
+    roles: Sequence[Role],
+    plan: Sequence[PlannedRequest],
+    *,
+    kv_tokens: int = 50_000,
+    link: KvTransfer = LINK,
+    links: KvLinks | None = None,
+) -> tuple[FleetSimulation, FleetResult]:
+    limits = EngineLimits(kv_cache_tokens=kv_tokens, max_num_seqs=64)
+    specs = tuple(
+        InstanceSpec(
+            name=f"{role}-{n}",
+            model="m",
+            latency=LATENCY,
+            capacity=Capacity(kv_cache_tokens=kv_tokens, max_num_seqs=64, max_num_batched_tokens=2048),
+            role=role,
+            kv_transfer=link,
+        )
+        for n, role in enumerate(roles)
+    )
+    setup = SchedulerSetup(
+        specs=specs,
+        policy="hetlb",
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor="empirical",
+        lengths=LengthDistribution([100]),
+        initial_health=Health.UP,
+        seed=0,
+    )
+    engines = {spec.name: EngineSpec(LATENCY, limits) for spec in specs}
+    simulation = FleetSimulation(setup, engines, plan, model="m", links=links)
+    return simulation, simulation.run()
+
+
+def requests(count: int, gap_s: float = 0.05, prompt: int = 1000, output: int = 50) -> list[PlannedRequest]:
+    return [PlannedRequest(i, i * gap_s, prompt, output) for i in range(count)]
+
+
+def test_one_request_takes_prefill_transfer_and_one_step_until_its_first_token() -> None:
+    _, result = fleet([Role.PREFILL, Role.DECODE], requests(1))
+    (record,) = result.records
+    assert record.ok
+    assert record.instance == "decode-1"
+    prefill_s = LATENCY.prefill_s(1000)
+    assert record.ttft_s == pytest.approx(prefill_s + 0.01 + 0.1 + LATENCY.step_s(1, 1000))
+    assert record.output_tokens == 50
+    assert (result.transfers, result.expired) == (1, 0)
+
+
+@given(
+    roles=st.lists(st.sampled_from(list(Role)), min_size=2, max_size=5),
+    rows=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 300)), min_size=1, max_size=40),
+    gap_s=st.sampled_from([0.0, 0.01, 0.2]),
+    kv_tokens=st.sampled_from([4000, 50_000]),
+    bandwidth=st.sampled_from([1e7, 1e9]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
+    roles: list[Role], rows: list[tuple[int, int]], gap_s: float, kv_tokens: int, bandwidth: float
+) -> None:
+    plan = [PlannedRequest(i, i * gap_s, prompt, output) for i, (prompt, output) in enumerate(rows)]
+    link = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=bandwidth, lease_s=60.0)
+    simulation, result = fleet(roles, plan, kv_tokens=kv_tokens, link=link)
+    assert all(outcome is Outcome.OK for outcome in result.outcomes)
+    assert [record.output_tokens for record in result.records] == [output for _, output in rows]
+    for engine in simulation._engines.values():
+        engine.model.check_integrity()
+        assert engine.model.kv_used_blocks == 0
+    assert simulation.scheduler.in_flight == 0
+
+
+def test_a_link_carries_one_transfer_after_the_other() -> None:
+    links = KvLinks(
+        {"wire": 1e9, "side": 1e8},
+        {("p", "d"): KvPath((("wire", 1e6),), 0.5), ("q", "d"): KvPath((("wire", 1e6), ("side", 1e5)), 0.0)},
+    )
+    assert links.send("p", "d", 1000, 0.0) == pytest.approx(1.5)
+    assert links.send("q", "d", 1000, 0.5) == pytest.approx(2.0)
+    assert links.send("q", "d", 1000, 9.0) == pytest.approx(10.0)
+    assert links.sent_bytes == {"wire": 3e9, "side": 2e8}
+    assert links.busy_s["wire"] == pytest.approx(3.0)
+
+
+def test_a_slow_shared_link_delays_what_crosses_it() -> None:
+    """Two prefill instances send over one wire: half as fast as over two."""
+    plan = [PlannedRequest(i, 0.0, 1000, 2) for i in range(8)]
+    names = ["prefill-0", "prefill-1", "decode-2"]
+    ends = {}
+    for label, wires in (("shared", ["w", "w"]), ("own", ["v", "w"])):
+        links = KvLinks(
+            {"v": 1e7, "w": 1e7},
+            {(names[n], names[2]): KvPath(((wire, 1e5),)) for n, wire in enumerate(wires)},
+        )
+        _, result = fleet([Role.PREFILL, Role.PREFILL, Role.DECODE], plan, links=links)
+        ends[label] = max(record.end_s for record in result.records if record.end_s is not None)
+    assert ends["shared"] > 1.5 * ends["own"]
+
+
+def test_what_is_fetched_after_its_lease_is_computed_again_and_still_answered() -> None:
+    """The scheduler was told of a fast link; the real one takes longer than the lease."""
+    links = KvLinks({"w": 1e6}, {("prefill-0", "decode-1"): KvPath((("w", 1e5),))})
+    _, result = fleet([Role.PREFILL, Role.DECODE], requests(1), links=links)
+    assert result.outcomes == [Outcome.OK]
+    assert result.expired == 1
+
+
+def test_without_roles_and_transfer_nothing_is_split() -> None:
+    _, result = fleet([Role.DECODE], requests(5))
+    assert result.transfers == 0
+    assert all(record.ok for record in result.records)

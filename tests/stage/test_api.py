@@ -1,0 +1,235 @@
+"""The OpenAI API in front of toy stages, alone and behind `hetlb serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+from stage.rig import Rig, rig, until
+from stage.toy import answer
+
+from hetlb.stage.openai_api import OpenAIServer
+from hetlb.stage.text import TextModel
+
+ROOT = Path(__file__).parents[2]
+
+
+class Api:
+    """A client of the API."""
+
+    def __init__(self, made: Rig, http: aiohttp.ClientSession, url: str) -> None:
+        self.rig, self.http, self.url = made, http, url
+
+    async def ask(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(self.url + path, json={"model": "m", "temperature": 0, **body}) as reply:
+            return reply.status, await reply.json()
+
+    async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        async with self.http.post(
+            self.url + path, json={"model": "m", "temperature": 0, "stream": True, **body}
+        ) as reply:
+            assert reply.status == 200
+            lines = [line.decode().strip() async for line in reply.content if line.strip()]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest_asyncio.fixture
+async def api(folder: Path) -> AsyncIterator[Api]:
+    async with rig(folder) as made:
+        server = OpenAIServer(made.coordinator, TextModel(folder))
+        await server.start()
+        try:
+            async with aiohttp.ClientSession() as http:
+                yield Api(made, http, f"http://127.0.0.1:{server.port}")
+        finally:
+            await server.close()
+        await made.idle()
+
+
+async def test_completions_plain_and_streamed_are_the_same(api: Api) -> None:
+    prompt = [10, 20, 30]
+    right = answer(prompt, 20)
+    _, plain = await api.ask("/v1/completions", prompt=prompt, max_tokens=20, return_token_ids=True)
+    choice = plain["choices"][0]
+    assert choice["token_ids"] == right
+    assert choice["finish_reason"] == "length"
+    assert plain["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    events = await api.events(
+        "/v1/completions",
+        prompt=prompt, max_tokens=20, return_token_ids=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert events[-1]["usage"] == plain["usage"]
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert [token for each in choices for token in each["token_ids"]] == right
+    assert "".join(each["text"] for each in choices) == choice["text"]
+    assert [each["finish_reason"] for each in choices] == [None] * 19 + ["length"]
+
+
+async def test_several_prompts_and_answers(api: Api) -> None:
+    _, reply = await api.ask(
+        "/v1/completions", prompt=[[1], [2, 3]], n=2, max_tokens=4, return_token_ids=True
+    )
+    tokens = [choice["token_ids"] for choice in reply["choices"]]
+    assert tokens == [answer([1], 4)] * 2 + [answer([2, 3], 4)] * 2
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    events = await api.events("/v1/completions", prompt=["ab", "c"], max_tokens=3)
+    assert sorted({event["choices"][0]["index"] for event in events}) == [0, 1]
+
+
+async def test_chat_uses_the_template(api: Api) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    text = TextModel(api.rig._folder)
+    prompt = text.encode("user:hi;", add_special_tokens=False)
+    _, reply = await api.ask(
+        "/v1/chat/completions", messages=messages, max_completion_tokens=6, logprobs=True
+    )
+    assert reply["usage"]["prompt_tokens"] == len(prompt)
+    right = answer(prompt, 6)
+    stream = text.stream(skip_special_tokens=True)
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "".join(map(stream, right))}
+    assert len(reply["choices"][0]["logprobs"]["content"]) == 6
+    events = await api.events("/v1/chat/completions", messages=messages, max_tokens=6)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
+    assert "".join(pieces) == reply["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "does not exist"),
+        ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [999]}, 400, "token ids from 0 to"),
+        ("/v1/completions", {"prompt": [True]}, 400, "token ids from 0 to"),
+        ("/v1/completions", {"prompt": [{"a": 1}]}, 400, "Expected text, token ids"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 600}, 400, "maximum context length is 512"),
+        ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p must be in"),
+        ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "1 to 128 answers"),
+        ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop cannot contain"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "Expected token ids"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
+        ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "tools": [1]},
+            400,
+            "tools is not supported",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "parts of text",
+        ),
+    ],
+)
+async def test_bad_requests_are_told_why(
+    api: Api, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    found, reply = await api.ask(path, **body)
+    assert found == status, reply
+    assert message in reply["error"]["message"]
+
+
+async def test_a_client_that_leaves_frees_everything(api: Api) -> None:
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 400, "temperature": 0}
+    for stream in (True, False):
+        for stage in api.rig.stages.values():
+            stage.runner.gate.set()
+        asking = asyncio.create_task(
+            api.http.post(f"{api.url}/v1/completions", json={**body, "stream": stream})
+        )
+        await until(lambda: api.rig.coordinator.in_flight == 1)
+        await until(lambda: any(stage.pool.used for stage in api.rig.stages.values()))
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await asking).close()
+        await api.rig.idle()
+
+
+async def test_health_models_and_metrics(api: Api) -> None:
+    async with api.http.get(f"{api.url}/health") as reply:
+        assert reply.status == 200
+    async with api.http.get(f"{api.url}/v1/models") as reply:
+        card = (await reply.json())["data"][0]
+        assert (card["id"], card["max_model_len"]) == ("m", 512)
+    async with api.http.get(f"{api.url}/metrics") as reply:
+        page = await reply.text()
+    assert 'vllm:num_requests_running{model_name="m"} 0.0' in page
+    assert 'hetlb_stage_up{stage="a"} 1.0' in page
+    await api.rig.stages["a"].kill()
+    await api.rig.stages["b"].kill()
+    await until(lambda: not api.rig.coordinator.scheduler.passable)
+    async with api.http.get(f"{api.url}/health") as reply:
+        assert reply.status == 503
+    assert (await api.ask("/v1/completions", prompt="x"))[0] == 503
+
+
+async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> None:
+    made = Rig(folder)
+    process: asyncio.subprocess.Process | None = None
+    try:
+        for stage in made.stages.values():
+            await stage.start()
+        workers = [
+            {"name": name, "url": f"http://127.0.0.1:{stage.port}"} for name, stage in made.stages.items()
+        ]
+        file = tmp_path / "fleet.yaml"
+
+        def write(used: list[dict[str, str]]) -> None:
+            table = {"folder": str(folder), "workers": used, "reconnect_s": 0.05}
+            models = [{"name": "m", "stages": table}]
+            file.write_text(
+                yaml.safe_dump({"version": 1, "listen": {"port": 0}, "admin": {"port": 0}, "models": models})
+            )
+
+        write([workers[0], workers[2]])
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", "serve", "--config", str(file),
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        url, admin = re.findall(r"http://[\d.:]+", (await process.stdout.readline()).decode())
+        async with aiohttp.ClientSession() as http:
+            api = Api(made, http, url)
+            _, reply = await api.ask("/v1/completions", prompt=[7, 8], max_tokens=9, return_token_ids=True)
+            assert reply["choices"][0]["token_ids"] == answer([7, 8], 9)
+            events = await api.events("/v1/completions", prompt=[7, 8], max_tokens=9, return_token_ids=True)
+            assert [event["choices"][0]["token_ids"][0] for event in events] == answer([7, 8], 9)
+            write(workers)
+            async with http.post(f"{admin}/v1/reload") as reloaded:
+                assert reloaded.status == 200, await reloaded.text()
+
+            async def stages() -> dict[str, Any]:
+                async with http.get(f"{admin}/v1/fleet") as shown:
+                    instance = (await shown.json())["models"][0]["instances"][0]
+                assert instance["in_flight"] == instance["kv_reserved_tokens"] == instance["workload"] == 0
+                return {each["name"]: each for each in instance["stages"]}
+
+            async with asyncio.timeout(20):
+                while [each["state"] for each in (await stages()).values()] != ["up"] * 4:
+                    await asyncio.sleep(0)
+            assert (await stages())["b"] == {
+                "name": "b", "url": workers[1]["url"], "state": "up", "problem": None, "layers": [0, 6],
+                "in_flight": 0, "kv_reserved_token_layers": 0, "kv_token_layers": 100_000,
+            }  # fmt: skip
+    finally:
+        if process is not None:
+            process.terminate()
+            await process.wait()
+        for stage in made.stages.values():
+            await stage.kill()

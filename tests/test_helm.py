@@ -1,0 +1,132 @@
+"""The Helm chart, rendered and linted by Helm's own engine: hetlb accepts what comes out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hetlb
+from hetlb.cli.main import build_parser, main
+from hetlb.config.fleet import load_fleet
+from hetlb.proxy.service import READINESS_LAG_S
+
+helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")
+
+CHART = Path(__file__).parents[1] / "configs" / "helm" / "hetlb"
+TOKEN = "0123456789abcdef0123456789abcdef"
+EVERYTHING: dict[str, Any] = {
+    "image": {"repository": "registry.example/hetlb", "tag": "1.2.3"},
+    "files": {"fast.yaml": "a: 1\nb:\n  - 2\n"},
+    "secretFiles": [{"secret": "keys", "key": "clients", "path": "secrets/clients.yaml"}],
+    "service": {"type": "LoadBalancer", "port": 8000, "annotations": {"a": "b"}},
+    "nodeSelector": {"pool": "cpu"},
+    "tolerations": [{"key": "k", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "podAnnotations": {"c": "d"},
+    "priorityClassName": "high",
+    "imagePullSecrets": [{"name": "registry"}],
+    "rbac": {"create": True},
+    "serviceMonitor": {"enabled": True},
+}
+
+
+def rendered(values: dict[str, Any] | None = None) -> dict[tuple[str, str], dict[str, Any]]:
+    """The objects of the chart by kind and name."""
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values or {}, name="demo", namespace="prod")
+    documents = [
+        document
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for document in yaml.safe_load_all(text)
+        if document
+    ]
+    return {(each["kind"], each["metadata"]["name"]): each for each in documents}
+
+
+def pod(objects: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["Deployment", "demo-hetlb"]["spec"]["template"]["spec"]
+    return spec
+
+
+def write_fleet(folder: Path, objects: dict[tuple[str, str], dict[str, Any]]) -> Path:
+    """The files of /etc/hetlb as the pod has them."""
+    (folder / "secrets").mkdir()
+    (folder / "secrets" / "admin-token").write_text(f"{TOKEN}\n")
+    for name, text in objects["ConfigMap", "demo-hetlb"]["data"].items():
+        (folder / name).write_text(text)
+    return folder / "fleet.yaml"
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_helm_finds_nothing_to_complain_about(values: dict[str, Any]) -> None:
+    report = helm.lint(str(CHART), values, strict=True)
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"] == hetlb.__version__
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_hetlb_serves_the_fleet_and_the_services_lead_to_it(values: dict[str, Any], tmp_path: Path) -> None:
+    objects = rendered(values)
+    path = write_fleet(tmp_path, objects)
+    assert main(["serve", "--config", str(path), "--check"]) == 0
+    fleet = load_fleet(path)
+    (container,) = pod(objects)["containers"]
+    args = build_parser("serve").parse_args(container["args"])
+    assert args.config == Path("/etc/hetlb/fleet.yaml")
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": fleet.listen.port, "admin": fleet.admin.port}
+    labels = objects["Deployment", "demo-hetlb"]["spec"]["template"]["metadata"]["labels"]
+    for name, port in (("demo-hetlb", "http"), ("demo-hetlb-admin", "admin")):
+        service = objects["Service", name]["spec"]
+        assert service["selector"].items() <= labels.items()
+        assert service["ports"][0]["targetPort"] == port
+    mounts = {each["name"] for each in container["volumeMounts"]}
+    assert mounts == {each["name"] for each in pod(objects)["volumes"]}
+
+
+def test_the_pod_has_time_to_drain() -> None:
+    spec = pod(rendered({"fleet": {"proxy": {"shutdown_grace_s": 300}}}))
+    _, slept = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert spec["terminationGracePeriodSeconds"] > float(slept) + READINESS_LAG_S + 300
+
+
+def test_large_numbers_of_the_fleet_arrive_as_they_were_written(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path, rendered({"fleet": {"proxy": {"max_body_bytes": 67108864}}}))
+    assert load_fleet(path).proxy.max_body_bytes == 67108864
+
+
+def test_what_is_not_asked_for_is_not_there() -> None:
+    kinds = {kind for kind, _ in rendered()}
+    assert kinds == {"ConfigMap", "Deployment", "Service", "ServiceAccount"}
+    assert pod(rendered())["automountServiceAccountToken"] is False
+    objects = rendered(EVERYTHING)
+    assert {"Role", "RoleBinding", "ServiceMonitor"} <= {kind for kind, _ in objects}
+    account = pod(objects)["serviceAccountName"]
+    assert objects["RoleBinding", "demo-hetlb"]["subjects"][0]["name"] == account
+    monitor = objects["ServiceMonitor", "demo-hetlb"]["spec"]["selector"]["matchLabels"]
+    assert monitor.items() <= objects["Service", "demo-hetlb-admin"]["metadata"]["labels"].items()
+    assert not monitor.items() <= objects["Service", "demo-hetlb"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"fleet": {"listen": {"port": 1}}},
+        {"service": {"port": "http"}},
+        {"image": {"repository": ""}},
+        {"replicas": 2},
+    ],
+    ids=["listen", "port", "image", "replicas"],
+)
+def test_a_value_that_the_chart_does_not_take_is_refused(values: dict[str, Any]) -> None:
+    with helm.Chart.load(str(CHART)) as chart, pytest.raises(helm.HelmError):
+        chart.validate_schema(chart.merge_values(values))

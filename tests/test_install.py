@@ -1,0 +1,129 @@
+"""`pip install hetlb` is enough for the commands that serve; the others name their extra in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import hetlb.demo
+from hetlb.cli.main import COMMANDS
+from hetlb.extras import EXTRAS
+
+ROOT = Path(__file__).parents[1]
+DEMO = Path(hetlb.demo.__file__).parent
+BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion", "stage")
+#: Largest installed tree without the tools, in bytes.
+LARGEST_TREE = 60_000_000
+
+ENGINE = ("engine", "--profile", str(DEMO / "fast.yaml"), "--served-model-name", "m", "--port", "0")
+
+#: A `hetlb` in which the packages of the extra `tools` cannot be imported.
+BLOCKED = """
+import sys
+from hetlb.cli.main import main
+from hetlb.extras import EXTRAS
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def hetlb_without_tools(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def start_until_ready(command: list[str]) -> str:
+    """Start a server, wait for its first line, stop it as Ctrl-C does; returns the line."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            return process.stdout.readline()
+        finally:
+            process.terminate()
+
+
+def test_every_extra_is_one_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.items():
+        assert any(line.startswith(package) for line in project["optional-dependencies"][extra])
+        assert not any(line.startswith(package) for line in project["dependencies"])
+
+
+@pytest.mark.parametrize("command", BASE_COMMANDS)
+def test_a_base_command_needs_no_extra(command: str) -> None:
+    assert hetlb_without_tools(command, "--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*BASE_COMMANDS}))
+def test_a_command_whose_extra_is_missing_says_so_in_one_line(command: str) -> None:
+    done = hetlb_without_tools(command)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"hetlb {command}: expected the package ")
+    assert line.endswith("to be installed: pip install 'hetlb[tools]'")
+
+
+def test_completion_of_the_base_commands_needs_no_extra() -> None:
+    done = hetlb_without_tools("completion", "bash")
+    assert done.returncode == 0, done.stderr
+    assert "--event-log" in done.stdout
+
+
+def test_simulate_and_explain_run_without_the_tools() -> None:
+    fleet = str(ROOT / "configs" / "two-servers.yaml")
+    simulated = hetlb_without_tools(
+        "simulate", "--config", fleet, "--trace", str(DEMO / "trace.csv"), "--num-prompts", "20", "--json"
+    )
+    assert (simulated.returncode, simulated.stdout[:1]) == (0, "{"), simulated.stderr
+    explained = hetlb_without_tools("explain", "--config", fleet, "--input", "512", "--json")
+    assert (explained.returncode, explained.stdout[:1]) == (0, "{"), explained.stderr
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.csv")
+    done = hetlb_without_tools("simulate", "--trace", missing, "--plot", str(tmp_path / "p.png"))
+    assert done.returncode == 2
+    assert "the package matplotlib" in done.stderr
+
+
+def test_engine_and_serve_start_without_the_tools() -> None:
+    hetlb = [sys.executable, "-c", BLOCKED]
+    assert start_until_ready([*hetlb, *ENGINE]).startswith("hetlb engine ready on ")
+    serve = ["serve", "--instance", "http://127.0.0.1:9", "--port", "0", "--admin-port", "0"]
+    assert start_until_ready([*hetlb, *serve]).startswith("hetlb ready on ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_empty_environment_gets_a_small_tree_that_serves(tmp_path: Path) -> None:
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HETLB"))}
+
+    def run(*command: str) -> str:
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment
+        ).stdout
+
+    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(ROOT))
+    run(python, "-m", "pip", "uninstall", "-q", "-y", "pip", "setuptools")  # the environment's own
+    size = sum(each.lstat().st_size for each in (folder / "lib").rglob("*") if each.is_file())
+    assert size <= LARGEST_TREE
+    hetlb = str(folder / "bin" / "hetlb")
+    for command in BASE_COMMANDS:
+        run(hetlb, command, "--help")
+    assert start_until_ready([hetlb, *ENGINE]).startswith("hetlb engine ready on ")

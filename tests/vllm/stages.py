@@ -1,0 +1,173 @@
+"""Real stages of a small model as processes, and `hetlb serve` in front of them; shared with bench/stages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TORCH_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+MODELS = ROOT / ".cache" / "stage-models"
+#: Layers by worker: ranges that overlap.
+RANGES = {"a": "0:7", "b": "0:6", "c": "5:12", "d": "6:12"}
+#: Milliseconds of one layer of a fast machine, and how much longer a slow one takes: far above what the small
+#: model needs, so that a busy machine changes little.
+FAST_MS, SLOW = 4.0, 2.5
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def make_models() -> Path:
+    """The models, made once."""
+    script = Path(__file__).parent / "make_stage_models.py"
+    subprocess.run([TORCH_PYTHON, script, "make", MODELS], check=True, env=environment(), timeout=300)
+    return MODELS
+
+
+def reference(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens by transformers."""
+    script = Path(__file__).parent / "make_stage_models.py"
+    run = subprocess.run(
+        [TORCH_PYTHON, script, "answer", folder, str(count)],
+        input=json.dumps(prompts), capture_output=True, text=True, check=True, env=environment(), timeout=300,
+    )  # fmt: skip
+    found: list[list[int]] = json.loads(run.stdout)
+    return found
+
+
+def write_times(path: Path) -> Path:
+    """Layer times of two kinds of machine, `fast` and `slow`."""
+    rows = ["gpu_type,phase,batch_tokens,time_per_layer_ms"]
+    for kind, factor in (("fast", 1.0), ("slow", SLOW)):
+        for tokens, ms in ((0, 0.0), (64, 1.0), (256, 3.0), (2048, 24.0)):
+            rows.append(f"{kind},prompt,{tokens},{FAST_MS * factor * ms / 2}")
+        for requests, ms in ((0, 0.0), (1, 1.0), (64, 2.0)):
+            rows.append(f"{kind},decode,{requests},{FAST_MS * factor * ms}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """The line that says that it is ready."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        return lines.readline()
+
+
+class StageProcess:
+    """One `hetlb stage`."""
+
+    def __init__(self, folder: Path, layers: str, *flags: str, port: int = 0) -> None:
+        self._command = [
+            str(TORCH_PYTHON), "-m", "hetlb", "stage", "--model", str(folder), "--layers", layers,
+            "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--threads", "1",
+            "--max-num-seqs", "64", *flags,
+        ]  # fmt: skip
+        self.url = ""
+        self.process = self._start(port)
+
+    def _start(self, port: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, "--port", str(port)], env=environment(), stdout=subprocess.PIPE, text=True
+        )
+
+    def ready(self) -> str:
+        """Wait for its address."""
+        self.url = _first_line(self.process).split()[-1]
+        return self.url
+
+    def restart(self) -> None:
+        """Start it again on its port."""
+        self.process = self._start(int(self.url.rpartition(":")[2]))
+        self.ready()
+
+    def kv_usage(self) -> float:
+        """What it says of its KV cache."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        return float(re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.MULTILINE)[0])
+
+    def stop(self) -> None:
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Rig:
+    """Four stages and the proxy in front of them."""
+
+    def __init__(self, url: str, admin: str, stages: Mapping[str, StageProcess], events: Path) -> None:
+        self.url, self.admin, self.stages, self.events = url, admin, stages, events
+
+    def fleet(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.admin}/v1/fleet", timeout=10) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def idle(self) -> bool:
+        """True once nothing is in flight or held anywhere."""
+        instance = self.fleet()["models"][0]["instances"][0]
+        booked = [instance["in_flight"], instance["kv_reserved_tokens"], instance["workload"]]
+        for stage in instance["stages"]:
+            booked += [stage["in_flight"], stage["kv_reserved_token_layers"]]
+        held = [stage.kv_usage() for stage in self.stages.values() if stage.process.poll() is None]
+        return not any(booked) and not any(held)
+
+    def wait_idle(self, seconds: float = 30.0) -> None:
+        until = time.monotonic() + seconds
+        while not self.idle():
+            assert time.monotonic() < until, self.fleet()
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def rig(
+    folder: Path, where: Path, *, scheduler: str = "hetlb", flags: Mapping[str, tuple[str, ...]] | None = None
+) -> Iterator[Rig]:
+    """Four stages with overlapping layers behind one proxy; `flags` by worker."""
+    stages = {
+        name: StageProcess(folder, layers, *(flags or {}).get(name, ())) for name, layers in RANGES.items()
+    }
+    proxy: subprocess.Popen[str] | None = None
+    try:
+        workers = [{"name": name, "url": stage.ready()} for name, stage in stages.items()]
+        table = {"folder": str(folder), "workers": workers, "scheduler": scheduler, "reconnect_s": 0.2}
+        file, events = where / "fleet.yaml", where / "events.jsonl"
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "version": 1,
+                    "listen": {"port": 0},
+                    "admin": {"port": 0},
+                    "proxy": {"request_log": False},
+                    "models": [{"name": "m", "stages": table}],
+                }
+            )
+        )
+        proxy = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", "serve", "--config", str(file), "--event-log", str(events)],
+            env=environment(), stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        url, admin = re.findall(r"http://[\d.:]+", _first_line(proxy))
+        yield Rig(url, admin, stages, events.with_name("events.jsonl.stages"))
+    finally:
+        if proxy is not None:
+            proxy.send_signal(signal.SIGINT)
+            proxy.wait(20)
+        for stage in stages.values():
+            stage.stop()
