@@ -49,10 +49,11 @@ _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")
 _MYPY = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
 #: Functions call each other within one library: nobody puts others in their place (3 % of a request).
 _CFLAGS = "-fno-semantic-interposition"
+#: -O1: half the compile time of -O3 and no request costs more (bench/compile_modules.py).
 _SETUP = """\
 from mypyc.build import mypycify
 from setuptools import setup
-setup(name="hetlb", packages=[], ext_modules=mypycify({files!r}, opt_level="3", debug_level="0"))
+setup(name="hetlb", packages=[], ext_modules=mypycify({files!r}, opt_level="1", debug_level="0"))
 """
 
 

@@ -19,5 +19,5 @@ def compiled() -> bool:
 
 def version_line() -> str:
     """Version and build, with the cost of the slow build."""
-    cost = f"interpreted: a request takes about {SLOWDOWN} times the CPU of the compiled build"
+    cost = f"interpreted: {SLOWDOWN} times the CPU of the compiled build"
     return f"hetlb {__version__} ({'compiled' if compiled() else cost})"

@@ -220,6 +220,15 @@ class Process:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path: Path) -> None:
+    await upgrades(tmp_path, 10, 200)
+
+
+async def test_an_upgrade_under_load(tmp_path: Path) -> None:
+    await upgrades(tmp_path, 1, 30)
+
+
+async def upgrades(tmp_path: Path, times: int, count: int) -> None:
+    """Replace the process so often, each time with so many open streams and 200 requests/s beside them."""
     streams = Streams()
     async with Upstream(streams) as engine:
         fleet = document(engine, proxy={"request_log": False})
@@ -246,11 +255,11 @@ async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path
 
             asking = [asyncio.create_task(requests()) for _ in range(10)]
             ended = []
-            for turn in range(10):
+            for turn in range(times):
                 streams.end.clear()
                 streams.begun = 0
-                open_ = [asyncio.create_task(stream()) for _ in range(200)]
-                await turns_until(lambda: streams.begun == 200)
+                open_ = [asyncio.create_task(stream()) for _ in range(count)]
+                await turns_until(lambda: streams.begun == count)
                 before = len(statuses)
                 successor = await Process.start(*flags)
                 assert await successor.ready() == (port, admin), turn
@@ -266,7 +275,7 @@ async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path
             for log in await asyncio.gather(*ended):
                 assert "Traceback" not in log
         assert set(statuses) == {200}
-        assert len(tails) == 2000
+        assert len(tails) == times * count
         assert all(tail.endswith(b"data: [DONE]\n\n") for tail in tails)
         assert all(instance[key] == 0 for key in ("in_flight", "workload", "kv_reserved_tokens"))
         running.process.send_signal(signal.SIGTERM)
