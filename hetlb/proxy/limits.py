@@ -25,6 +25,10 @@ _WEIGHT: Final = 0.1
 _IN_FLIGHT_AGAIN_S: Final = 1.0
 
 
+#: Texts of durations with a line end, by tenths of a second: a window has 601 of them.
+_DURATIONS: dict[int, bytes] = {}
+
+
 class _Slot:
     """What was counted within `_SLOT_S`; `until` is its end."""
 
@@ -78,9 +82,23 @@ class Window:
                 break
         return max(_CLOCK_S, until + WINDOW_S - now + _CLOCK_S)
 
-    def empty_in_s(self, now: float) -> float:
-        """Seconds until nothing counts any more."""
-        return max(0.0, self._slots[-1].until + WINDOW_S - now) if self._slots else 0.0
+    def lines(self, limit: int, names: tuple[bytes, bytes], now: float) -> bytes:
+        """Header lines: the limit, what is left of it, and when nothing counts any more."""
+        slots = self._slots
+        if slots and slots[0].until + WINDOW_S <= now:
+            self.forget(now)
+        tenths = int((slots[-1].until + WINDOW_S - now) * 10.0) if slots else 0
+        text = _DURATIONS.get(tenths)
+        if text is None:
+            text = _DURATIONS[tenths] = duration(tenths / 10.0) + b"\r\n"
+        left = limit - self.total
+        return names[0] + str(left if left > 0 else 0).encode("ascii") + names[1] + text
+
+
+def _names(name: bytes, limit: int | None) -> tuple[bytes, bytes]:
+    """What stands before the figure of what is left, and after it."""
+    begin = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: " % (name, limit or 0, name)
+    return begin, b"\r\nx-ratelimit-reset-%b: " % name
 
 
 class Limiter:
@@ -92,12 +110,14 @@ class Limiter:
         self._tokens = Window()
         self._in_flight = 0
         self._answer = _FIRST_ANSWER
+        self._write_names(limits)
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> Ticket:
         """Count a request that comes; `max_tokens` 0: it names none. Raises `Refusal` (429)."""
         limits, requests, tokens = self.limits, self._requests, self._tokens
         requests.forget(now)
-        tokens.forget(now)
+        if limits.tokens_per_minute is not None:
+            tokens.forget(now)
         reserved = prompt_tokens + (max_tokens or round(self._answer))
         if limits.in_flight is not None and self._in_flight >= limits.in_flight:
             raise self._refusal(f"{limits.in_flight} requests in flight", _IN_FLIGHT_AGAIN_S, now)
@@ -122,19 +142,21 @@ class Limiter:
 
     def headers(self, now: float) -> bytes:
         """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
-        self._requests.forget(now)
-        self._tokens.forget(now)
+        limits = self.limits
+        if limits is not self._written:
+            self._write_names(limits)
         lines = b""
-        for name, limit, window in (
-            (b"requests", self.limits.requests_per_minute, self._requests),
-            (b"tokens", self.limits.tokens_per_minute, self._tokens),
-        ):
-            if limit is not None:
-                left, whole = max(0, limit - window.total), duration(window.empty_in_s(now))
-                lines += b"x-ratelimit-limit-%b: %d\r\n" % (name, limit)
-                lines += b"x-ratelimit-remaining-%b: %d\r\n" % (name, left)
-                lines += b"x-ratelimit-reset-%b: %b\r\n" % (name, whole)
+        if limits.requests_per_minute is not None:
+            lines = self._requests.lines(limits.requests_per_minute, self._request_lines, now)
+        if limits.tokens_per_minute is not None:
+            lines += self._tokens.lines(limits.tokens_per_minute, self._token_lines, now)
         return lines
+
+    def _write_names(self, limits: LimitsTable) -> None:
+        """Keep the parts of the header lines that are the same for every answer."""
+        self._written = limits
+        self._request_lines = _names(b"requests", limits.requests_per_minute)
+        self._token_lines = _names(b"tokens", limits.tokens_per_minute)
 
     def _refusal(self, what: str, wait_s: float, now: float) -> Refusal:
         message = f"This API key has reached its limit of {what}. Please try again in {wait_s:.3g} s."
