@@ -13,7 +13,7 @@ from hetlb.errors import ConfigError
 
 
 class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a key may use at most: requests and tokens of any 60 seconds, requests at one time."""
+    """Limits of a key: requests and tokens of any 60 seconds, requests at one time."""
 
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None

@@ -50,7 +50,7 @@ class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where instances come from besides `models`.
+    """Sources of instances besides `models`.
 
     `files` are files or folders of files with `models`, as in a fleet file; the fleet file itself may be one
     of them and is then reloaded when it changes. `poll_s`: how often files are looked at where the kernel

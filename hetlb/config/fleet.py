@@ -349,7 +349,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def discovery(self) -> DiscoveryTable | None:
-        """Where instances come from besides the file."""
+        """Sources of instances besides the file."""
         return self.written.discovery
 
     def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
@@ -436,7 +436,7 @@ def check_url(url: str, where: str) -> str:
 
 
 def same_server(one: str, other: str) -> bool:
-    """Whether two base URLs lead to one address: scheme, host and port, the default port filled in."""
+    """True if two base URLs lead to one address: scheme, host and port, the default port filled in."""
     return _origin(one) == _origin(other)
 
 
@@ -721,7 +721,7 @@ def _check_names(file: FleetFile, where: str) -> None:
 
 
 class _Resolved:
-    """What the models of a file resolve to, one after the other."""
+    """The models of a file, resolved one after the other."""
 
     def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile, where: str) -> None:
         self._base = base

@@ -103,7 +103,7 @@ def parse(text: str) -> EngineSample:
 
 
 def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
-    """Whether an engine says that it is not awake; None where no engine tells."""
+    """True if an engine says that it is not awake; None where no engine tells."""
     awake = [
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
     ]

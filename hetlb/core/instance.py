@@ -328,7 +328,7 @@ class Instance:
 
     @property
     def learnt(self) -> bool:
-        """Whether answers have shown its speed where no profile tells it."""
+        """True if answers have shown its speed where no profile tells it."""
         return self.speed.factor != 1.0 or self.speed.seen
 
     def update(self, spec: InstanceSpec, now: float) -> None:

@@ -321,7 +321,7 @@ class Scheduler:
         return self._leased[lease.id]
 
     def available(self, model: str) -> bool:
-        """Whether some instance of a model takes requests."""
+        """True if some instance of a model takes requests."""
         return model in self._ready and model not in self._down_since
 
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:

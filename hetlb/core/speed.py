@@ -91,7 +91,7 @@ class SpeedTracker:
 
     @property
     def seen(self) -> bool:
-        """Whether some answer has shown a speed."""
+        """True if some answer has shown a speed."""
         return self._observed_s > (PRIOR_S if self._profiled else 0.0)
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:

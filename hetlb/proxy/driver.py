@@ -130,7 +130,7 @@ class ExchangeDriver(ABC):
         """Every name that some instance answers to."""
 
     def available(self, model: str) -> bool:
-        """Whether some instance of a model takes requests, as far as this process knows."""
+        """True if some instance of a model takes requests, as far as this process knows."""
         return True
 
     @property

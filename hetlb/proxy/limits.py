@@ -30,7 +30,7 @@ _DURATIONS: dict[int, bytes] = {}
 
 
 class _Slot:
-    """What was counted within `_SLOT_S`; `until` is its end."""
+    """The amount counted within `_SLOT_S`; `until` is its end."""
 
     __slots__ = ("amount", "until")
 
@@ -40,7 +40,7 @@ class _Slot:
 
 
 class Window:
-    """What was counted in the last `WINDOW_S` seconds."""
+    """The amounts counted in the last `WINDOW_S` seconds."""
 
     __slots__ = ("_slots", "total")
 
@@ -96,7 +96,7 @@ class Window:
 
 
 def _names(name: bytes, limit: int | None) -> tuple[bytes, bytes]:
-    """What stands before the figure of what is left, and after it."""
+    """The text before the figure of what is left, and after it."""
     begin = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: " % (name, limit or 0, name)
     return begin, b"\r\nx-ratelimit-reset-%b: " % name
 

@@ -101,7 +101,7 @@ class Scraper:
 
     @property
     def started(self) -> bool:
-        """Whether `start` was called."""
+        """True if `start` was called."""
         return self._session is not None
 
     def add(self, target: Target) -> None:
@@ -215,7 +215,7 @@ class Scraper:
             raise
 
     async def _probe(self, target: Target) -> tuple[ProbeResult | None, str]:
-        """What a probe found, None where this machine could not try; and how it failed."""
+        """Probe an engine: the result, None where this machine could not try; and how it failed."""
         try:
             status, _ = await self._get(target, "/health")
         except _LocalTroubleError:

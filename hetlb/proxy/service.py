@@ -254,7 +254,7 @@ class FleetService(ABC):
         return {each.name: each.spec for each in self.scheduler.instances}
 
     def spec_of(self, found: Found) -> InstanceSpec:
-        """What a server that was found is to the scheduler. Raises `InputError`."""
+        """The scheduler's view of a server that was found. Raises `InputError`."""
         table = InstanceTable(
             name=found.name,
             url=found.url,
@@ -862,7 +862,7 @@ def _tokenizers(file: FleetFile) -> dict[str, str | None]:
 
 
 def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
-    """Whether two specs are of one server: only its profile, capacity or weight may differ."""
+    """True if two specs are of one server: only its profile, capacity or weight may differ."""
     return (one.url, one.model) == (other.url, other.model)
 
 

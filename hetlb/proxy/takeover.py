@@ -205,7 +205,7 @@ class Offer:
             await asyncio.sleep(TELL_S)
 
     def _changes(self) -> Iterable[Packet]:
-        """What has changed since the last call; every grant before the ends."""
+        """Changes since the last call; every grant before the ends."""
         leases = [lease for each in self._scheduler.instances for lease in each.leases.values()]
         now = asyncio.get_running_loop().time()
         live = {lease.id: lease.first_token_at is not None for lease in leases}

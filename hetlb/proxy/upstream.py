@@ -47,7 +47,7 @@ _COPIED_BYTES: Final = 16 << 10
 
 
 def local_trouble(error: OSError) -> bool:
-    """Whether a failed connection is the fault of this machine; an address that is not found is not."""
+    """True if a failed connection is the fault of this machine; an address that is not found is not."""
     if isinstance(error, socket.gaierror):
         return error.errno == socket.EAI_MEMORY
     return error.errno in LOCAL_ERRNOS

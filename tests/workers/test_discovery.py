@@ -23,7 +23,9 @@ async def test_what_is_found_is_served_by_every_relay(serve: Serve, tmp_path: Pa
             assert (await proxy.ask()).status == 200
         instance_file(folder / "a.yaml", [two])  # type: ignore[list-item]
         await proxy.fleet_until(
-            lambda each: [i["name"] for i in each["models"][0]["instances"]] == ["e0"]
-            and each["models"][0]["instances"][0]["url"] == two.url
+            lambda each: (
+                [i["name"] for i in each["models"][0]["instances"]] == ["e0"]
+                and each["models"][0]["instances"][0]["url"] == two.url
+            )
         )
         assert {reply.status for reply in await proxy.both_serve()} == {200}

@@ -1,4 +1,4 @@
-"""Whether the work is shared as the speeds say, by model: figures per instance and one sentence.
+"""True if the work is shared as the speeds say, by model: figures per instance and one sentence.
 
 Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
 instance should have is its speed at the mean request over that of all that take requests.
@@ -44,7 +44,7 @@ class Part:
 
 
 def sentence(parts: Sequence[Part], waiting: int, policy: str, requests: int = 1 << 30) -> tuple[bool, str]:
-    """Whether the work is shared as it should be, and a sentence that says so.
+    """True if the work is shared as it should be, and a sentence that says so.
 
     Of few `requests` one more or less is a large share.
     """
@@ -104,7 +104,7 @@ def parts(
 
 
 def _out(instance: Instance) -> str:
-    """Why an instance takes no requests, "" where it does."""
+    """Reason for which an instance takes no requests, "" where it does."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.health.state is Health.EJECTED:

@@ -51,7 +51,7 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which decisions are asked for; "" and 0 leave out nothing. `request` is an `x-request-id` or a number.
+    """A filter of decisions; "" and 0 leave out nothing. `request` is an `x-request-id` or a number.
 
     `outcome` is an outcome of requests, or `running`; `longer_s` is the least time from dispatch on.
     """
@@ -63,7 +63,7 @@ class Wanted:
     longer_s: float = 0.0
 
     def fits(self, dispatch: Dispatch, now: float) -> bool:
-        """Whether a decision is one of them."""
+        """True if a decision is one of them."""
         lease = dispatch.lease
         if self.request and self.request not in (dispatch.label, str(dispatch.request_id)):
             return False

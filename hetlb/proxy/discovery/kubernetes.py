@@ -147,7 +147,7 @@ class ExpiredError(Exception):
 
 
 class ApiServer:
-    """How the API server is reached. The token is read anew for every request: it is rotated."""
+    """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
 
     def __init__(self, table: KubernetesTable, base: Path) -> None:
         host, port = (
@@ -185,7 +185,7 @@ class ApiServer:
             raise SourceFailedError(f"{self._ca}: expected PEM certificates: {error.strerror}") from error
 
     def headers(self) -> dict[str, str]:
-        """Whom the requests come from. Raises `SourceFailedError`."""
+        """The token as a header. Raises `SourceFailedError`."""
         if self._token is None:
             return {}
         try:

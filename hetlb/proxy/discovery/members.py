@@ -26,7 +26,7 @@ class Roster(Protocol):
         """All instances now, by name."""
 
     def spec_of(self, found: Found) -> InstanceSpec:
-        """What a server is to the scheduler, its profile chosen. Raises `InputError`."""
+        """The scheduler's view of a server, its profile chosen. Raises `InputError`."""
 
     def join(self, spec: InstanceSpec) -> None: ...
     def leave(self, name: str) -> None: ...

@@ -98,7 +98,7 @@ _ANTHROPIC_TYPES = {
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Whether clients of a path expect errors in the form of Anthropic's Messages API."""
+    """True if clients of a path expect errors in the form of Anthropic's Messages API."""
     return path.startswith("/v1/messages")
 
 

@@ -126,7 +126,7 @@ class InstanceTotals:
 
 
 class AccountTotals:
-    """What one tenant has used of one model."""
+    """Use of one model by one tenant."""
 
     __slots__ = ACCOUNT_COUNTS
 
@@ -186,7 +186,7 @@ class Totals:
         return totals
 
     def account(self, tenant: str | None, model: str) -> AccountTotals:
-        """What a tenant has used of a model."""
+        """Use of a model by a tenant."""
         key = (tenant or "", model)
         account = self.accounts.get(key)
         if account is None:

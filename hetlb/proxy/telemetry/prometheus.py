@@ -371,7 +371,7 @@ class MetricsPage:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """How full the instances of one model are. `saturation` may exceed 1: requests wait."""
+    """Load of the instances of one model. `saturation` may exceed 1: requests wait."""
 
     model: str
     instances: int
@@ -399,7 +399,7 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
 
 
 def _accounts(totals: Totals) -> Iterator[Piece]:
-    """What each tenant has used of each model."""
+    """Use of each model by each tenant."""
     families: tuple[tuple[str, str, Callable[[AccountTotals], Number]], ...] = (
         ("hetlb_tenant_requests_total", "Requests of the tenant that ended.", lambda each: each.requests),
         (
