@@ -7,6 +7,7 @@ A request that alone is over the limit passes only an empty window.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
@@ -160,7 +161,8 @@ class Limiter:
 
     def _refusal(self, what: str, wait_s: float, now: float) -> Refusal:
         message = f"This API key has reached its limit of {what}. Please try again in {wait_s:.3g} s."
-        return Refusal(RATE_LIMITED, message, wait_s, self.headers(now))
+        # Whole seconds, rounded up: sooner it would be of no use.
+        return Refusal(RATE_LIMITED, message, float(math.ceil(wait_s)), self.headers(now))
 
 
 class Ticket:

@@ -6,7 +6,6 @@ can have run.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import msgspec
@@ -166,8 +165,7 @@ def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[
     if answer.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if retry_after_s is not None:
-        # Rounded up: before that it would be of no use.
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+        headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
         # OpenAI's clients read this one first: whole seconds would bring them back all at once.
         headers.append((b"retry-after-ms", b"%d" % max(1000, round(retry_after_s * 1e3))))
     if answer.should_retry is not None:
