@@ -148,6 +148,7 @@ class Instance:
         "_loads",
         "_waiting_seen",
         "admin",
+        "asleep",
         "blocks",
         "busy_slots",
         "busy_until",
@@ -220,6 +221,8 @@ class Instance:
         self.busy_slots = 0
         self.admin = AdminState.READY
         self.removed = False
+        #: Whether its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
+        self.asleep = False
         self.profiled = spec.latency is not None
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
@@ -339,6 +342,23 @@ class Instance:
         self.engines = self.speed.engines = engines
         self._update_parameters()
 
+    @property
+    def learnt(self) -> bool:
+        """True if answers have shown its speed where no profile tells it."""
+        return self.speed.factor != 1.0 or self.speed.seen
+
+    def update(self, spec: InstanceSpec, now: float) -> None:
+        """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
+        self._elapsed(now)
+        self.spec = spec
+        self.profiled = spec.latency is not None
+        self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
+        self.speed = SpeedTracker(self.profiled, now)
+        for lease in self.leases.values():
+            lease.mark = lease.first_mark = None
+        self.learn_capacity(spec.capacity)
+        self._update_parameters()
+
     def _update_parameters(self) -> None:
         slots, cache = self.max_num_seqs, self.kv_cache_tokens
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
@@ -362,7 +382,9 @@ class Instance:
     @property
     def routable(self) -> bool:
         """True if new work may go here at all."""
-        return not self.removed and self.admin is AdminState.READY and self.health.state is not Health.EJECTED
+        if self.removed or self.asleep:
+            return False
+        return self.admin is AdminState.READY and self.health.state is not Health.EJECTED
 
     def serves(self, model: str) -> bool:
         """True if this instance answers to `model`: by its own list once known, else as configured."""

@@ -44,6 +44,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     LeaseId,
     LiveLease,
@@ -211,7 +212,7 @@ def _why_not(instance: Instance) -> str:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
         return f"ejected: {instance.health.reason}"
-    return ""
+    return "asleep" if instance.asleep else ""
 
 
 def _prompt_needs(request: Request) -> int:
@@ -320,6 +321,16 @@ class Scheduler:
     def holder(self, lease: Lease) -> Instance:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._leased[lease.id]
+
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests."""
+        return model in self._ready and model not in self._down_since
+
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        demand = self._demands.get(model)
+        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        return {instance.name: mix.speed(instance) for instance in instances}
 
     @property
     def models(self) -> list[str]:
@@ -519,6 +530,7 @@ class Scheduler:
         if self._retrying:
             self._retrying.discard(lease.id)
         instance.release(lease, now)
+        lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self._drop(lease.decode, now)
         health = instance.health
@@ -660,7 +672,7 @@ class Scheduler:
             return self._flush(now)
         if isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not self._has_another(instance)
-            if not instance.health.on_probe(change.result, now, alone=alone):
+            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
@@ -673,6 +685,8 @@ class Scheduler:
             left, instance.admin = instance.admin, change.state
             if left is not AdminState.READY and change.state is AdminState.READY:
                 self._join(instance, now)
+        elif isinstance(change, InstanceUpdated):
+            instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
@@ -685,11 +699,13 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
-        longest = instance.longest_request_tokens
+        longest, slept = instance.longest_request_tokens, instance.asleep
         instance.learn_sample(sample, now)
-        if instance.longest_request_tokens != longest:
+        if sample.asleep is not None:
+            instance.asleep = sample.asleep
+        if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return []
+        return self._flush(now) if slept and not instance.asleep else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""

@@ -287,6 +287,7 @@ class Lease:
         "decode",
         "dispatched_at",
         "ended",
+        "ended_at",
         "evidence",
         "expected_first_s",
         "first_mark",
@@ -299,6 +300,7 @@ class Lease:
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
+        "outcome",
         "output_tokens",
         "predicted_output",
         "promised_tokens",
@@ -350,6 +352,9 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: How and when it ended, None before.
+        self.outcome: Outcome | None = None
+        self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
         #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
         self.decode: Lease | None = None
@@ -392,6 +397,18 @@ class InstanceRemoved(PickleByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceUpdated(PickleByFields):
+    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+
+    spec: InstanceSpec
+
+    @property
+    def name(self) -> str:
+        """The name of the instance."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
     """An operator set the administrative state."""
 
@@ -425,14 +442,21 @@ class ProbeResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed(PickleByFields):
-    """A health probe ended."""
+    """A health probe ended; `detail` says how one failed."""
 
     name: str
     result: ProbeResult
+    detail: str = field(default="", compare=False)
 
 
 InstanceChange: TypeAlias = (
-    InstanceAdded | InstanceRemoved | AdminStateSet | CapacityLearned | ModelsLearned | Probed
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceUpdated
+    | AdminStateSet
+    | CapacityLearned
+    | ModelsLearned
+    | Probed
 )
 
 
@@ -453,6 +477,8 @@ class EngineSample(PickleByFields):
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
     kv_usage_max: float | None = None
+    #: Whether one of its engines sleeps (vLLM's sleep mode).
+    asleep: bool | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------
@@ -476,7 +502,8 @@ class Candidate(PickleByFields):
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None. `terms` are a policy's own, by name, in seconds.
+    policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
+    each times its weight (1 where `weights` has none).
     """
 
     instance: str
@@ -488,6 +515,7 @@ class Candidate(PickleByFields):
     kv_utilization: float | None = None
     workload: float | None = None
     terms: dict[str, float] | None = None
+    weights: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -498,6 +526,7 @@ class Candidate(PickleByFields):
             "kv_utilization": self.kv_utilization,
             "workload": self.workload,
             "terms": self.terms,
+            "weights": self.weights,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,
@@ -514,6 +543,8 @@ class Dispatch:
     reason: str
     #: Makes the candidates from what was known at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+    #: `x-request-id` of the request, "" where the driver does not know it.
+    label: str = field(compare=False, repr=False, default="")
 
     def __init__(
         self,
@@ -526,6 +557,7 @@ class Dispatch:
         self.lease = lease
         self.reason = reason
         self.considered = considered
+        self.label = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -130,6 +130,10 @@ class ExchangeDriver(ABC):
     def models(self) -> Collection[str]:
         """Every name that some instance answers to."""
 
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests, as far as this process knows."""
+        return True
+
     @property
     def splits(self) -> bool:
         """True if some requests are prefilled at one instance and decoded at another."""
@@ -253,6 +257,8 @@ class ExchangeDriver(ABC):
         assert outcome is not None
         assert ended_at is not None
         del self.exchanges[exchange.request.id]
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
         lease = exchange.lease
         ended = self._ended
         ended.append(exchange)
@@ -466,6 +472,9 @@ class Driver(ExchangeDriver):
     def models(self) -> Collection[str]:
         return self.scheduler.models
 
+    def available(self, model: str) -> bool:
+        return self.scheduler.available(model)
+
     @property
     def waiting(self) -> int:
         return len(self.scheduler.queue)
@@ -673,6 +682,7 @@ class Driver(ExchangeDriver):
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
+        command.label = exchange.label
         if lease.decode is not None:
             target = self.scheduler.holder(lease.decode)
             if target.incarnation not in self._pools:

@@ -82,9 +82,9 @@ async def a_name_that_does_not_resolve(rig: Rig) -> None:
     rig.write(document)
     assert (await rig.reload())[0] == 200
     answer = await rig.ask(model="lost")
-    assert answer.status == 503
+    assert answer.status in (502, 503)
     assert answer.header("x-should-retry") == "true"
-    assert await rig.health("l0") != "ejected"
+    assert await rig.health("l0") == "ejected"
     document["models"].pop()
     rig.write(document)
     assert (await rig.reload())[0] == 200

@@ -582,6 +582,7 @@ class _Evaluation:
             kv_utilization=each.promised / instance.kv_cache_tokens,
             workload=workload,
             terms=_terms(each),
+            weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
