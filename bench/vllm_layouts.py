@@ -1,4 +1,4 @@
-"""Two real vLLM servers of TP 1 against one of TP 2 on two CPU cores: does `hetlb search` name the faster?
+"""Two real vLLM servers of TP 1 against one of TP 2 on two CPU cores: does `hetlb search` name the better?
 
 Shows: `hetlb profile --url` on each layout (the two TP 1 servers at the same time, since they share the
 memory bus when they serve), `hetlb search` on those profiles, and a load test of each layout through
@@ -6,7 +6,11 @@ memory bus when they serve), `hetlb search` on those profiles, and a load test o
 Promises: nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
 1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
 
-`.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 4m]`; about 12 minutes.
+With targets: one load test of each layout at a rate, and five limits on TTFT and TPOT that go from one that
+suits one layout to one that suits the other; `hetlb search` is asked about each, and must name the layout of
+which more requests met it (within 2 %).
+
+`.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 4m]`; about 15 minutes.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
 KV_SPACE_BYTES = 1 << 30
 TOLERANCE = 0.15
 ROUNDS = 3
+#: Requests/s of the load test with targets: about two thirds of what the layouts do.
+REQUEST_RATE = 4.0
 
 TP1 = [replace(TINY_SLOW, name=f"tp1-{core}", core=core) for core in (0, 1)]
 TP2 = [
@@ -75,10 +81,11 @@ def main() -> int:
         ]
         trace.write_text("\n".join(lines) + "\n")
         measured = {
-            degree: _layout(specs, degree, folder, args.budget, make_plan(rows, None, math.inf, rng))
+            degree: _layout(specs, degree, folder, args.budget, rows)
             for degree, specs in ((1, TP1), (2, TP2))
         }
         found = _search(folder, trace)
+        targets = [_ask(folder, trace, measured, *limits) for limits in _limits(measured)]
     faster = max(measured, key=lambda degree: measured[degree]["median_tok_s"])
     named = found["best"]["box"]
     estimated = {
@@ -92,6 +99,8 @@ def main() -> int:
         "errors": errors,
         "faster": faster,
         "named": named,
+        "request_rate": REQUEST_RATE,
+        "targets": targets,
     }
     OUT.write_text(json.dumps(document, indent=1) + "\n")
     for degree in measured:
@@ -100,11 +109,43 @@ def main() -> int:
             f"simulated {estimated[degree]:.0f} ({errors[degree]:+.1%})"
         )
     print(f"search names TP {named}; the load test finds TP {faster} faster")
-    return int(named != faster or abs(errors[named]) > TOLERANCE)
+    for each in targets:
+        shares = ", ".join(f"TP {degree} {share:.0%}" for degree, share in each["met"].items())
+        print(
+            f"ttft {each['ttft_s']:.3f} s, tpot {each['tpot_s']:.4f} s: met by {shares}; "
+            f"named TP {each['named']}"
+        )
+    wrong = [each for each in targets if not each["right"]]
+    return int(named != faster or abs(errors[named]) > TOLERANCE or bool(wrong))
+
+
+def _limits(measured: dict[int, Any]) -> list[tuple[float, float]]:
+    """Five limits (TTFT, TPOT): the medians of both layouts, from a strict TTFT to a strict TPOT."""
+    ttft_s, tpot_s = (
+        [statistics.median(layout[key]) for layout in measured.values()] for key in ("ttft_s", "tpot_s")
+    )
+    mean_ttft_s, mean_tpot_s = math.sqrt(math.prod(ttft_s)), math.sqrt(math.prod(tpot_s))
+    return [(mean_ttft_s * 2.0**step, mean_tpot_s * 2.0**-step) for step in (-1.0, -0.4, 0.0, 0.4, 1.0)]
+
+
+def _ask(folder: Path, trace: Path, measured: dict[int, Any], ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """One target: what each layout met, and what the search names."""
+    met = {
+        degree: statistics.mean(
+            ttft <= ttft_s and tpot <= tpot_s
+            for ttft, tpot in zip(layout["ttft_s"], layout["tpot_s"], strict=True)
+        )
+        for degree, layout in measured.items()
+    }
+    slo = f"ttft={ttft_s * 1e3:.3f}ms,tpot={tpot_s * 1e3:.3f}ms"
+    found = _search(folder, trace, "--request-rate", str(REQUEST_RATE), "--slo", slo)
+    named = found["machines"][0]["layouts"][0]["instances"][0]["tensor_parallel_size"]
+    right = met[named] >= max(met.values()) - 0.02
+    return {"ttft_s": ttft_s, "tpot_s": tpot_s, "met": met, "named": named, "right": right}
 
 
 def _layout(
-    specs: Sequence[Any], degree: int, folder: Path, budget: str, plan: list[PlannedRequest]
+    specs: Sequence[Any], degree: int, folder: Path, budget: str, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """Profile the servers of a layout, all at once, then load them through the proxy."""
     with vllm_servers(specs, real.MODELS, folder / f"logs-{degree}", deadline_s=240) as servers:
@@ -120,12 +161,23 @@ def _layout(
         profiles[0].rename(folder / f"tp{degree}.yaml")
         fits = yaml.safe_load((folder / f"tp{degree}.yaml").read_text())["fit"]
         figures = []
+        plan: list[PlannedRequest] = make_plan(rows, None, math.inf, random.Random(1))
         with _proxy(servers, folder / f"tp{degree}.yaml", folder) as url:
             for number in range(ROUNDS):
                 result = asyncio.run(real.load(url, plan, f"layout {degree} round {number}"))
                 assert not result.errors, result.examples
                 figures.append(result.summary()["total_token_throughput"])
-    return {"tok_s": figures, "median_tok_s": statistics.median(figures), "fit": fits}
+            plan = make_plan(rows, None, REQUEST_RATE, random.Random(2))
+            result = asyncio.run(real.load(url, plan, f"layout {degree} at a rate"))
+            assert not result.errors, result.examples
+    done = [r for r in result.records if r.ttft_s is not None and r.tpot_s is not None]
+    return {
+        "tok_s": figures,
+        "median_tok_s": statistics.median(figures),
+        "fit": fits,
+        "ttft_s": [r.ttft_s for r in done],
+        "tpot_s": [r.tpot_s for r in done],
+    }
 
 
 @contextlib.contextmanager
@@ -153,7 +205,7 @@ def _proxy(servers: Sequence[Server], profile: Path, folder: Path) -> Iterator[s
         yield url
 
 
-def _search(folder: Path, trace: Path) -> dict[str, Any]:
+def _search(folder: Path, trace: Path, *flags: str) -> dict[str, Any]:
     """`hetlb search` on the machine of two cores, each with 1 GiB of KV cache beside the weights."""
     cluster = {
         "version": 1,
@@ -178,7 +230,7 @@ def _search(folder: Path, trace: Path) -> dict[str, Any]:
     }
     config = folder / "cluster.yaml"
     config.write_text(yaml.safe_dump(cluster, sort_keys=False))
-    command = [*HETLB, "search", "--config", str(config), "--trace", str(trace), "--json"]
+    command = [*HETLB, "search", "--config", str(config), "--trace", str(trace), "--json", *flags]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     found: dict[str, Any] = json.loads(printed)
     return found

@@ -14,6 +14,7 @@ grid() { # SYSTEM MODEL TP BYTES_OF_KV_PER_TOKEN MEMORY KV_TOKENS(optional)
 }
 
 data="$(realpath "$1")"
+grid a100_sxm Qwen3-14B 1 163840 85899345920 "$(awk -F, '$1=="a100_sxm" && $3=="Qwen3-14B" && $4==1 {print $8}' "$data/aic_kv_capacity.csv")"
 for tp in 1 2 4 8; do
   grid l40s Llama-3.1-70B "$tp" 327680 48305799168 "$(awk -F, -v t="$tp" '$1=="l40s" && $3=="Llama-3.1-70B" && $4==t {print $8}' "$data/aic_kv_capacity.csv")"
   for system in a100_sxm h100_sxm l40s; do

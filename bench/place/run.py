@@ -23,9 +23,10 @@ from clusters import generated
 from hetlb.core.paths.scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
-from hetlb.plan.check import check_path, check_placement
+from hetlb.plan.check import check_placement
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import compute_bound, flow_bound
+from hetlb.plan.placement.check_path import check_path
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.files import ClusterFiles, load_cluster, load_lengths, load_placement

@@ -112,8 +112,8 @@ def paper(workload: str, name: str) -> Any:
     of = clusters.setting(name, workload)
     row: dict[str, Any] = {"workload": workload, "setting": name}
     for label, cost in (("profiles", ProfileCost(of)), ("paper", PaperCost(of))):
-        split, _ = search(of, cost, 1.5, roles=SPLIT_ROLES)
-        mixed, _ = search(of, cost, 1.5)
+        split, _ = search(of, cost, 4.0, roles=SPLIT_ROLES)
+        mixed, _ = search(of, cost, 4.0)
         output = of.workload.output_tokens
         row[label] = {
             "split": best(split) * output,
@@ -127,7 +127,7 @@ def simulated(name: str, workload: str) -> Any:
     """Plans in simulation: planned and served, their order, and the best plan without splitting."""
     of = clusters.setting(name, workload)
     cost = ProfileCost(of)
-    found, _ = search(of, cost, 3.0, kept=2000)
+    found, _ = search(of, cost, 12.0, kept=2000)
     ranked = apart([plan for plan in found.plans if plan.splits], 5)
     served = [simulate_plan(of, plan, cost).request_throughput for plan in ranked]
     colocated = found.colocated
@@ -150,7 +150,7 @@ def simulated(name: str, workload: str) -> Any:
         "colocated_simulated_req_s": other,
         "over_hetlb": split / other["hetlb"],
         "over_rr": split / other["rr"],
-        "says": "split" if split > 1.01 * other["hetlb"] else "do not split",
+        "says": "split" if 0.95 * split > other["hetlb"] else "do not split",
     }
 
 
@@ -212,7 +212,7 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "twenty": (against, [(name, 20.0) for name in HETEROGENEOUS]),
     "sixty": (against, [(name, 60.0) for name in ("het1", "het3", "het5")]),
-    "scale": (scale, [(64, 5.0), (64, 48.0), (320, 60.0), (320, 200.0)]),
+    "scale": (scale, [(64, 6.0), (64, 48.0), (320, 150.0)]),
     "swaps": (swaps, [(name, w) for name in clusters.SETTINGS for w in ("HPLD", "LPHD", "online")]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "simulated": (

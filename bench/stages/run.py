@@ -111,7 +111,7 @@ def main() -> None:
         times = str(real.write_times(where / "times.csv"))
         kinds = {"a": "fast", "b": "slow", "c": "fast", "d": "slow"}
         flags = {name: ("--layer-times", times, "--gpu-type", kind) for name, kind in kinds.items()}
-        with real.rig(models / "llama", where, scheduler=args.scheduler, flags=flags) as rig:
+        with real.rig(models / "llama", where, scheduler=args.scheduler, flags=flags, apart=True) as rig:
             measured = asyncio.run(load(rig.url, args.concurrency, args.seconds))
             rig.wait_idle()
             with rig.events.open() as lines:

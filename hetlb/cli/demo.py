@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from hetlb.cli.demo_split import print_split_demo, run_split_demo
 from hetlb.config.profile import load_profile
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import require
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, metavar="N", help="requests of each run (default: all 800 of its trace)"
     )
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts (default 0)")
+    parser.add_argument(
+        "--split", action="store_true", help="show prompts read at one engine and answered by another"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -73,16 +77,22 @@ def run(args: argparse.Namespace) -> int:
             _Screen() as screen,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            demo = _Demo(data, Path(scratch), helpers, screen, args.num_prompts, args.seed)
-            result = runner.run(demo.run())
+            if args.split:
+                result = runner.run(run_split_demo(data, Path(scratch), helpers, args.num_prompts, args.seed))
+            else:
+                demo = _Demo(data, Path(scratch), helpers, screen, args.num_prompts, args.seed)
+                result = runner.run(demo.run())
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
     result["elapsed_s"] = time.monotonic() - started
     if args.json:
         print(json.dumps(result, allow_nan=False))
+    elif args.split:
+        print_split_demo(result)
     else:
         _print(result)
-    failed = sum(each["failed"] for each in (*result["standalone"]["instances"], *result["runs"]))
+    alone = () if args.split else result["standalone"]["instances"]
+    failed = sum(each["failed"] for each in (*alone, *result["runs"]))
     if failed:
         raise HetlbError(f"{failed} requests failed, so the figures mean little")
     return 0

@@ -28,9 +28,10 @@ from hetlb.core.paths.ledger import PathDispatch
 from hetlb.core.paths.scheduler import PATH_POLICIES, PathScheduler
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
 from hetlb.errors import ConfigError, InputError
-from hetlb.plan.check import check_path, check_placement
+from hetlb.plan.check import check_placement
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import flow_bound
+from hetlb.plan.placement.check_path import check_path
 from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import Loss, losses

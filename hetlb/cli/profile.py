@@ -1,4 +1,4 @@
-"""`hetlb profile`: makes a latency profile from measured points, shows one, compares two.
+"""`hetlb profile`: makes a latency profile from measured points, shows one, compares two, lists a library.
 
 The file is written only when the fit succeeded, whole or not at all; a fit past 10 % mean or
 30 % largest held-out error is warned of on stderr.
@@ -10,8 +10,10 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
@@ -49,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
         "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
-        "       hetlb profile show P.yaml | compare A.yaml B.yaml"
+        "       hetlb profile show P.yaml | compare A.yaml B.yaml | list FOLDER"
     )
-    parser.add_argument("verb", nargs="?", choices=("show", "compare"), help="instead of making one")
-    parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show or compare")
+    parser.add_argument("verb", nargs="?", choices=("show", "compare", "list"), help="instead of making one")
+    parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show, compare or list")
     parser.add_argument(
         "--from",
         dest="source",
@@ -115,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make, show or compare."""
+    if args.verb == "list":
+        if not args.files or args.source or args.url or args.out:
+            raise InputError("list: expected folders or profile files and no --url, --from or --out")
+        return _list(args.files, args.json)
     if args.verb is not None:
         needed = 1 if args.verb == "show" else 2
         if len(args.files) != needed or args.source or args.url or args.out:
@@ -491,32 +497,98 @@ def _show(profile: Profile, as_json: bool) -> int:
     return 0
 
 
+def _origin(profile: Profile) -> str:
+    """Source of a profile in a word or two."""
+    source = profile.source
+    if source is None:
+        return "not stated"
+    return source.kind if source.measured else f"{source.kind}, unmeasured"
+
+
+def _list(paths: Sequence[Path], as_json: bool) -> int:
+    """Profiles of folders with what each rests on."""
+    files = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+    if not files:
+        raise InputError(f"list: expected profiles in {', '.join(map(str, paths))}, got none")
+    rows = []
+    for file in files:
+        profile = load_profile(file)
+        source, hardware, engine = profile.source, profile.hardware, profile.engine
+        rows.append(
+            {
+                "file": str(file),
+                "gpu": hardware.gpu if hardware else None,
+                "model": profile.model.name if profile.model else None,
+                "tensor_parallel_size": engine.tensor_parallel_size,
+                "origin": _origin(profile),
+                "measured": source.measured if source else None,
+                "engine": " ".join(filter(None, (engine.name, engine.version))),
+                "mean_error": profile.fit.mean_error if profile.fit else None,
+                "licence": source.licence if source else None,
+            }
+        )
+    if as_json:
+        print(json.dumps({"profiles": rows}))
+        return 0
+    table = Table()
+    table.add_column("file", no_wrap=True)
+    for column in ("origin", "engine", "mean error", "licence"):
+        table.add_column(column, justify="right" if column == "mean error" else "left")
+    for row in rows:
+        error = row["mean_error"]
+        cells = [Path(str(row["file"])).name, row["origin"], row["engine"]]
+        cells += [None if error is None else f"{error:.1%}", row["licence"]]
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    Console().print(table)
+    return 0
+
+
+def _differences(a: Profile, b: Profile) -> list[str]:
+    """Respects in which two profiles are of different things, where both say."""
+    facts = [
+        ("models", a.model and a.model.name, b.model and b.model.name),
+        ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),
+        ("degrees", a.engine.tensor_parallel_size, b.engine.tensor_parallel_size),
+        ("versions", a.engine.version, b.engine.version),
+    ]
+    return [f"{what}: {one} and {other}" for what, one, other in facts if one and other and one != other]
+
+
 def _compare(a: Profile, b: Profile, as_json: bool) -> int:
+    """Times of two profiles side by side, and what the second takes of the first by phase."""
     rows = [
-        {
-            "phase": phase.value,
-            "batch": batch,
-            "length": length,
-            "a_s": _seconds(a, phase, batch, length),
-            "b_s": _seconds(b, phase, batch, length),
-        }
+        (phase, batch, length, _seconds(a, phase, batch, length), _seconds(b, phase, batch, length))
         for phase, sizes in _SIZES.items()
         for batch, length in sizes
     ]
-    if a.model and b.model and a.model.name != b.model.name:
-        print(f"warning: different models: {a.model.name} and {b.model.name}", file=sys.stderr)
-    if a.engine.version and b.engine.version and a.engine.version != b.engine.version:
-        print(f"warning: different versions: {a.engine.version} and {b.engine.version}", file=sys.stderr)
+    ratios = {phase.value: [b_s / a_s for each, _, _, a_s, b_s in rows if each is phase] for phase in _SIZES}
+    for difference in _differences(a, b):
+        print(f"warning: different {difference}", file=sys.stderr)
+    summary = {
+        phase: {"mean_ratio": geometric_mean(each), "least_ratio": min(each), "most_ratio": max(each)}
+        for phase, each in ratios.items()
+    }
     if as_json:
-        print(json.dumps({"a": a.name, "b": b.name, "points": rows}))
+        points = [
+            {"phase": phase.value, "batch": batch, "length": length, "a_s": a_s, "b_s": b_s}
+            for phase, batch, length, a_s, b_s in rows
+        ]
+        sources = {"a_origin": _origin(a), "b_origin": _origin(b)}
+        print(json.dumps({"a": a.name, "b": b.name, **sources, "points": points, "summary": summary}))
         return 0
-    table = Table(title=f"A = {a.name}, B = {b.name}", title_justify="left")
+    table = Table(title=f"A = {a.name} ({_origin(a)}), B = {b.name} ({_origin(b)})", title_justify="left")
     for column in ("phase", "batch", "length", "A ms", "B ms", "faster"):
         table.add_column(column, justify="left" if column in ("phase", "faster") else "right")
-    for row in rows:
-        a_s, b_s = float(str(row["a_s"])), float(str(row["b_s"]))
+    for phase, batch, length, a_s, b_s in rows:
         faster = f"A {b_s / a_s:.2f}x" if a_s < b_s else f"B {a_s / b_s:.2f}x"
-        sizes = (str(row["phase"]), str(row["batch"]), str(row["length"]))
+        sizes = (phase.value, str(batch), str(length))
         table.add_row(*sizes, f"{a_s * 1e3:.4g}", f"{b_s * 1e3:.4g}", faster if a_s != b_s else "equal")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, each in summary.items():
+        console.print(
+            f"{name}: B takes {each['mean_ratio']:.2f} x the time of A in the mean "
+            f"({each['least_ratio']:.2f} to {each['most_ratio']:.2f})",
+            soft_wrap=True,
+        )
     return 0

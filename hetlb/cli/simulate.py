@@ -32,6 +32,7 @@ from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError, PlanError, ProfileError, TraceError
 from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
+from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
@@ -381,8 +382,6 @@ def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
 
 def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
     """Check every path of a log: 0 if all are whole, else 1."""
-    from hetlb.plan.check import check_path  # needs the extra `tools`
-
     paths, wrong = 0, []
     for number, network, hops in dispatches(lines):
         paths += 1

@@ -5,8 +5,10 @@ A file that loads names a whole cluster; anything else is one `ConfigError` line
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,8 +23,8 @@ from hetlb.plan.placement.cluster import Cluster, MachineKind, ModelShape, Node
 from hetlb.plan.placement.files import ClusterFiles, load_cluster
 from hetlb.plan.placement.machines import USUAL_BATCHED_TOKENS, USUAL_SEQS, MachineModel, machine_kind
 
-#: Bytes/s between machines where the file does not say: 5 Gbit/s.
-_BETWEEN = 0.625e9
+#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
+_INSIDE, _BETWEEN = 25e9, 0.625e9
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
 
@@ -43,8 +45,8 @@ class PlaceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile of the
-    whole model; that of the highest degree is used.
+    """One machine, or `count` alike; every GPU of it is a node. `profiles` maps a tensor-parallel degree to a
+    latency profile of the whole model; that of degree 1 is used, as a stage is one GPU.
     """
 
     name: str
@@ -59,9 +61,8 @@ class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class PlaceLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bytes/s between machines of a site, between sites, or a matrix with a row per machine in file order.
-
-    `inside` (rates inside machines) is part of the profiles and changes nothing here.
+    """Bytes/s: inside machines by GPU, between machines of a site, between sites; or a matrix with a row per
+    machine in file order, its diagonal the rate inside a machine.
     """
 
     inside: dict[str, Positive] = {}
@@ -119,20 +120,20 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
         path, "model.", table.kv_bytes_per_token, table.config, table.kv_bytes_per_value
     )
     nodes: list[Node] = []
-    sites: list[str] = []
+    homes: list[_Home] = []
     kinds: dict[str, MachineKind] = {}
     for m, machine in enumerate(file.machines):
         key = f"{path}: machines[{m}]"
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", machine.name) or machine.name in (SOURCE, SINK):
             raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(machine.name)}")
-        degree, profile = _profile(path, key, machine)
+        profile = _profile(path, key, machine)
         memory = machine.memory_bytes * machine.gpu_memory_utilization - machine.reserved_bytes_per_gpu
         engine = profile.engine
         kind = machine_kind(
             MachineModel(
                 kind=machine.name,
                 latency=profile.latency,
-                memory_bytes=degree * memory,
+                memory_bytes=memory,
                 layers=layers,
                 weight_bytes=table.parameters * table.bytes_per_parameter,
                 kv_bytes_per_token=kv_bytes,
@@ -146,34 +147,39 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
             raise ConfigError(f"{key}.memory_bytes: expected room for one layer and its KV cache")
         kinds[kind.name] = kind
         for copy in range(machine.count):
-            name = machine.name if machine.count == 1 else f"{machine.name}-{copy}"
-            nodes.append(Node(name, kind.name, machine.site, len(kind.holdings), float("inf"), float("inf")))
-            sites.append(machine.site)
+            index = homes[-1].index + 1 if homes else 0
+            own = machine.name if machine.count == 1 else f"{machine.name}-{copy}"
+            for gpu in range(machine.gpus):
+                name = own if machine.gpus == 1 else f"{own}-gpu{gpu}"
+                nodes.append(Node(name, kind.name, machine.site, len(kind.holdings), math.inf, math.inf))
+                homes.append(_Home(index, machine.gpu, machine.site))
     names = [node.name for node in nodes]
     if len(set(names)) < len(names) or len(kinds) < len(file.machines):
         raise ConfigError(f"{path}: machines: expected every name once")
     shape = ModelShape(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
-    links = _links(path, file.links or PlaceLinks(), names, sites)
+    links = _links(path, file.links or PlaceLinks(), names, homes)
     return Cluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
 
 
-def _profile(path: Path, key: str, machine: PlaceMachine) -> tuple[int, Profile]:
-    """The highest degree that has a profile, and that profile."""
-    degrees = []
-    for text in machine.profiles:
-        if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > machine.gpus:
-            raise ConfigError(
-                f"{key}.profiles: expected degrees from 1 to {machine.gpus} as keys, got {short(text)}"
-            )
-        degrees.append(int(text))
-    if not degrees:
-        raise ConfigError(f"{key}.profiles: expected at least one latency profile, got none")
-    file = path.parent / machine.profiles[str(max(degrees))]
-    if not file.is_file():
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The machine of a node: its place in the file, its GPUs, its site."""
+
+    index: int
+    gpu: str
+    site: str
+
+
+def _profile(path: Path, key: str, machine: PlaceMachine) -> Profile:
+    """The profile of one GPU."""
+    named = machine.profiles.get("1")
+    if named is None:
         raise ConfigError(
-            f"{key}.profiles.{max(degrees)}: expected the path of a latency profile, got {file}"
+            f"{key}.profiles.1: expected a latency profile of one GPU (a stage is one), got none"
         )
-    return max(degrees), load_profile(file)
+    if not (path.parent / named).is_file():
+        raise ConfigError(f"{key}.profiles.1: expected the path of a latency profile, got {short(named)}")
+    return load_profile(path.parent / named)
 
 
 def _shape(path: Path, table: PlaceModel) -> tuple[int, int]:
@@ -197,20 +203,27 @@ def _shape(path: Path, table: PlaceModel) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _links(path: Path, table: PlaceLinks, names: Sequence[str], sites: Sequence[str]) -> dict[Edge, LinkSpec]:
-    """All links between machines, and those of the coordinator, which is in the first machine's site."""
+def _links(
+    path: Path, table: PlaceLinks, names: Sequence[str], homes: Sequence[_Home]
+) -> dict[Edge, LinkSpec]:
+    """All links between nodes, and those of the coordinator, which is beside the first machine."""
+    matrix, machines = table.matrix, homes[-1].index + 1
+    if matrix is not None and any(len(rows) != machines for rows in (matrix, *matrix)):
+        raise ConfigError(f"{path}: links.matrix: expected {machines} rows and columns, one per machine")
     apart = table.between if table.between_sites is None else table.between_sites
-    matrix = table.matrix
-    if matrix is not None and any(len(rows) != len(names) for rows in (matrix, *matrix)):
-        raise ConfigError(f"{path}: links.matrix: expected {len(names)} rows and columns, one per machine")
+
+    def rate(one: _Home, other: _Home) -> float:
+        if matrix is not None:
+            return matrix[one.index][other.index]
+        if one.index == other.index:
+            return table.inside.get(one.gpu, table.inside.get("default", _INSIDE))
+        return table.between if one.site == other.site else apart
+
     links: dict[Edge, LinkSpec] = {}
-    for i, sender in enumerate(names):
-        for j, receiver in enumerate(names):
-            rate = table.between if sites[i] == sites[j] else apart
-            if matrix is not None:
-                rate = matrix[i][j]
-            if i != j and rate > 0.0:
-                links[sender, receiver] = LinkSpec(rate, table.latency_s)
-        rate = table.between if sites[i] == sites[0] else apart
-        links[SOURCE, sender] = links[sender, SINK] = LinkSpec(rate, table.latency_s)
+    for sender, home in zip(names, homes, strict=True):
+        for receiver, other in zip(names, homes, strict=True):
+            if sender != receiver and (bytes_per_s := rate(home, other)) > 0.0:
+                links[sender, receiver] = LinkSpec(bytes_per_s, table.latency_s)
+        own = LinkSpec(table.between if home.site == homes[0].site else apart, table.latency_s)
+        links[SOURCE, sender] = links[sender, SINK] = own
     return links

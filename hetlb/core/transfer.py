@@ -1,8 +1,9 @@
 """Seconds that the KV cache of a prompt takes from one instance to another, learnt per pair.
 
 The first estimate is `KvTransfer.nominal_s`. Each pair has a factor on it: the sum of the observed times over
-the sum of the nominal ones, older evidence counting less. A pair without evidence has the factor of all pairs
-together. The first transfer of a pair holds the handshake of the two engines and teaches nothing.
+the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried again. A pair
+without evidence has the factor of all pairs together. The first transfer of a pair holds the handshake of the
+two engines and teaches nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Evidence:
 
     def __init__(self, now: float) -> None:
         self.at = now
-        self.observed_s = self.nominal_s = PRIOR_S
+        self.observed_s = self.nominal_s = 0.0
 
     def add(self, observed_s: float, nominal_s: float, now: float) -> None:
         keep = math.exp(-(now - self.at) / MEMORY_S)
@@ -39,9 +40,10 @@ class _Evidence:
         self.observed_s = self.observed_s * keep + observed_s
         self.nominal_s = self.nominal_s * keep + nominal_s
 
-    @property
-    def factor(self) -> float:
-        return min(MOST, max(1.0 / MOST, self.observed_s / self.nominal_s))
+    def factor(self, now: float) -> float:
+        keep = math.exp(-(now - self.at) / MEMORY_S)
+        factor = (self.observed_s * keep + PRIOR_S) / (self.nominal_s * keep + PRIOR_S)
+        return min(MOST, max(1.0 / MOST, factor))
 
 
 class TransferTimes:
@@ -54,13 +56,13 @@ class TransferTimes:
         self._pairs: dict[Pair, _Evidence | None] = {}
         self._all: _Evidence | None = None
 
-    def estimate_s(self, source: Instance, target: Instance, tokens: float) -> float:
+    def estimate_s(self, source: Instance, target: Instance, tokens: float, now: float) -> float:
         """Seconds to transfer the KV cache of `tokens` tokens."""
         link = target.spec.kv_transfer
         assert link is not None, f"{target.name} takes part in no KV transfer"
         evidence = self._pairs.get((source.incarnation, target.incarnation)) or self._all
         nominal_s = link.nominal_s(tokens)
-        return nominal_s if evidence is None else nominal_s * evidence.factor
+        return nominal_s if evidence is None else nominal_s * evidence.factor(now)
 
     def observe(self, pair: Pair, link: KvTransfer, tokens: float, seconds: float, now: float) -> None:
         """A transfer of `tokens` tokens took `seconds`."""

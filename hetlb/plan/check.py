@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from scipy.optimize import linprog
 
-from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
+from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
 from hetlb.plan.disaggregation.cluster import Cluster as SplitCluster
 from hetlb.plan.disaggregation.cluster import Group, Role, Stage
@@ -126,23 +126,6 @@ def _continues(
         return placement[sender][1] == layers
     at, (first, end) = placement[sender][1], placement[receiver]
     return first == at or (partial_inference and first < at < end)
-
-
-def check_path(network: StageNetwork, hops: Sequence[Hop]) -> None:
-    """Raise `PlanError` unless a path computes every layer once and in order, over links that exist."""
-    stages = {stage.name: stage for stage in network.stages}
-    at, sender = 0, SOURCE
-    for hop in hops:
-        stage = stages.get(hop.stage)
-        if stage is None or not stage.first <= hop.first < hop.end <= stage.end:
-            raise PlanError(f"{hop}: expected layers that the stage holds")
-        if hop.first != at or (hop.first != stage.first and not network.partial_inference):
-            raise PlanError(f"{hop}: expected to go on at layer {at}")
-        if (sender, hop.stage) not in network.links:
-            raise PlanError(f"{hop}: expected a link from {sender}")
-        at, sender = hop.end, hop.stage
-    if at != network.layers or (sender, SINK) not in network.links:
-        raise PlanError(f"the path: expected to end behind layer {network.layers}, got {at}")
 
 
 # --- what to rent ---------------------------------------------------------------------------------------

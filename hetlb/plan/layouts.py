@@ -36,13 +36,13 @@ from hetlb.workload.traces import Row
 
 #: A run at a rate lasts so long in simulated time, within these numbers of requests.
 _RUN_S = 120.0
-_FEWEST, _MOST = 300, 3000
+_FEWEST, _MOST = 300, 2000
 #: All at once: requests for every sequence that the fleet runs together.
-_TURNS = 6
+_TURNS = 4
 #: A layout takes the place of another where the fleet gains this much.
 _GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
-MOST_SIMULATED = 24
+MOST_SIMULATED = 12
 MOST_INSTANCES = 64
 #: What stages hand over inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
 _LINK_BYTES_S = 25e9

@@ -204,11 +204,13 @@ class PassTimes:
 
     def document(self) -> dict[str, float]:
         """As JSON names it."""
+        if not self.seconds:
+            return {}
         ordered = sorted(self.seconds)
         named = {
             f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 25, 50, 75, 95)
         }
-        return {"mean": self.mean, **named} if ordered else {}
+        return {"mean": self.mean, **named}
 
 
 @dataclass(slots=True)

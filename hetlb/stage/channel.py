@@ -32,8 +32,11 @@ from hetlb.stage.messages import (
 
 #: Seconds to connect and to prove the key.
 CONNECT_S: Final = 5.0
-#: Seconds between pings; a peer that answers none within half of it is lost.
+#: Seconds between a coordinator's pings. A stage that answers none within half of it is lost; so is a
+#: coordinator that sends none for three times as long. Between stages there are none: one that is behind does
+#: not read.
 HEARTBEAT_S: Final = 10.0
+SILENCE_S: Final = 3.0 * HEARTBEAT_S
 
 
 class ChannelError(Exception):
@@ -72,9 +75,13 @@ class Channel:
         except (ConnectionError, aiohttp.ClientError):
             pass  # the reader of the connection sees its end
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Frames until the connection ends."""
-        async for message in self._socket:
+    async def frames(self, silence_s: float | None = None) -> AsyncIterator[bytes]:
+        """Frames until the connection ends, or neither frame nor ping came for so long."""
+        while True:
+            try:
+                message = await self._socket.receive(timeout=silence_s)
+            except TimeoutError:
+                return
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return
             yield message.data
@@ -102,7 +109,10 @@ async def connect(
     try:
         async with asyncio.timeout(CONNECT_S):
             socket = await http.ws_connect(
-                url + PATH, heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, ssl=tls or True
+                url + PATH,
+                heartbeat=HEARTBEAT_S if session else None,
+                max_msg_size=MAX_FRAME_BYTES,
+                ssl=tls or True,
             )
             try:
                 return await _prove(socket, key, session)

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import secrets
 import ssl
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from hetlb.config.stages import StageGroup
 from hetlb.core.paths.eventlog import RecordingPathScheduler
@@ -300,7 +300,7 @@ class Coordinator:
         self._queue(lease, Pass(key, 0, 0, len(tokens), True, Opening(route, sampling)), tokens)
 
     def _queue(self, lease: PathLease, each: Pass, tokens: list[int]) -> None:
-        rows = np.array(tokens, dtype="<i4").tobytes()
+        rows = struct.pack(f"<{len(tokens)}i", *tokens)
         self._workers[lease.hops[0].stage].outgoing.append((each, rows))
 
     def _flush(self) -> None:

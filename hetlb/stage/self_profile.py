@@ -5,7 +5,6 @@ A batch costs, per layer, the time of its prompt tokens and the time of its deco
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Final
@@ -96,4 +95,4 @@ class _Bench:
                 break
         for lease in leases:
             self._pool.release(lease.table)
-        return statistics.median(times[1:] or times)
+        return min(times)  # other work on the machine only adds

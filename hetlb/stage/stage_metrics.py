@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hetlb.stage.batching import Batcher, Work
-from hetlb.stage.kv import BlockPool
-from hetlb.stage.messages import Welcome
+if TYPE_CHECKING:  # the coordinator writes pages too, and does without numpy
+    from hetlb.stage.batching import Batcher, Work
+    from hetlb.stage.kv import BlockPool
+    from hetlb.stage.messages import Welcome
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Final
 from aiohttp import web
 
 from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
-from hetlb.stage.channel import HEARTBEAT_S, Channel, ChannelError, accept
+from hetlb.stage.channel import SILENCE_S, Channel, ChannelError, accept
 from hetlb.stage.kv import BlockPool
 from hetlb.stage.messages import (
     MAX_FRAME_BYTES,
@@ -124,7 +124,7 @@ class StageWorker:
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         if self._strangers >= _MOST_STRANGERS:
             raise web.HTTPServiceUnavailable
-        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, compress=False)
+        socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
         self._strangers += 1
         try:
@@ -154,7 +154,7 @@ class StageWorker:
             await previous.close()
         self._coordinators[session] = channel
         try:
-            async for frame in channel.frames():
+            async for frame in channel.frames(SILENCE_S):
                 message, rows = decode(frame)
                 if isinstance(message, Passes):
                     self._take(message, rows)

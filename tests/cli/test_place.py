@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
+from hetlb.config.place import load_place
+from hetlb.core.paths.stages import SINK
 
 NODES = "node,gpu_type,region,max_layers,nic_in_bytes_per_s,nic_out_bytes_per_s\n" + "".join(
     f"n{i},{'fast' if i < 2 else 'slow'},r0,3,1e10,1e10\n" for i in range(4)
@@ -163,3 +165,93 @@ def test_a_fleet_is_written_for_pipelines_without_a_machine_in_common(
         == 2
     )
     assert "such a plan needs stages" in capsys.readouterr().err
+
+
+MACHINES = """version: 1
+model: {name: llama-3.1-70b, parameters: 70.6e9, layers: 80, hidden_size: 8192, kv_bytes_per_token: 327680}
+machines:
+  - {name: l40s, gpu: L40S, gpus: 2, count: 2, memory_bytes: 48e9, profiles: {1: l40s.yaml}, site: a}
+  - {name: big, gpu: L40S-96, gpus: 1, memory_bytes: 96e9, profiles: {1: l40s.yaml}, site: b}
+links: {inside: {L40S: 20e9}, between: 1e9, between_sites: 1e8, latency_s: 0.001}
+"""
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Path:
+    profile = Path(__file__).parents[2] / "profiling" / "l40s-llama-3.1-70b-tp1.yaml"
+    (tmp_path / "l40s.yaml").write_text(profile.read_text())
+    path = tmp_path / "machines.yaml"
+    path.write_text(MACHINES.replace("48e9", "48000000000").replace("96e9", "96000000000"))
+    return path
+
+
+def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = load_place(machines)
+    names = [node.name for node in cluster.nodes]
+    assert names == ["l40s-0-gpu0", "l40s-0-gpu1", "l40s-1-gpu0", "l40s-1-gpu1", "big"]
+    # (48e9 * 0.9) bytes hold at most 24 layers of 70.6e9 * 2 / 80, and then some KV for one request.
+    assert cluster.most_layers(cluster.nodes[0]) == 24
+    assert cluster.most_layers(cluster.nodes[4]) > 2 * 23
+    kind = cluster.kinds["l40s"]
+    for held, holding in enumerate(kind.holdings, start=1):
+        weights = 70.6e9 * 2 * held / 80
+        assert weights + holding.kv_token_layers * 327680 / 80 <= 48e9 * 0.9
+        assert holding.tokens_per_s > 0
+    rates = [holding.tokens_per_s for holding in kind.holdings]
+    assert rates == sorted(rates, reverse=True)
+    assert cluster.links["l40s-0-gpu0", "l40s-0-gpu1"].bytes_per_s == 20e9
+    assert cluster.links["l40s-0-gpu0", "l40s-1-gpu0"].bytes_per_s == 1e9
+    assert cluster.links["l40s-1-gpu0", "big"].bytes_per_s == 1e8
+    assert cluster.links["big", SINK].bytes_per_s == 1e8
+    document = run_json(capsys, "--config", str(machines), "--time-limit", "3", "--simulate", "20")
+    assert document["max_flow_tokens_per_s"] > 0  # type: ignore[operator]
+    assert document["simulated"]["decode_tokens_per_s"] > 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "profiles: {1: l40s.yaml}, site: a",
+            "profiles: {2: l40s.yaml}",
+            "profiles.1: expected a latency profile",
+        ),
+        ("l40s.yaml}, site: a", "none.yaml}", "expected the path of a latency profile, got 'none.yaml'"),
+        ("layers: 80, ", "", "model.layers: expected a value or model.config"),
+        ("name: big", "name: l40s", "expected every name once"),
+        ("memory_bytes: 48000000000", "memory_bytes: 1000", "expected room for one layer"),
+        ("between: 1e9, between_sites: 1e8", "matrix: [[1]]", "links.matrix: expected 3 rows and columns"),
+        ("version: 1", "version: 1\nnodes: n.csv", "nodes: expected either nodes or machines, got both"),
+    ],
+)
+def test_bad_machines_are_one_line(
+    machines: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, told: str
+) -> None:
+    assert old in machines.read_text()
+    machines.write_text(machines.read_text().replace(old, new, 1))
+    assert main(["place", "--config", str(machines), "--time-limit", "1"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_without_shared_machines_is_said_as_vllm_servers(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = tmp_path / "p.json"
+    placement.write_text('{"n0": [0, 3], "n1": [3, 4]}')
+    document = run_json(capsys, "--config", str(config), "--placement", str(placement))
+    vllm = document["vllm"]
+    assert isinstance(vllm, dict)
+    assert vllm["pipelines"] == [["n0", "n1"]]
+    assert vllm["commands"][0].startswith(
+        "VLLM_PP_LAYER_PARTITION=3,1 vllm serve tiny --pipeline-parallel-size 2"
+    )
+    assert str(document["advice"]).startswith(
+        "vLLM: its pipelines of separate machines reach 100% of the flow"
+    )
+    placement.write_text('{"n0": [0, 2], "n1": [2, 4], "n2": [0, 2]}')
+    document = run_json(capsys, "--config", str(config), "--placement", str(placement))
+    vllm = document["vllm"]
+    assert isinstance(vllm, dict)
+    assert sorted(map(sorted, vllm["pipelines"])) == [["n0", "n1"], ["n2", "n3"]], "those of one kind"

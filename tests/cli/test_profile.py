@@ -116,3 +116,37 @@ def test_every_ready_profile_loads_with_its_source(path: Path) -> None:
     assert profile.source is not None
     assert profile.fit is not None
     assert profile.source.licence if profile.source.measured else profile.source.note
+
+
+LIBRARY = Path(__file__).parents[2] / "profiling"
+
+
+def test_every_profile_of_the_library_says_where_it_is_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "list", str(LIBRARY), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["profiles"]
+    assert len(rows) == len(list(LIBRARY.glob("*.yaml")))
+    for row in rows:
+        assert row["measured"] is not None
+        assert row["origin"].endswith("unmeasured") == (not row["measured"])
+        assert row["licence"] is not None or not row["measured"]
+    assert main(["profile", "list", str(LIBRARY)]) == 0
+    assert "l40s-llama-3.1-8b-tp2.yaml" in capsys.readouterr().out
+
+
+def test_sources_on_the_same_hardware_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (str(LIBRARY / f"a100_sxm-llama-3.1-8b-tp{tp}.yaml") for tp in (1, 2))
+    assert main(["profile", "compare", one, two, "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert err == "warning: different degrees: 1 and 2\n"
+    for phase, summary in document["summary"].items():
+        ratios = [p["b_s"] / p["a_s"] for p in document["points"] if p["phase"] == phase]
+        assert summary["least_ratio"] == pytest.approx(min(ratios))
+        assert min(ratios) <= summary["mean_ratio"] <= max(ratios)
+    assert main(["profile", "compare", one, two]) == 0
+    assert "prefill: B takes 0." in capsys.readouterr().out
+
+
+def test_nothing_to_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "list", str(tmp_path)]) == 2
+    assert f"list: expected profiles in {tmp_path}, got none" in capsys.readouterr().err

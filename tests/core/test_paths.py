@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -15,6 +16,21 @@ from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.core.types import Outcome, Reject, RejectReason, Request
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
+
+
+STEPS = (
+    "arrive",
+    "arrive",
+    "token",
+    "end",
+    "break",
+    "preempt",
+    "lose",
+    "join",
+    "cancel",
+    "policy",
+    "network",
+)
 
 
 def stage(name: str, first: int, end: int, *, kv: int = 100_000, layer_s: float = 0.005) -> StageSpec:
@@ -75,13 +91,11 @@ def test_ledgers_add_up_whatever_happens(data: st.DataObject, policy: str, seed:
     now, number = 0.0, 0
     for _ in range(data.draw(st.integers(1, 40))):
         now += rng.random()
-        step = data.draw(
-            st.sampled_from(["arrive", "arrive", "token", "end", "break", "lose", "join", "cancel", "policy"])
-        )
+        step = data.draw(st.sampled_from(STEPS))
         if step == "arrive":
             number += 1
             commands = paths.on_arrival(request(number, rng.randint(1, 400)), now)
-        elif step in ("token", "end", "break") and live:
+        elif step in ("token", "end", "break", "preempt") and live:
             lease = live[rng.choice(sorted(live))]
             if step == "token":
                 lease.output_tokens += 1
@@ -89,15 +103,22 @@ def test_ledgers_add_up_whatever_happens(data: st.DataObject, policy: str, seed:
             else:
                 del live[lease.id]
                 lease.output_tokens += rng.randint(0, 30)
-                commands = paths.on_lease_ended(
-                    lease, Outcome.OK if step == "end" else Outcome.BROKEN_STREAM, now
-                )
+                if step == "preempt":
+                    commands = paths.on_preempted(lease, now)
+                else:
+                    outcome = Outcome.OK if step == "end" else Outcome.BROKEN_STREAM
+                    commands = paths.on_lease_ended(lease, outcome, now)
         elif step in ("lose", "join"):
             commands = paths.on_stage(rng.choice(stages).name, up=step == "join", now=now)
         elif step == "cancel":
             commands = paths.on_cancelled(rng.randint(1, number + 1), now)
         elif step == "policy":
             commands = paths.set_policy(rng.choice(sorted(PATH_POLICIES)), now)
+        elif step == "network":
+            busy = {name for name, ledger in paths.ledgers.items() if ledger.leases}
+            there = [each for each in stages if each.name in busy or rng.random() < 0.7]
+            net = dataclasses.replace(net, stages=tuple(there))
+            commands = paths.on_network(net, now)
         else:
             continue
         for command in commands:
@@ -211,3 +232,50 @@ def test_partial_inference_enters_behind_the_first_layer() -> None:
     (command,) = scheduler(network(*stages, layers=5, partial=True), "hetlb").on_arrival(request(1), 0.0)
     assert isinstance(command, PathDispatch)
     assert [(hop.first, hop.end) for hop in command.lease.hops] == [(0, 3), (3, 5)]
+
+
+def test_fixed_pipelines_take_turns_and_share_no_stage() -> None:
+    net = network(
+        stage("a", 0, 7), stage("b", 0, 6), stage("c", 5, 12), stage("d", 6, 12), layers=12, partial=True
+    )
+    paths = scheduler(net, "round-robin")
+    taken = []
+    for number in range(4):
+        (command,) = paths.on_arrival(request(number), 0.0)
+        assert isinstance(command, PathDispatch)
+        taken.append([(hop.stage, hop.first, hop.end) for hop in command.lease.hops])
+    assert taken == [[("a", 0, 7), ("c", 7, 12)], [("b", 0, 6), ("d", 6, 12)]] * 2
+
+
+def test_a_preempted_request_goes_first_and_counts_no_replay() -> None:
+    net = network(stage("a", 0, 2, kv=600), layers=2)
+    paths = scheduler(net, "hetlb")
+    (command,) = paths.on_arrival(request(1, 200), 0.0)
+    assert isinstance(command, PathDispatch)
+    assert paths.on_arrival(request(2, 200), 0.0) == []
+    lease = command.lease
+    for _ in range(MOST_REPLAYS + 2):
+        lease.output_tokens = 5
+        (command,) = paths.on_preempted(lease, 1.0)
+        assert isinstance(command, PathDispatch)
+        assert command.request_id == 1
+        lease = command.lease
+    assert lease.context_tokens == 200 + 5 * (MOST_REPLAYS + 2)
+
+
+def test_stages_that_come_are_used_and_those_that_stay_keep_their_ledger() -> None:
+    whole = two_by_two()
+    part = dataclasses.replace(whole, stages=tuple(each for each in whole.stages if each.name in "ac"))
+    paths = scheduler(part, "hetlb")
+    assert paths.passable
+    (command,) = paths.on_arrival(request(1), 0.0)
+    assert isinstance(command, PathDispatch)
+    assert not paths.on_network(whole, 1.0)
+    assert paths.ledgers["a"].in_flight == 1
+    used = set()
+    for number in range(2, 10):
+        (command,) = paths.on_arrival(request(number), 2.0)
+        assert isinstance(command, PathDispatch)
+        used |= {hop.stage for hop in command.lease.hops}
+    assert used == {"a", "b", "c", "d"}
+    assert not scheduler(dataclasses.replace(whole, stages=whole.stages[:2]), "hetlb").passable

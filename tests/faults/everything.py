@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from faults import client_cases, fleet_cases, input_cases, process_cases, upstream_cases, watching_cases
+from faults import (
+    client_cases,
+    fleet_cases,
+    input_cases,
+    process_cases,
+    split_cases,
+    upstream_cases,
+    watching_cases,
+)
 from faults.cases import CASES, Case
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "fleet_cases",
     "input_cases",
     "process_cases",
+    "split_cases",
     "upstream_cases",
     "watching_cases",
 ]

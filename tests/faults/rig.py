@@ -156,7 +156,10 @@ class Rig:
 
 
 def fleet_file(urls: list[str], neighbour: str, tables: dict[str, Any]) -> dict[str, Any]:
-    """A fleet of `m` at these URLs and `bg` at the neighbour; `tables` are merged in."""
+    """A fleet of `m` at these URLs and `bg` at the neighbour; `tables` are merged in.
+
+    With `kv_transfer` the first instance of `m` reads prompts for the others.
+    """
     document: dict[str, Any] = {
         "version": 1,
         "listen": {"port": 0},
@@ -169,6 +172,11 @@ def fleet_file(urls: list[str], neighbour: str, tables: dict[str, Any]) -> dict[
         ],
     }
     for name, table in tables.items():
+        if name == "kv_transfer":
+            document["models"][0][name] = table
+            for number, instance in enumerate(document["models"][0]["instances"]):
+                instance["role"] = "decode" if number else "prefill"
+            continue
         document[name] = {**document.get(name, {}), **table}
     return document
 

@@ -26,7 +26,7 @@ from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, d
 from hetlb.plan.disaggregation.deploy import commands, lay_out, write_fleet
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.plan.disaggregation.files import load_split
-from hetlb.plan.disaggregation.network import Network
+from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.partition import assign_roles, partition
 from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
 from hetlb.plan.disaggregation.search import Search
@@ -165,7 +165,7 @@ def test_a_link_that_all_pairs_share_carries_its_rate_once() -> None:
     groups = [group(Role.PREFILL, 0, 5.0), group(Role.PREFILL, 0, 5.0), group(Role.DECODE, 1, 4.0)]
     groups.append(group(Role.DECODE, 1, 4.0))
     plan = Network(of).solve(groups)
-    assert plan.throughput == pytest.approx(3.0)
+    assert plan.throughput == pytest.approx(3.0 * LINK_SHARE)
 
 
 @given(

@@ -107,6 +107,7 @@ async def rig(
     time_scale: float = SCALE,
     connectors: tuple[str | None, ...] = (),
     heartbeat_s: float = 0.0,
+    log: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Engines e0, e1, ... with these roles; where `connectors` has None, without a connector."""
@@ -143,7 +144,7 @@ async def rig(
     }
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(document))
-    service = Service(load_fleet(file))
+    service = Service(load_fleet(file), log)
     await service.start()
     try:
         async with aiohttp.ClientSession() as session:

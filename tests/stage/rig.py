@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,25 @@ class Stage:
 class Rig:
     """Stages and the coordinator in front of them."""
 
-    def __init__(self, folder: Path, names: str = "abcd", *, key: bytes = b"", **options: Any) -> None:
-        self.stages = {name: Stage(folder, name, key=key, **options) for name in names}
+    def __init__(
+        self,
+        folder: Path,
+        names: str = "abcd",
+        *,
+        key: bytes = b"",
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
+    ) -> None:
+        self.stages = {name: Stage(folder, name, key=key, peer_tls=tls, **options) for name in names}
+        self._tls = tls
         self._folder, self._key = folder, key
         self.events: list[str] = []
         self.coordinator: Coordinator
 
     def group(self, names: str, **table: Any) -> Any:
-        workers = tuple(StageTable(name=n, url=f"http://127.0.0.1:{self.stages[n].port}") for n in names)
+        scheme = "http" if self._tls is None else "https"
+        urls = {n: f"{scheme}://localhost:{self.stages[n].port}" for n in names}
+        workers = tuple(StageTable(name=n, url=url) for n, url in urls.items())
         stages = StagesTable(folder="", workers=workers, **{"reconnect_s": 0.01} | table)
         return resolve_stages(stages, "m", "stages", self._folder)
 
@@ -74,6 +86,7 @@ class Rig:
             self.group("".join(self.stages), **table),
             load_config(self._folder),
             key=self._key,
+            tls=self._tls,
             write_event=self.events.append,
         )
         await self.coordinator.start()

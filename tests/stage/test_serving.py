@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
 import pytest
+import trustme
 from stage.rig import Collector, Rig, rig, until
 from stage.toy import answer
 
 from hetlb.core.paths.eventlog import dispatches
 from hetlb.core.types import RejectReason
-from hetlb.plan.check import check_path
+from hetlb.plan.placement.check_path import check_path
 from hetlb.stage.channel import ChannelError, connect
 from hetlb.stage.coordinator import Sequence as Asked
 from hetlb.stage.messages import Sampling
@@ -157,6 +159,22 @@ async def test_only_who_has_the_key_is_let_in(folder: Path) -> None:
                 assert "vllm:kv_cache_usage_perc" in await response.text()
 
 
+async def test_stages_speak_tls(folder: Path) -> None:
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.configure_trust(client)
+    async with rig(folder, "ac", tls=client, server_tls=server, key=b"0123456789abcdef") as made:
+        _, collector = submit(made, [5, 6], 8)
+        await until(lambda: collector.done)
+        assert collector.tokens == answer([5, 6], 8)
+        await made.idle()
+        async with aiohttp.ClientSession() as http:
+            url = f"https://localhost:{made.stages['a'].port}"
+            with pytest.raises(ChannelError, match="certificate verify failed"):
+                await connect(http, url, b"0123456789abcdef", 1, None)
+
+
 async def test_a_coordinator_that_goes_leaves_nothing_behind(folder: Path) -> None:
     async with rig(folder) as made:
         asked = [submit(made, [i] * 9, 400)[1] for i in range(10)]
@@ -176,3 +194,17 @@ async def test_a_prompt_in_chunks_shares_batches_with_others(folder: Path) -> No
             assert collector.tokens == answer(prompt, 6)
         assert made.stages["a"].runner.batches >= 25
         await made.idle()
+
+
+async def test_a_coordinator_that_falls_silent_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.05)
+    monkeypatch.setattr("hetlb.stage.channel.HEARTBEAT_S", 1000.0)
+    async with rig(folder, "ac") as made:
+        made.stages["c"].runner.gate.clear()  # no token comes, so nothing is sent
+        _, collector = submit(made, [1, 2, 3], 5)
+        await until(lambda: made.stages["a"].pool.used > 0)
+        await until(lambda: made.stages["a"].pool.used == 0)
+        made.stages["c"].runner.gate.set()
+        assert collector.failure is None

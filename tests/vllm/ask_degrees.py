@@ -27,7 +27,9 @@ def ask(config: dict[str, Any], degree: int) -> None:
     """Raise what vLLM raises."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     ModelConfig.verify_with_parallel_config(
-        SimpleNamespace(model_arch_config=SimpleNamespace(total_num_attention_heads=heads)),  # type: ignore
+        SimpleNamespace(  # type: ignore
+            model_arch_config=SimpleNamespace(total_num_attention_heads=heads), multimodal_config=None
+        ),
         SimpleNamespace(  # type: ignore
             enable_hc_sp=False,
             tensor_parallel_size=degree,

@@ -5,7 +5,7 @@ Mistral's sliding window, Qwen 2's biases, Qwen 3's norms of queries and keys. A
 norms and biases too, so that a wrong one changes the answer.
 
     .venv-vllm/bin/python tests/vllm/make_stage_models.py make FOLDER
-    .venv-vllm/bin/python tests/vllm/make_stage_models.py answer FOLDER/llama N < PROMPTS.json > TOKENS.json
+    .venv-vllm/bin/python tests/vllm/make_stage_models.py answer N FOLDER/llama ... < PROMPTS > TOKENS
 """
 
 from __future__ import annotations
@@ -84,29 +84,35 @@ def make(root: Path) -> None:
         save_tokenizer(folder)
 
 
-def answer(folder: Path, count: int) -> None:
-    """Greedy tokens of the prompts on stdin, to stdout."""
+def answer(folders: list[Path], count: int) -> None:
+    """Greedy tokens of the prompts on stdin by every model, to stdout."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = json.load(sys.stdin)
     found = []
     with torch.inference_mode():
-        for prompt in json.load(sys.stdin):
-            tokens, past = torch.tensor([prompt]), None
-            output = []
-            for _ in range(count):
-                step = model(tokens, past_key_values=past, use_cache=True)
-                past = step.past_key_values
-                tokens = step.logits[:, -1:].argmax(-1)
-                output.append(int(tokens))
-            found.append(output)
+        for folder in folders:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            found.append([tokens_of(model, prompt, count) for prompt in prompts])
     json.dump(found, sys.stdout)
 
 
+def tokens_of(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of one prompt."""
+    import torch
+
+    tokens, past = torch.tensor([prompt]), None
+    output: list[int] = []
+    for _ in range(count):
+        step = model(tokens, past_key_values=past, use_cache=True)
+        past, tokens = step.past_key_values, step.logits[:, -1:].argmax(-1)
+        output.append(int(tokens))
+    return output
+
+
 if __name__ == "__main__":
-    torch_folder = Path(sys.argv[2])
     if sys.argv[1] == "make":
-        make(torch_folder)
+        make(Path(sys.argv[2]))
     else:
-        answer(torch_folder, int(sys.argv[3]))
+        answer([Path(each) for each in sys.argv[3:]], int(sys.argv[2]))

@@ -26,7 +26,7 @@ from hetlb.loadtest.processes import helper_processes
 KV_FOLDER = REPO_ROOT / ".cache" / "kv"
 WHEELS = ("nixl==1.5.1", "nixl-cu12==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 #: Seconds for which the prefill server keeps blocks that were not fetched.
-LEASE_S = 8
+LEASE_S = 12
 MODEL = "tiny-fast"
 MAX_MODEL_LEN = 4096
 NAMES = ("reads", "decodes")

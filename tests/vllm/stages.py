@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ MODELS = ROOT / ".cache" / "stage-models"
 RANGES = {"a": "0:7", "b": "0:6", "c": "5:12", "d": "6:12"}
 #: Milliseconds of one layer of a fast machine, and how much longer a slow one takes: far above what the small
 #: model needs, so that a busy machine changes little.
-FAST_MS, SLOW = 4.0, 2.5
+FAST_MS, SLOW = 8.0, 2.5
 
 
 def environment() -> dict[str, str]:
@@ -38,14 +38,14 @@ def make_models() -> Path:
     return MODELS
 
 
-def reference(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens by transformers."""
+def reference(folders: Sequence[Path], prompts: list[list[int]], count: int) -> list[list[list[int]]]:
+    """Greedy tokens by transformers: of every model, of every prompt."""
     script = Path(__file__).parent / "make_stage_models.py"
     run = subprocess.run(
-        [TORCH_PYTHON, script, "answer", folder, str(count)],
+        [TORCH_PYTHON, script, "answer", str(count), *folders],
         input=json.dumps(prompts), capture_output=True, text=True, check=True, env=environment(), timeout=300,
     )  # fmt: skip
-    found: list[list[int]] = json.loads(run.stdout)
+    found: list[list[list[int]]] = json.loads(run.stdout)
     return found
 
 
@@ -137,15 +137,25 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(
-    folder: Path, where: Path, *, scheduler: str = "hetlb", flags: Mapping[str, tuple[str, ...]] | None = None
+    folder: Path,
+    where: Path,
+    *,
+    scheduler: str = "hetlb",
+    flags: Mapping[str, tuple[str, ...]] | None = None,
+    names: str = "abcd",
+    apart: bool = False,
 ) -> Iterator[Rig]:
-    """Four stages with overlapping layers behind one proxy; `flags` by worker."""
-    stages = {
-        name: StageProcess(folder, layers, *(flags or {}).get(name, ())) for name, layers in RANGES.items()
-    }
+    """Stages with overlapping layers behind one proxy; `flags` by worker. `apart`: they start one after
+    the other, so that each measures itself alone.
+    """
+    stages: dict[str, StageProcess] = {}
     proxy: subprocess.Popen[str] | None = None
     try:
-        workers = [{"name": name, "url": stage.ready()} for name, stage in stages.items()]
+        for name in names:
+            stages[name] = StageProcess(folder, RANGES[name], *(flags or {}).get(name, ()))
+            if apart:
+                stages[name].ready()
+        workers = [{"name": name, "url": stage.url or stage.ready()} for name, stage in stages.items()]
         table = {"folder": str(folder), "workers": workers, "scheduler": scheduler, "reconnect_s": 0.2}
         file, events = where / "fleet.yaml", where / "events.jsonl"
         file.write_text(

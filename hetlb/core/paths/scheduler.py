@@ -205,9 +205,10 @@ class PathScheduler:
         """
         ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
         for name, ledger in self._ledgers.items():
-            if name in ledgers and ledgers[name].spec == ledger.spec:
+            kept = name in ledgers and ledgers[name].spec == ledger.spec
+            assert kept or not ledger.leases, f"{name} went or changed with leases"
+            if kept:
                 ledgers[name] = ledger
-            assert name in ledgers or not ledger.leases, f"{name} went with leases"
         self._network, self._ledgers = network, ledgers
         return self.set_policy(self._policy.name, now)
 

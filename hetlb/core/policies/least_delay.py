@@ -477,7 +477,7 @@ class _Evaluation:
                 if reading + decoding >= below:
                     break
                 sent = prompt - cached_at(self._ctx, instances[j])
-                transfer_s = transfers.estimate_s(instances[i], instances[j], sent)
+                transfer_s = transfers.estimate_s(instances[i], instances[j], sent, self._ctx.now)
                 if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
                     continue
                 if not source.exact:

@@ -86,13 +86,22 @@ def kv_cache_tokens(cluster: Cluster, stages: Sequence[Stage]) -> int:
     return max(0, math.floor(least))
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The best stages of a composition: (place of the machine in it, GPUs, layers)."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    capacity: float
+    kv_cache_tokens: int
+
+
 class GroupTable:
     """The best group of every composition and role, computed when it is asked for."""
 
     def __init__(self, cluster: Cluster, cost: CostModel) -> None:
         self.cluster = cluster
         self._cost = cost
-        self._known: dict[tuple[object, Role], tuple[tuple[tuple[int, int], ...], float, int] | None] = {}
+        self._known: dict[tuple[object, Role], _Layout | None] = {}
         self._groups: dict[tuple[Composition, Role], Group | None] = {}
 
     def group(self, composition: Composition, role: Role) -> Group | None:
@@ -111,9 +120,8 @@ class GroupTable:
         found = self._known[alike, role]
         group = None
         if found is not None:
-            layout, capacity, tokens = found
-            stages = tuple(Stage(composition[at][0], layers[0], layers[1]) for at, layers in _located(layout))
-            group = Group(role, stages, capacity, tokens)
+            stages = tuple(Stage(composition[at][0], gpus, layers) for at, gpus, layers in found.stages)
+            group = Group(role, stages, found.capacity, found.kv_cache_tokens)
         self._groups[key] = group
         return group
 
@@ -122,21 +130,19 @@ class GroupTable:
         group = self.group(composition, role)
         return 0.0 if group is None else group.capacity
 
-    def _best(
-        self, composition: Composition, role: Role
-    ) -> tuple[tuple[tuple[int, int], ...], float, int] | None:
-        best: tuple[tuple[tuple[int, int], ...], float, int] | None = None
+    def _best(self, composition: Composition, role: Role) -> _Layout | None:
+        best: _Layout | None = None
         position = {m: at for at, (m, _) in enumerate(composition)}
+        workload = self.cluster.workload
+        need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
         for stages in self._layouts(composition, role):
             tokens = kv_cache_tokens(self.cluster, stages)
-            workload = self.cluster.workload
-            need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
             if tokens < need:
                 continue
             capacity = self._cost.capacity(stages, role, tokens)
-            if capacity > 0.0 and (best is None or capacity > best[1] * (1.0 + 1e-12)):
-                layout = tuple((position[s.machine], s.gpus, s.layers) for s in stages)
-                best = (layout, capacity, tokens)  # type: ignore[assignment]
+            if capacity > 0.0 and (best is None or capacity > best.capacity * (1.0 + 1e-12)):
+                placed = tuple((position[s.machine], s.gpus, s.layers) for s in stages)
+                best = _Layout(placed, capacity, tokens)
         return best
 
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[Stage, ...]]:
@@ -166,11 +172,6 @@ class GroupTable:
                 if layers not in seen:
                     seen.add(layers)
                     yield tuple(Stage(m, degree, own) for m, own in zip(machines, layers, strict=True))
-
-
-def _located(layout: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, tuple[int, int]]]:
-    for at, gpus, layers in layout:
-        yield at, (gpus, layers)
 
 
 def divide(weights: Sequence[float], layers: int) -> tuple[int, ...]:

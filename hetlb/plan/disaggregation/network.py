@@ -19,6 +19,9 @@ from hetlb.plan.disaggregation.cluster import Cluster, Group, Plan, Role
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import Dinic
 
+#: Share of a link that a plan uses: transfers come at random, and a scheduler that chooses request by request
+#: does not spread them as evenly as a flow does.
+LINK_SHARE = 0.9
 #: Flows below this share of the total are rounding.
 _LEAST_SHARE = 1e-9
 _ROUNDING = 1e-9
@@ -50,6 +53,7 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._rates = tuple(tuple(LINK_SHARE * rate for rate in row) for row in cluster.links.bytes_per_s)
         self._routes: dict[tuple[object, object], Route] = {}
 
     def route(self, sender: Group, receiver: Group) -> Route:
@@ -61,7 +65,7 @@ class Network:
         return found
 
     def _find_route(self, sender: Group, receiver: Group) -> Route:
-        rates, size = self._cluster.links.bytes_per_s, self._cluster.kv_bytes / self._cluster.layers
+        rates, size = self._rates, self._cluster.kv_bytes / self._cluster.layers
         links: dict[tuple[int, int], float] = {}
         inside_s = 0.0
         for machine, gpus, first, end in layer_ranges(sender):
@@ -105,7 +109,7 @@ class Network:
         for pair, flow in flows.items():
             for link, size in routes[pair].link_bytes:
                 used[link] = used.get(link, 0.0) + flow * size
-        rates = self._cluster.links.bytes_per_s
+        rates = self._rates
         return any(rate > rates[i][j] * (1.0 + _ROUNDING) for (i, j), rate in used.items())
 
     def _program(
@@ -123,7 +127,7 @@ class Network:
         for pair, route in routes.items():
             for link, size in route.link_bytes:
                 by_link.setdefault(link, []).append((columns[pair], size))
-        rates = self._cluster.links.bytes_per_s
+        rates = self._rates
         for (i, j), entries in by_link.items():
             # In units of the link, so that all coefficients are near 1.
             rate = max(rates[i][j], 1.0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Role
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
+from hetlb.plan.disaggregation.network import LINK_SHARE
 from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
 
 #: Every machine is a class of its own in clusters of up to so many.
@@ -162,7 +163,7 @@ class Templates:
             return INFINITY
         rates = self.cluster.links.bytes_per_s
         total = math.fsum(rates[i][j] for i in self.members[c] for j in self.members[d])
-        return total / self.cluster.kv_bytes
+        return LINK_SHARE * total / self.cluster.kv_bytes
 
     def place(self, solved: Solved) -> list[tuple[Composition, Role]]:
         """Machines for the chosen templates, the largest first; what finds no room is left out."""

@@ -35,8 +35,9 @@ _ROUND = 1500
 _SLACK_WEIGHT = 0.02
 #: Up to so many GPUs, partitions into several numbers of groups are starts.
 _SMALL_GPUS = 64
-#: Shares of the time that is left: for the templates, for each of the two programs; and the least seconds.
-_TEMPLATES_SHARE, _PROGRAM_SHARE = 0.25, 0.15
+#: Shares of the time that is left, most of which is not needed: for the templates, the program without
+#: splitting and the one with it; and the least seconds.
+_TEMPLATES_SHARE, _COLOCATED_SHARE, _PROGRAM_SHARE = 0.3, 0.2, 0.6
 _LEAST_S = 0.3
 #: The search ends when the throughput has reached this share of the bound.
 _ENOUGH = 1.0 - 1e-4
@@ -120,7 +121,7 @@ class Search:
         states = []
         if self._guided:
             templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
-            both = templates.solve(self._part(limits, _PROGRAM_SHARE), (Role.BOTH,))
+            both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
             if both is not None:
                 state = self._state(templates.place(both))
                 self._found.colocated = state.plan or self._plan(state)

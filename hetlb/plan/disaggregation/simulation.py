@@ -19,7 +19,7 @@ from hetlb.core.types import Connector, Health, InstanceSpec, KvTransfer
 from hetlb.plan.disaggregation.cluster import Cluster, Plan, Role
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.deploy import KV_LEASE_S, lay_out
-from hetlb.plan.disaggregation.network import Network
+from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.simulation import capacity
 from hetlb.plan.throughput import engine_spec
@@ -77,7 +77,7 @@ def make_fleet(cluster: Cluster, plan: Plan, cost: ProfileCost) -> Fleet:
             if route.inside_s > 0.0:
                 pair = source.name, target.name
                 parts.append((pair, cluster.kv_bytes_per_token))
-                rates[pair] = cluster.kv_bytes / route.inside_s
+                rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
             latency_s = cluster.links.latency_s if route.link_bytes else 0.0
             paths[source.name, target.name] = KvPath(tuple(parts), latency_s)
             seconds.setdefault(target.name, []).append(1.0 / route.capacity)
