@@ -153,11 +153,6 @@ def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency
                 context = (prompts + running * mix.output / 2.0) * load.context_share
                 first_s = model.first_token_s(prompt, 0, pending / engines, load.batch, context, 2048.0, own)
                 first_s += 0.5 * model.step_s(load.batch, context)
-                step_s = model.step_s(
-                    load.batch + own, context + own * (prompt + command.lease.predicted_output / 2)
-                )
-                without_slot = max(0.0, running / engines + own - 12)
-                first_s += without_slot / 12 * command.lease.predicted_output * step_s
                 assert each.terms["first_token_s"] == pytest.approx(first_s, rel=1e-9)
 
 

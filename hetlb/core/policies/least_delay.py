@@ -51,7 +51,7 @@ from hetlb.core.types import Candidate, Role
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
-_OVERBOOK: Final = 1.125
+_OVERBOOK: Final = 1.02
 #: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
@@ -135,7 +135,7 @@ class _InstanceScore:
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
-    Seconds: `wait_s` for a slot, `decode_s` from the first token on, `step_s` with and `now_s` without the
+    Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with and `now_s` without the
     request, `last_s` where it is to be last; and, by the `grade`, `first_s` until the first token, `others_s`
     by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
     because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
@@ -145,7 +145,7 @@ class _InstanceScore:
 
     __slots__ = (
         "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s", "late_s", "load",
-        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s", "wait_s",
+        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -168,7 +168,7 @@ class _InstanceScore:
         self.grade = _GUESSED
         self.last_s = self.late_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
-        self.now_s = self.step_s = self.decode_s = self.wait_s = 0.0
+        self.now_s = self.step_s = self.decode_s = 0.0
 
 
 @mypyc_attr(acyclic=True)
@@ -268,15 +268,13 @@ class _Evaluation:
             over = running / instance.engines + own - load.slots
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
-                each.wait_s = over / load.slots * output * step_s
+                each.decode_s += over / load.slots * output * step_s
             if held is not None and instance.caches_prefixes:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
             unread = self._prompt - each.cached
-            first_s = each.wait_s + load.latency_bound.least_read_s(
-                pending + own * (unread if unread >= 1.0 else 1.0)
-            )
+            first_s = load.latency_bound.least_read_s(pending + own * (unread if unread >= 1.0 else 1.0))
             if running:
                 first_s += 0.5 * each.now_s
             each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
@@ -327,7 +325,7 @@ class _Evaluation:
             prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
         )
         # What is left of the running iteration comes first.
-        each.first_s = first_s = each.wait_s + (read_s + 0.5 * each.now_s if batch else read_s)
+        each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
         each.others_s = others_s = self._others_s(each, latency, read_s)
         if each.paid > each.cached:
             first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
