@@ -30,6 +30,7 @@ from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import (
+    HAND_OVER,
     AdminState,
     AdminStateSet,
     Candidate,
@@ -401,7 +402,7 @@ class Scheduler:
             commands = self._health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)
-            commands.append(Dispatch(request.id, decode, "decode"))
+            commands.append(Dispatch(request.id, decode, HAND_OVER))
         return commands + self._flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:

@@ -72,7 +72,7 @@ Change: TypeAlias = Booked | Begun | Ended | Waits
 
 
 class SharedView:
-    """What a scheduler tells its peers, and what it was told by them."""
+    """State that a scheduler tells its peers, and that they told it."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         """`seed` differs from scheduler to scheduler: equal draws would have them meet."""

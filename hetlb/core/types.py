@@ -533,6 +533,15 @@ class Candidate(PickleByFields):
         }
 
 
+#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+HAND_OVER: Final = "hand-over"
+
+
+def pair_name(prefill: str, decode: str) -> str:
+    """The name of a pair of instances, for people."""
+    return f"{prefill} > {decode}"
+
+
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Dispatch:
