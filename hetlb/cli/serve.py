@@ -49,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
     require_urls(fleet)
     if fleet.stages and fleet.proxy.workers > 1:
         raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
+    if fleet.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(
+            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
+        )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0

@@ -483,7 +483,7 @@ def _with_kv_transfer(
     return replace(spec, role=Role(role), kv_transfer=kv_transfer)
 
 
-def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
+def _check_roles(model: ModelTable, key: str) -> None:
     """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
@@ -493,10 +493,6 @@ def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
                     f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
                 )
         return
-    if workers > 1:
-        raise ConfigError(
-            f"{where}proxy.workers: expected 1 where a model has kv_transfer ({key}), got {workers}"
-        )
     if all(role == "prefill" for role in roles):
         raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
 
@@ -626,7 +622,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
             image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
         if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
             model_keys[model.name] = model_key
-        _check_roles(model, key, file.proxy.workers, where)
+        _check_roles(model, key)
         kv_transfer = _kv_transfer(model.kv_transfer)
         stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
         for i, instance in enumerate(model.instances):

@@ -30,6 +30,7 @@ from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import (
+    HAND_OVER,
     AdminState,
     AdminStateSet,
     Candidate,
@@ -381,7 +382,7 @@ class Scheduler:
             commands = self._health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)
-            commands.append(Dispatch(request.id, decode, "decode"))
+            commands.append(Dispatch(request.id, decode, HAND_OVER))
         return commands + self._flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
@@ -396,16 +397,21 @@ class Scheduler:
         source.learn_prefill(lease, now)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.connector.holds:
+        if link is None or planned is None or not link.holds:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once
         tokens = lease.request.prompt_tokens
         held = 0 if planned.shared is None else planned.shared.held_tokens
         hold = Hold(
-            lease.id, source.name, planned.instance, tokens, tokens - held, planned.expected_first_s, now,
+            lease.id,
+            source.name,
+            planned.instance,
+            tokens,
+            tokens - held,
+            planned.expected_first_s,
             now + link.lease_s,
-        )  # fmt: skip
+        )
         source.hold(hold)
         if not len(self._queue) and not self._holds:
             self._last_tick = now

@@ -105,16 +105,6 @@ class Connector(StrEnum):
     MOONCAKE = "mooncake"
     SHARED_STORAGE = "shared-storage"
 
-    @property
-    def concurrent(self) -> bool:
-        """Both legs of a request are sent at the same time."""
-        return self is Connector.MOONCAKE
-
-    @property
-    def holds(self) -> bool:
-        """The prefill instance keeps the blocks in its KV cache until they are fetched or the lease ends."""
-        return self is not Connector.SHARED_STORAGE
-
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer(PickleByFields):
@@ -130,6 +120,16 @@ class KvTransfer(PickleByFields):
     bytes_per_token: float = 131_072.0
     bandwidth_bytes_per_s: float = 5e9
     latency_s: float = 0.01
+
+    @property
+    def concurrent(self) -> bool:
+        """True if both legs of a request are sent at the same time."""
+        return self.connector is Connector.MOONCAKE
+
+    @property
+    def holds(self) -> bool:
+        """True if the prefill instance keeps the blocks in its KV cache until they are fetched."""
+        return self.connector is not Connector.SHARED_STORAGE
 
     def nominal_s(self, tokens: float) -> float:
         """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
@@ -233,14 +233,14 @@ class Request(PickleByFields):
 
 @mypyc_attr(acyclic=True)
 class Hold:
-    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+    """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
     `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
     dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
     """
 
     __slots__ = (
-        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+        "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -251,7 +251,6 @@ class Hold:
         tokens: int,
         sent_tokens: int,
         expected_s: float,
-        began_at: float,
         expires_at: float,
     ) -> None:
         self.id = lease_id
@@ -260,7 +259,6 @@ class Hold:
         self.tokens = tokens
         self.sent_tokens = sent_tokens
         self.expected_s = expected_s
-        self.began_at = began_at
         self.expires_at = expires_at
         self.ended = False
 
@@ -495,6 +493,15 @@ class Candidate(PickleByFields):
             "eligible": self.eligible,
             "reason": self.reason,
         }
+
+
+#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+HAND_OVER: Final = "hand-over"
+
+
+def pair_name(prefill: str, decode: str) -> str:
+    """The name of a pair of instances, for people."""
+    return f"{prefill} > {decode}"
 
 
 @mypyc_attr(acyclic=True)

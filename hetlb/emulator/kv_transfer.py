@@ -78,6 +78,8 @@ class KvExchange:
         self.settings = settings
         self.engine_id = secrets.token_hex(16)
         self.expired = self.failed = self.fetched_tokens = 0
+        #: Fetches that other servers have asked for.
+        self.asked = 0
         self._bytes_per_token = bytes_per_token
         self._address = address
         self._loop = loop
@@ -173,6 +175,7 @@ class KvExchange:
 
     async def pull(self, engine_id: str, key: str) -> str:
         """A server asks for a prompt: `ready`, `expired` (and it reads what is there now), or `unknown`."""
+        self.asked += 1
         await self.answering.wait()
         if engine_id != self.engine_id:
             return "unknown"

@@ -22,6 +22,7 @@ from hetlb.core.block_index import KvEventBatch
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
+    HAND_OVER,
     Abort,
     AdminState,
     AdminStateSet,
@@ -490,7 +491,7 @@ class Driver(ExchangeDriver):
         return link
 
     def bootstrap(self, lease: Lease) -> EnginePool | None:
-        if not self.kv_transfer(lease).connector.concurrent:
+        if not self.kv_transfer(lease).concurrent:
             return None
         url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
         if url is None:
@@ -652,9 +653,10 @@ class Driver(ExchangeDriver):
             self._ticker = self.loop.call_at(deadline, self._tick)
 
     def _dispatch(self, command: Dispatch) -> None:
-        self._totals.decisions += 1
-        self.decisions.add(command)
         lease = command.lease
+        if command.reason != HAND_OVER:  # decided with its prefill leg
+            self._totals.decisions += 1
+            self.decisions.add(command)
         instance = self.scheduler.holder(lease)
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)

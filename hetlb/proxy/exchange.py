@@ -239,7 +239,9 @@ class Exchange(RequestRecord):
             else:
                 self._enter(DISPATCHED, now)
                 if not handover.sent:
-                    driver.pool(lease).send(self)
+                    # Its parameters may be used once: an idle connection that turned out to be closed would
+                    # leave open whether they were.
+                    driver.pool(lease).send(self, fresh=True)
             return True
         self._handover = self.prefill_instance = None
         if lease.decode is None:
@@ -263,7 +265,7 @@ class Exchange(RequestRecord):
         handover = self._handover
         assert handover is not None
         handover.sent = True
-        self._driver.pool(handover.decode).send(self)
+        self._driver.pool(handover.decode).send(self, fresh=True)
 
     def prefilled(self) -> None:
         """The prompt has been read: the decode leg is next."""

@@ -47,7 +47,7 @@ from hetlb.core.policies.base import (
     pair_choice,
 )
 from hetlb.core.transfer import TransferTimes
-from hetlb.core.types import Candidate, Role
+from hetlb.core.types import Candidate, Role, pair_name
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
@@ -496,6 +496,17 @@ class _Evaluation:
                     found = i, j, score, False
         return found
 
+    def by_role(self) -> list[Candidate]:
+        """Candidates for people; those that get no whole request by their role are not eligible."""
+        candidates = self.candidates()
+        for candidate, instance in zip(candidates, self.instances, strict=True):
+            if instance.spec.role is not Role.BOTH and candidate.eligible:
+                cached = cached_at(self._ctx, instance)
+                if instance.spec.role is Role.PREFILL or self._prompt - cached > OWN_READ_TOKENS:
+                    candidate.eligible = False
+                    candidate.reason = f"its role is {instance.spec.role}"
+        return candidates
+
     def _joining_s(self, each: _InstanceScore) -> float:
         """Seconds by which one more sequence delays those that decode there."""
         more_s = each.step_s - each.now_s
@@ -509,9 +520,7 @@ class _Evaluation:
         """
         link = target.spec.kv_transfer
         assert link is not None, f"{target.name} takes part in no KV transfer"
-        return (
-            self._ctx.request.streamed or not link.connector.holds or whole_s <= _LEASE_SHARE * link.lease_s
-        )
+        return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
@@ -588,18 +597,18 @@ class Hetlb(Policy):
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
         if pair is not None and pair[3]:
             prefill, decode, score, _ = pair
-            names = f"{instances[prefill].name} > {instances[decode].name}"
+            names = pair_name(instances[prefill].name, instances[decode].name)
             return pair_choice(
                 ctx,
                 instances,
                 prefill,
                 decode,
-                lambda: [*evaluation.candidates(), Candidate(names, score)],
+                lambda: [*evaluation.by_role(), Candidate(names, score)],
             )
         if whole is None:
             return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
         index = whole[0]
-        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.candidates)
+        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.by_role)
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
