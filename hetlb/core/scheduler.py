@@ -417,7 +417,7 @@ class Scheduler:
         source.learn_prefill(lease, now)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.connector.holds:
+        if link is None or planned is None or not link.holds:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once

@@ -105,16 +105,6 @@ class Connector(StrEnum):
     MOONCAKE = "mooncake"
     SHARED_STORAGE = "shared-storage"
 
-    @property
-    def concurrent(self) -> bool:
-        """Both legs of a request are sent at the same time."""
-        return self is Connector.MOONCAKE
-
-    @property
-    def holds(self) -> bool:
-        """The prefill instance keeps the blocks in its KV cache until they are fetched or the lease ends."""
-        return self is not Connector.SHARED_STORAGE
-
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer(PickleByFields):
@@ -130,6 +120,16 @@ class KvTransfer(PickleByFields):
     bytes_per_token: float = 131_072.0
     bandwidth_bytes_per_s: float = 5e9
     latency_s: float = 0.01
+
+    @property
+    def concurrent(self) -> bool:
+        """True if both legs of a request are sent at the same time."""
+        return self.connector is Connector.MOONCAKE
+
+    @property
+    def holds(self) -> bool:
+        """True if the prefill instance keeps the blocks in its KV cache until they are fetched."""
+        return self.connector is not Connector.SHARED_STORAGE
 
     def nominal_s(self, tokens: float) -> float:
         """Seconds to transfer the KV of `tokens` tokens, before any was seen."""

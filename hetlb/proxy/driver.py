@@ -514,7 +514,7 @@ class Driver(ExchangeDriver):
         return link
 
     def bootstrap(self, lease: Lease) -> EnginePool | None:
-        if not self.kv_transfer(lease).connector.concurrent:
+        if not self.kv_transfer(lease).concurrent:
             return None
         url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
         if url is None:

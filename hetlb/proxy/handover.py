@@ -316,7 +316,7 @@ class HandOver:
 
     def begin_decode(self, now: float, read_at: float, expected_s: float) -> None:
         """The decode leg is sent now. The lease on the KV blocks began at `read_at` or later."""
-        if self._connector.holds:
+        if self._link.holds:
             lease_s = self._link.lease_s
             self.until = min(
                 read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),

@@ -556,9 +556,7 @@ class _Evaluation:
         """
         link = target.spec.kv_transfer
         assert link is not None, f"{target.name} takes part in no KV transfer"
-        return (
-            self._ctx.request.streamed or not link.connector.holds or whole_s <= _LEASE_SHARE * link.lease_s
-        )
+        return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
