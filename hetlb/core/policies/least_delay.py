@@ -5,7 +5,7 @@ not which is fast. Every figure is a time in seconds from the latency model, or 
 
 Four questions, in this order:
 
-1. Room: fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below a mark
+1. Room: fewer sequences than an engine runs at once (and a fiftieth), KV cache expected in use below a mark
    with one more mean request. What this request itself needs is left out: else a full instance would be left
    with small requests only, and one of many sequences would wait for ever; what does not fit at once waits in
    the engine for a slot.
