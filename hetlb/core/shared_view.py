@@ -72,7 +72,7 @@ Change: TypeAlias = Booked | Begun | Ended | Waits
 
 
 class SharedView:
-    """What a scheduler tells its peers, and what it was told by them."""
+    """Leases of a scheduler for its peers, and theirs for it."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         """`seed` differs from scheduler to scheduler: equal draws would have them meet."""
