@@ -72,7 +72,7 @@ Change: TypeAlias = Booked | Begun | Ended | Waits
 
 
 class SharedView:
-    """State that a scheduler tells its peers, and that they told it."""
+    """Leases of a scheduler for its peers, and theirs for it."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         """`seed` differs from scheduler to scheduler: equal draws would have them meet."""

@@ -1,4 +1,4 @@
-"""Sharing of several pickers over Valkey or Redis: live leases, waiting requests, the leader.
+"""Sharing of several pickers of one fleet, over Valkey or Redis: live leases, what waits, and the leader.
 
 Publish/subscribe carries the changes, one message for all of a turn of the event loop; every picker hears of
 every change and of its own, whose way there and back is the age that the others' news have. A picker says

@@ -15,7 +15,7 @@ from proxy.conftest import turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
 from hetlb.core.eventlog import Replay
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
+from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
 
 pytestmark = pytest.mark.envoy
 
@@ -294,3 +294,26 @@ async def test_a_stream_of_many_tokens_is_counted(both: Rig) -> None:
         engine.script = many
     replies = await asyncio.gather(*(both.ask(stream=True) for _ in range(20)))
     assert {reply.body for reply in replies} == {TOKEN * 300 + DONE}
+
+
+async def test_without_a_look_at_answers_leases_end_with_the_stream(tmp_path: Path) -> None:
+    def unseen(envoy: Envoy) -> None:
+        envoy.ext_proc["processing_mode"]["response_body_mode"] = "NONE"
+
+    async with rig(tmp_path, engines=1, change=unseen) as made:
+        made.engines[0].released.clear()
+        sent = [asyncio.create_task(made.ask(stream=streamed)) for streamed in (False, True)]
+        await turns_until(lambda: made.engines[0].running == 2)
+        assert len(made.picker.driver.exchanges) == 2
+        made.engines[0].released.set()
+        assert {(await each).status for each in sent} == {200}
+        await made.settled()
+        assert made.outcomes == ["ok", "ok"]
+        # No usage was asked for that none would take out again; nothing was learnt from what was not seen.
+        assert not any(b"include_usage" in body for body in made.engines[0].bodies)
+        learnt = made.picker.scheduler.predictor
+        assert learnt.predict(made_request()) == type(learnt)().predict(made_request())
+
+
+def made_request() -> Request:
+    return Request(1, "m", 5)
