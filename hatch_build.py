@@ -41,6 +41,8 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
+    "pick/driver.py",
+    "pick/stream.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from hetlb.extras import missing_extra, require
 COMMANDS = {
     "demo": "the whole loop on this machine, no GPU needed",
     "serve": "the reverse proxy in front of a fleet",
+    "pick": "the endpoint picker for Envoy and the Gateway API",
     "engine": "an emulated vLLM server, timed by a latency profile",
     "simulate": "a fleet in virtual time, or a replay of a recorded event log",
     "profile": "latency profiles: make one, show one, compare two",

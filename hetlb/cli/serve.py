@@ -29,24 +29,29 @@ from hetlb.workers.supervisor import Supervisor
 logger = logging.getLogger("hetlb.serve")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb serve`; each beats the file."""
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of all that serve a fleet; each beats the file."""
     parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet")
     parser.add_argument(
         "--instance", action="append", default=[], metavar="URL",
         help="a server, instead of a file (repeatable): capacity is read from it, speed learnt while serving",
     )  # fmt: skip
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
     parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
-    parser.add_argument(
-        "--replace", action="store_true", help="take the place of the process that serves this address"
-    )
     parser.add_argument("--check", action="store_true", help="validate and exit")
     parser.add_argument(
         "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb serve`; each beats the file."""
+    add_fleet_arguments(parser)
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
+    parser.add_argument(
+        "--replace", action="store_true", help="take the place of the process that serves this address"
     )
 
 
@@ -56,10 +61,14 @@ def run(args: argparse.Namespace) -> int:
     require_urls(fleet)
     if fleet.stages and fleet.proxy.workers > 1:
         raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
+    if fleet.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(
+            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
+        )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
-    _allow_many_connections()
+    allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
     if fleet.proxy.workers > 1 and args.replace:
         raise InputError(f"--replace: expected one process, got {fleet.proxy.workers} workers")
@@ -71,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Use as many file descriptors as this process may: the usual soft limit of 1024 is for select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):

@@ -193,6 +193,37 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
+class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sharing of several pickers of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
+
+    `group` keeps fleets apart that use one server. `mode`: all pickers serve (`active-active`), or one does
+    and the others are ready to (`active-standby`). A picker that was silent for `silent_s` is gone.
+    """
+
+    url: str | None = None
+    url_env: str | None = None
+    group: str = "hetlb"
+    mode: Literal["active-active", "active-standby"] = "active-active"
+    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+
+
+class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
+
+    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
+    signed. `fallbacks` are named behind the chosen instance, for the gateway's own retries. `objectives` are
+    priorities by the names in `x-gateway-inference-objective`: the higher goes first, below 0 does not wait.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 9002
+    tls: TlsTable | None = None
+    client_ca_file: str | None = None
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    objectives: dict[str, int] = msgspec.field(default_factory=dict)
+    shared: SharedTable | None = None
+
+
 class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
 
@@ -294,6 +325,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
     tracing: TracingTable | None = None
+    pick: PickTable = PickTable()
     profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
 
@@ -344,6 +376,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineSource]
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
+    pick: PickTable = PickTable()
     #: Stages by the name of the instance that they are.
     stages: dict[str, StageGroup] = {}
 
@@ -523,7 +556,7 @@ def _with_kv_transfer(
     return replace(spec, role=Role(role), kv_transfer=kv_transfer)
 
 
-def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
+def _check_roles(model: ModelTable, key: str) -> None:
     """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
@@ -533,10 +566,6 @@ def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
                     f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
                 )
         return
-    if workers > 1:
-        raise ConfigError(
-            f"{where}proxy.workers: expected 1 where a model has kv_transfer ({key}), got {workers}"
-        )
     if all(role == "prefill" for role in roles):
         raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
 
@@ -692,6 +721,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         scrape=file.scrape,
         tracing=file.tracing,
         proxy=file.proxy,
+        pick=file.pick,
         instances=tuple(resolved.specs),
         profiles=resolved.profiles,
         tokenizers=resolved.tokenizers,
@@ -756,7 +786,7 @@ class _Resolved:
             if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
                 self.model_keys[model.name] = model_key
         with mistakes.here():
-            _check_roles(model, key, self._file.proxy.workers, self._where)
+            _check_roles(model, key)
         for i, instance in enumerate(model.instances):
             with mistakes.here():
                 self._add_instance(instance, model, f"{key}.instances[{i}]")

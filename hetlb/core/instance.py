@@ -37,6 +37,8 @@ DEFAULT_TOKEN_BUDGET: Final = 2048
 SIGNAL_STALE_S: Final = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.
 KV_ROOM: Final = 0.8
+#: Loads of an instance kept, by the number of sequences.
+_LOADS_KEPT: Final = 1024
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -104,17 +106,27 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. It is never changed.
+    `next_step_s + next_token_s * C`. `kv_cache_tokens` are those of all engines, `latency_bound` is a lower
+    bound of `latency`. It is never changed.
     """
 
     __slots__ = (
-        "batch", "budget", "context_share", "latency", "latency_bound", "next_step_s", "next_token_s",
-        "parameters_version", "sequences", "slots", "step_s", "token_s",
+        "batch",
+        "budget",
+        "context_share",
+        "kv_cache_tokens",
+        "latency",
+        "latency_bound",
+        "next_step_s",
+        "next_token_s",
+        "slots",
+        "step_s",
+        "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
-        self.sequences = sequences = instance.sequences
-        self.parameters_version = instance.parameters_version
+        sequences = instance.sequences
+        self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
         self.budget = float(instance.token_budget)
@@ -133,7 +145,7 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_load",
+        "_loads",
         "_waiting_seen",
         "admin",
         "asleep",
@@ -218,6 +230,8 @@ class Instance:
         #: What derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
+        #: By the number of sequences, at the parameters of now.
+        self._loads: dict[int, EngineLoad] = {}
         #: How often they have changed: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
@@ -253,7 +267,6 @@ class Instance:
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
-        self._load: EngineLoad | None = None
 
     # --- limits ---
 
@@ -274,13 +287,11 @@ class Instance:
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        load = self._load
-        if (
-            load is None
-            or load.sequences != self.sequences
-            or load.parameters_version != self.parameters_version
-        ):
-            load = self._load = EngineLoad(self)
+        load = self._loads.get(self.sequences)
+        if load is None:
+            if len(self._loads) >= _LOADS_KEPT:
+                self._loads.clear()
+            load = self._loads[self.sequences] = EngineLoad(self)
         return load
 
     @property
@@ -293,9 +304,14 @@ class Instance:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
-    def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+    def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
+
+        What `n` answers hold together is above its mean by `spread` / sqrt(n) of it.
+        """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+        if spread and self.sequences:
+            expected += (self.kv_tokens - self.kv_prompt_tokens) / 2.0 * spread / math.sqrt(self.sequences)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -349,6 +365,7 @@ class Instance:
         if parameters != self.parameters:
             self.parameters = parameters
             self.latency_bound = self.latency.lower_bound()
+            self._loads.clear()
             self.parameters_version += 1
             self.changes.count += 1
 

@@ -165,13 +165,13 @@ class Request(PickleByFields):
     is how many the engine will run for it (number of prompts times `n`); `max_tokens` is the client's cap on
     the output of each sequence, None if it gave none. `generates` is False for embeddings, scores, tokenize
     and the like, which have no output. `prompt_exact` says that the length was counted, not estimated from
-    bytes. `pinned` names the one instance that can answer. `samples` is how many of the sequences have the
-    same prompt. `prefix_keys` name what each of its prompts begins with, shortest first, each with its
-    tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
-    lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
-    None is a tenant like any other. `blocks` are digests of a prompt of known token ids, for engines that
-    publish KV events. `splittable`: prefill and decode may run on different instances; `streamed`: its first
-    token can be seen before the answer is whole.
+    bytes. `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
+    begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
+    `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
+    share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
+    prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
+    on different instances; `streamed`: its first token can be seen before the answer is whole.
     """
 
     id: RequestId
@@ -191,6 +191,7 @@ class Request(PickleByFields):
     blocks: PromptBlocks | None
     splittable: bool
     streamed: bool
+    subset: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -211,6 +212,7 @@ class Request(PickleByFields):
         blocks: PromptBlocks | None = None,
         splittable: bool = False,
         streamed: bool = False,
+        subset: tuple[str, ...] | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -227,20 +229,27 @@ class Request(PickleByFields):
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks
+        self.subset = subset
         self.splittable = splittable
         self.streamed = streamed
+
+    @property
+    def restriction(self) -> str | None:
+        """Name of the instances that the request is restricted to, None for any that serves its model."""
+        subset = self.subset
+        return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
 
 
 @mypyc_attr(acyclic=True)
 class Hold:
-    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+    """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
     `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
     dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
     """
 
     __slots__ = (
-        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+        "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -251,7 +260,6 @@ class Hold:
         tokens: int,
         sent_tokens: int,
         expected_s: float,
-        began_at: float,
         expires_at: float,
     ) -> None:
         self.id = lease_id
@@ -260,7 +268,6 @@ class Hold:
         self.tokens = tokens
         self.sent_tokens = sent_tokens
         self.expected_s = expected_s
-        self.began_at = began_at
         self.expires_at = expires_at
         self.ended = False
 
@@ -524,6 +531,15 @@ class Candidate(PickleByFields):
             "eligible": self.eligible,
             "reason": self.reason,
         }
+
+
+#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+HAND_OVER: Final = "hand-over"
+
+
+def pair_name(prefill: str, decode: str) -> str:
+    """The name of a pair of instances, for people."""
+    return f"{prefill} > {decode}"
 
 
 @mypyc_attr(acyclic=True)

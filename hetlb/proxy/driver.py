@@ -22,6 +22,7 @@ from hetlb.core.block_index import KvEventBatch
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
+    HAND_OVER,
     Abort,
     AdminState,
     AdminStateSet,
@@ -40,6 +41,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
+    Request,
     RequestId,
     Role,
 )
@@ -67,7 +69,7 @@ from hetlb.proxy.scheduling import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.proxy.upstream import EnginePool
+from hetlb.proxy.upstream import EnginePool, Upstream
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -349,7 +351,16 @@ class ExchangeDriver(ABC):
                     idle_s=table.upstream_idle_s,
                 )
 
-    def pool(self, lease: Lease) -> EnginePool:
+    @property
+    def access(self) -> Mapping[str, EngineAccess]:
+        """Keys and certificates of the engines, by instance."""
+        return self._access
+
+    def pool(self, lease: Lease) -> Upstream:
+        """The way to the incarnation a lease is tied to."""
+        return self.engine_pool(lease)
+
+    def engine_pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
         return self._pools[lease.incarnation]
 
@@ -474,9 +485,13 @@ class Driver(ExchangeDriver):
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
         started = perf_counter()
-        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
+        commands = self._arrived(exchange.request, exchange.arrived_at)
         self._arrival_s.append(perf_counter() - started)
         self.carry_out(commands)
+
+    def _arrived(self, request: Request, now: float) -> list[Command]:
+        """Give the scheduler a request."""
+        return self.scheduler.on_arrival(request, now)
 
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
@@ -661,9 +676,10 @@ class Driver(ExchangeDriver):
             self._ticker = self.loop.call_at(deadline, self._tick)
 
     def _dispatch(self, command: Dispatch) -> None:
-        self._totals.decisions += 1
-        self.decisions.add(command)
         lease = command.lease
+        if command.reason != HAND_OVER:  # decided with its prefill leg
+            self._totals.decisions += 1
+            self.decisions.add(command)
         instance = self.scheduler.holder(lease)
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)

@@ -39,6 +39,12 @@ class End:
 
 
 ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)
+UNSEEN: Final = End(
+    "unseen",
+    "a gateway passed on an answer and showed none of its body (`hetlb pick`)",
+    Outcome.OK,
+    Outcome.UPSTREAM_ERROR,
+)
 REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_ERROR)
 BUSY: Final = End("busy", "429 or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_ERROR)
 SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR, server_error=True)
@@ -86,9 +92,9 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
-    ANSWERED, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD, NOT_HANDED_OVER,
-    JUNK, SILENT, BROKEN,
-    STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL, STOPPED,
+    ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
+    NOT_HANDED_OVER, JUNK, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL,
+    STOPPED,
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
+from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool, Upstream
 
 
 class DriverSide(Protocol):
@@ -57,7 +57,8 @@ class DriverSide(Protocol):
     @property
     def forward_rules(self) -> ForwardRules: ...
     def now(self) -> float: ...
-    def pool(self, lease: Lease) -> EnginePool: ...
+    def pool(self, lease: Lease) -> Upstream: ...
+    def engine_pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
@@ -239,7 +240,9 @@ class Exchange(RequestRecord):
             else:
                 self._enter(DISPATCHED, now)
                 if not handover.sent:
-                    driver.pool(lease).send(self)
+                    # Its parameters may be used once: an idle connection that turned out to be closed would
+                    # leave open whether they were.
+                    driver.pool(lease).send(self, fresh=True)
             return True
         self._handover = self.prefill_instance = None
         if lease.decode is None:
@@ -248,7 +251,7 @@ class Exchange(RequestRecord):
         self._enter(PREFILL_DISPATCHED, now)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         handover = self._handover = HandOver(self, self.kind, lease, driver.kv_transfer(lease), body)
-        handover.begin(driver.pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
+        handover.begin(driver.engine_pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
         return True
 
     def prefill_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
@@ -263,7 +266,7 @@ class Exchange(RequestRecord):
         handover = self._handover
         assert handover is not None
         handover.sent = True
-        self._driver.pool(handover.decode).send(self)
+        self._driver.pool(handover.decode).send(self, fresh=True)
 
     def prefilled(self) -> None:
         """The prompt has been read: the decode leg is next."""
@@ -405,6 +408,25 @@ class Exchange(RequestRecord):
         )
         connection.send(first, body)
 
+    def sent_by_gateway(self) -> None:
+        """A gateway has the request and sends it to the engine."""
+        self._enter(WRITTEN, self._now())
+
+    @property
+    def done(self) -> bool:
+        """True once it has its outcome."""
+        return self.phase is Phase.DONE
+
+    @property
+    def label_for_engine(self) -> bytes:
+        """Value of `x-request-id` for the engine."""
+        return self._engine_label
+
+    @property
+    def body_for_engine(self) -> bytes:
+        """The body as it goes to the engine."""
+        return b"".join(self._body)
+
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         lease = self._sent_lease
@@ -541,6 +563,10 @@ class Exchange(RequestRecord):
             self._write(out)
         self._take_usage()
         self._finish(self._whole, keep=self._delimited)
+
+    def answered_unseen(self) -> None:
+        """A gateway has passed on the whole answer and showed nothing of its body."""
+        self._finish(ends.UNSEEN)
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""

@@ -118,7 +118,7 @@ class SideCall:
         self._serves = serves
         self._connection: EngineConnection | None = None
         self._head: ResponseHead | None = None
-        self._received = b""
+        self._received = bytearray()
         self._fresh = self._over = False
 
     def send(self) -> None:
@@ -178,7 +178,7 @@ class SideCall:
             return
         self._over = True
         assert self._head is not None, "expected a head before the end"
-        self._done(self._head, self._received + payload)
+        self._done(self._head, bytes(self._received) + payload)
 
     def engine_failed(self, end: End | None, detail: str) -> None:
         """The engine, or this machine, failed."""

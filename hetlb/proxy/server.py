@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from hetlb.config.fleet import ProxyTable
+from hetlb.proxy.access import Access
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.router import FleetView, Router
@@ -32,6 +33,12 @@ class ProxyServer:
         """Limits and names that hold from now on."""
         self.clients.table = table
         self.router.configure(table)
+
+    def secure(self, access: Access) -> None:
+        """Clients' keys and the certificate that hold from now on; a listener with TLS stays one."""
+        self.router.tenants = access.tenants
+        if access.tls is not None:
+            self.tls = access.tls
 
     @property
     def connections(self) -> Collection[ClientConnection]:

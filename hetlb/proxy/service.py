@@ -56,10 +56,11 @@ from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver
-from hetlb.proxy.front import Front
+from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
+from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -659,6 +660,7 @@ class Service(FleetService):
     """A process that serves a fleet alone."""
 
     driver: Driver
+    _front: Front
 
     def __init__(
         self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
@@ -666,7 +668,7 @@ class Service(FleetService):
         super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
-        self.driver = Driver(
+        self.driver = self._make_driver(
             self.scheduler,
             fleet.proxy,
             TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
@@ -677,8 +679,8 @@ class Service(FleetService):
         self.driver.on_loop = self.take_out
         self.driver.on_reconnect = self.engine_reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
-        self._front = Front(self.driver, self, fleet, self._access)
-        self.server = self._front.server
+        self.server: Listener = self._make_server()
+        self._front = Front(self.driver, self.server, fleet, self._access)
         self._offer = Offer(
             self.scheduler,
             lambda: (self.server.descriptors, self._admin_descriptors),
@@ -689,6 +691,14 @@ class Service(FleetService):
         self.replaced = False
         self._kv_events = KvEventReader(self.driver.kv_events)
         self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
+
+    #: True if another process may take over the listeners.
+    _hands_over = True
+    #: The driver and the listener; an endpoint picker has others.
+    _make_driver: Callable[..., Driver] = Driver
+
+    def _make_server(self) -> Listener:
+        return ProxyServer(self.driver, self)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound.
@@ -710,7 +720,8 @@ class Service(FleetService):
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        self._offer.open(self.address)
+        if self._hands_over:
+            self._offer.open(self.address)
         self._learnt.start()
 
     @property

@@ -72,7 +72,21 @@ class Carried(Protocol):
     def engine_failed(self, end: End, detail: str) -> None: ...
 
 
-class EnginePool:
+class Upstream:
+    """The way of exchanges to their engines."""
+
+    __slots__ = ()
+
+    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+        """Send the exchange's request, on a connection that was not used before if `fresh`."""
+        raise NotImplementedError
+
+    def cancel(self, exchange: Carried) -> None:
+        """Stop sending an exchange's request, if that is going on."""
+        raise NotImplementedError
+
+
+class EnginePool(Upstream):
     """The connections to one instance."""
 
     __slots__ = (

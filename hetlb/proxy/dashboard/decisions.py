@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
-from hetlb.core.types import Dispatch, Lease
+from hetlb.core.types import Dispatch, Lease, pair_name
 
 #: Output tokens of a lease, all of them or until now.
 TokensSoFar: TypeAlias = Callable[[Lease], int]
@@ -23,6 +23,8 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
     Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
     """
     lease = dispatch.lease
+    decode = lease.decode
+    answering = lease if decode is None else decode
     return {
         "request_id": dispatch.request_id,
         "x_request_id": dispatch.label or None,
@@ -31,13 +33,13 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
         "model": lease.request.model,
         "prompt_tokens_per_sequence": lease.request.prompt_tokens,
         "sequences": lease.request.sequences,
-        "predicted_output": lease.predicted_output,
+        "predicted_output": answering.predicted_output,
         "dispatched_at_s": lease.dispatched_at,
-        "output_tokens": tokens_so_far(lease),
-        "ended": lease.ended,
-        "outcome": None if lease.outcome is None else lease.outcome.value,
-        "took_s": None if lease.ended_at is None else lease.ended_at - lease.dispatched_at,
-        "chosen": lease.instance,
+        "output_tokens": tokens_so_far(answering),
+        "ended": answering.ended,
+        "outcome": None if answering.outcome is None else answering.outcome.value,
+        "took_s": None if answering.ended_at is None else answering.ended_at - lease.dispatched_at,
+        "chosen": lease.instance if decode is None else pair_name(lease.instance, decode.instance),
     }
 
 

@@ -55,6 +55,8 @@ class MetricsSource(Protocol):
     def lost_lines(self) -> int: ...
     @property
     def workers(self) -> Sequence[WorkerState]: ...
+    @property
+    def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
     def now(self) -> float: ...
 
 
@@ -147,6 +149,8 @@ class MetricsPage:
             [0.0 if oldest_at is None else now - oldest_at],
         )  # fmt: skip
         yield from self._models(totals)
+        if source.stages:
+            yield from self._stages(source)
         calls = {"arrival": totals.arrival, "end": totals.end}
         yield _family(
             "hetlb_decision_seconds", "histogram", "Time of one call of the scheduler, by what happened.",
@@ -173,6 +177,26 @@ class MetricsPage:
             [f'{{worker="{each.number}"}} {each.hangs}' for each in workers],
         )  # fmt: skip
         yield generate_latest(self._process).decode()
+
+    def _stages(self, source: MetricsSource) -> Iterator[Piece]:
+        """Series of the workers that instances made of stages have."""
+        found = [
+            (f'{{server="{_escape(server)}",stage="{_escape(stage["name"])}"}}', stage)
+            for server, documents in source.stages.items()
+            for stage in documents()
+        ]
+        yield _family(
+            "hetlb_stage_up", "gauge", "1 while a stage is used.",
+            [f"{labels} {int(stage['state'] == 'up')}" for labels, stage in found],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_stage_in_flight", "gauge", "Requests whose path crosses a stage.",
+            [f"{labels} {stage['in_flight']}" for labels, stage in found],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_stage_kv_reserved_token_layers", "gauge", "KV cache booked on a stage.",
+            [f"{labels} {stage['kv_reserved_token_layers']}" for labels, stage in found],
+        )  # fmt: skip
 
     def _models(self, totals: Totals) -> Iterator[Piece]:
         families: tuple[tuple[str, str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
