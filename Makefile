@@ -1,5 +1,6 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
+#   make demo-scaleout  two Envoys, two endpoint pickers, Redis and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
@@ -21,7 +22,7 @@ BIN := .venv/bin
 # Tests wait for sockets and processes half of their time: one process more than there are cores.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: wheel docs man test-helm test-sdks demo test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -45,12 +46,15 @@ JOBS ?= $(shell expr $$(nproc) + 1)
 demo: .venv/.run
 	@$(BIN)/hetlb demo
 
+demo-scaleout: .venv/.dev
+	@$(BIN)/python bench/scale/demo.py
+
 test: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' tests/core tests/proxy tests/workers tests/faults tests/sim tests/fuzz/test_growth.py
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' tests/core tests/proxy tests/workers tests/pick tests/faults tests/sim tests/fuzz/test_growth.py
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
 
 test-slow: .venv/.dev

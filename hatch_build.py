@@ -27,7 +27,7 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "driver", "ends", "exchange", "exchange_states", "predicted_duration",
+            "connection", "driver", "ends", "exchange", "exchange_states", "limits", "predicted_duration",
             "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
         )
     ),
@@ -41,6 +41,8 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
+    "pick/driver.py",
+    "pick/stream.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

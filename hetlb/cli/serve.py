@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 from pathlib import Path
@@ -18,28 +19,39 @@ from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
+from hetlb.proxy import systemd
 from hetlb.proxy.service import Service, require_urls, tune_gc
+from hetlb.proxy.takeover import Takeover
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
 
 logger = logging.getLogger("hetlb.serve")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb serve`; each beats the file."""
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of all that serve a fleet; each beats the file."""
     parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet")
     parser.add_argument(
         "--instance", action="append", default=[], metavar="URL",
         help="a server, instead of a file (repeatable): capacity is read from it, speed learnt while serving",
     )  # fmt: skip
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
     parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
     parser.add_argument("--check", action="store_true", help="validate and exit")
     parser.add_argument(
         "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb serve`; each beats the file."""
+    add_fleet_arguments(parser)
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
+    parser.add_argument(
+        "--replace", action="store_true", help="take the place of the process that serves this address"
     )
 
 
@@ -56,31 +68,37 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
-    _allow_many_connections()
+    allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+    if fleet.proxy.workers > 1 and args.replace:
+        raise InputError(f"--replace: expected one process, got {fleet.proxy.workers} workers")
     if fleet.proxy.workers > 1:
         Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
         return 0
-    with logging_to_stderr():
-        uvloop.run(_serve(fleet, args.event_log))
+    with logging_to_stderr(fleet.proxy.request_log_format):
+        uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Use as many file descriptors as this process may: the usual soft limit of 1024 is for select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(fleet: Fleet, event_log: Path | None) -> None:
+async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
+    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port)) if replace else None
+    if takeover is not None and event_log is not None:
+        with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
+            os.rename(event_log, f"{event_log}.before")
     if fleet.stages:
-        await _serve_with_stages(fleet, event_log)
+        await _serve_with_stages(fleet, event_log, takeover)
     else:
-        await _run(Service(fleet, event_log))
+        await _run(Service(fleet, event_log), takeover)
 
 
-async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
+async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Takeover | None) -> None:
     from hetlb.stage.group import StageGroups
 
     groups = StageGroups(fleet, event_log)
@@ -88,17 +106,18 @@ async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
         await groups.start()
         service = Service(groups.located(fleet), event_log, groups.reload)
         service.stages = groups.documents
-        await _run(service)
+        await _run(service, takeover)
     finally:
         await groups.close()
 
 
-async def _run(service: Service) -> None:
+async def _run(service: Service, takeover: Takeover | None) -> None:
     try:
-        await service.start()
+        await service.start(systemd.inherited(), takeover)
         tune_gc()
         print(service.ready_line, flush=True)
-        logger.info(version_line())
+        systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
+        tell(logger, Event.STARTED, "%s", version_line())
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

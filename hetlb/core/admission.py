@@ -333,6 +333,10 @@ class Queue:
         """The sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
 
+    def waiting_sizes(self) -> dict[str, int]:
+        """The sizes of all that wait, added up, of each model for which something does."""
+        return {model: size for model, size in self._sizes.items() if size}
+
     def overtaken(self, entry: Queued) -> int:
         """Number of later requests that went before a waiting one."""
         key, priority, _, _ = self.held[entry.request.id]
@@ -340,7 +344,7 @@ class Queue:
 
     def may_pass(self, request: Request) -> bool:
         """True if a request that has just come may be served before those that wait in its line."""
-        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
+        by_priority = self._lines.get(QueueKey(request.model, request.restriction, False))
         if by_priority is None:
             return True
         for priority, fair in by_priority.items():
@@ -433,7 +437,7 @@ class Queue:
         """Append a request; the caller has asked `has_room`."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         model, tenant, priority = request.model, request.tenant, request.priority
-        key = QueueKey(model, request.pinned, retry)
+        key = QueueKey(model, request.restriction, retry)
         by_priority = self._lines.setdefault(key, {})
         fair = by_priority.get(priority)
         if fair is None:
@@ -476,7 +480,7 @@ class Queue:
 
         Where others wait, it counts for its tenant too, and has overtaken those that could be served there.
         """
-        by_priority = self._lines.get(QueueKey(request.model, request.pinned, False))
+        by_priority = self._lines.get(QueueKey(request.model, request.restriction, False))
         fair = None if by_priority is None else by_priority.get(request.priority)
         if fair is not None:
             fair.served(request.tenant, size, self._weight(request.tenant))

@@ -37,6 +37,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     KvTransfer,
     Lease,
     LeaseId,
@@ -104,17 +105,31 @@ class RecordingScheduler(Scheduler):
             server_error=server_error,
         )
 
-    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
-        commands = super().on_busy(lease, retry_after_s, now)
-        return self._record("busy", now, commands, lease=lease.id, retry_after_s=retry_after_s)
+    def on_busy(
+        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    ) -> list[Command]:
+        commands = super().on_busy(lease, retry_after_s, now, may_move=may_move)
+        fact = {"lease": lease.id, "retry_after_s": retry_after_s, "may_move": may_move}
+        return self._record("busy", now, commands, **fact)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
 
-    def restore(self, live: LiveLease, now: float) -> Lease | None:
-        lease = super().restore(live, now)
-        self._record("restore", now, [], lease=None if lease is None else lease.id, live=asdict(live))
+    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
+        lease = super().restore(live, now, arrived=arrived)
+        number = None if lease is None else lease.id
+        self._record("restore", now, [], lease=number, live=asdict(live), arrived=arrived)
         return lease
+
+    def assume(self, request: Request, now: float) -> Lease | None:
+        lease = super().assume(request, now)
+        number = None if lease is None else lease.id
+        self._record("assume", now, [], lease=number, request=asdict(request))
+        return lease
+
+    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+        commands = super().on_waiting_elsewhere(sizes, now)
+        return self._record("waiting_elsewhere", now, commands, sizes=dict(sizes))
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         commands = super().on_instance(change, now)
@@ -144,7 +159,10 @@ def _read_request(raw: dict[str, Any]) -> Request:
     blocks = raw.pop("blocks", None)
     if blocks is not None:
         blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
-    return Request(**raw, prefix_keys=prefix_keys, blocks=blocks)
+    subset = raw.pop("subset", None)
+    return Request(
+        **raw, prefix_keys=prefix_keys, blocks=blocks, subset=None if subset is None else tuple(subset)
+    )
 
 
 def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
@@ -266,6 +284,7 @@ def _object(line: str) -> dict[str, Any]:
 
 _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
     "InstanceAdded": lambda raw: InstanceAdded(_spec(raw["spec"])),
+    "InstanceUpdated": lambda raw: InstanceUpdated(_spec(raw["spec"])),
     "InstanceRemoved": lambda raw: InstanceRemoved(**raw),
     "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
     "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
@@ -336,13 +355,15 @@ class Replay:
             held = [each for each in scheduler.holds if each.id == raw["hold"]]
             return scheduler.on_hold_released(held[0], now) if held else []
         if kind == "busy":
-            return scheduler.on_busy(self._leases[raw["lease"]], raw["retry_after_s"], now)
+            lease, again_s = self._leases[raw["lease"]], raw["retry_after_s"]
+            return scheduler.on_busy(lease, again_s, now, may_move=raw.get("may_move", True))
         if kind == "cancelled":
             return scheduler.on_cancelled(raw["request"], now)
         if kind == "restore":
             raw_live = raw["live"]
             request = _read_request(raw_live.pop("request"))
-            restored = scheduler.restore(LiveLease(request, **raw_live), now)
+            arrived = raw.get("arrived", False)
+            restored = scheduler.restore(LiveLease(request, **raw_live), now, arrived=arrived)
             if restored is not None:
                 self._leases[restored.id] = restored
             return []
@@ -363,6 +384,13 @@ class Replay:
             return scheduler.on_kv_events(
                 raw["name"], KvEventBatch(events, begins=told["begins"], lost=told["lost"]), now
             )
+        if kind == "assume":
+            assumed = scheduler.assume(_read_request(raw["request"]), now)
+            if assumed is not None:
+                self._leases[assumed.id] = assumed
+            return []
+        if kind == "waiting_elsewhere":
+            return scheduler.on_waiting_elsewhere(raw["sizes"], now)
         if kind == "policy":
             return scheduler.set_policy(raw["name"], now)
         if kind == "restored":

@@ -45,6 +45,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     LeaseId,
     LiveLease,
@@ -212,7 +213,7 @@ def _why_not(instance: Instance) -> str:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
         return f"ejected: {instance.health.reason}"
-    return ""
+    return "asleep" if instance.asleep else ""
 
 
 def _prompt_needs(request: Request) -> int:
@@ -280,6 +281,8 @@ class Scheduler:
         self._next_incarnation = 1
         self._next_cache = -1
         self._last_tick = now
+        #: Sizes of what waits at other schedulers of the fleet, by model.
+        self._elsewhere: dict[str, int] = {}
         for spec in setup.specs:
             self._add(spec, now)
         self._reindex(now)
@@ -320,10 +323,27 @@ class Scheduler:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._leased[lease.id]
 
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests."""
+        return model in self._ready and model not in self._down_since
+
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        demand = self._demands.get(model)
+        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        return {instance.name: mix.speed(instance) for instance in instances}
+
     @property
     def models(self) -> list[str]:
         """Every name that some instance answers to."""
         return list(self._ready)
+
+    def any_routable(self, request: Request) -> bool:
+        """True unless the model of a request is served, but by no routable instance of its subset."""
+        ready = self._ready.get(request.model)
+        if ready is None or request.subset is None:
+            return True
+        return any(each.routable and each.name in request.subset for each in ready.instances)
 
     # --- facts about requests ---
 
@@ -511,6 +531,7 @@ class Scheduler:
         if self._retrying:
             self._retrying.discard(lease.id)
         instance.release(lease, now)
+        lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self._drop(lease.decode, now)
         health = instance.health
@@ -553,13 +574,15 @@ class Scheduler:
             self._reindex(now)
         return []
 
-    def on_busy(self, lease: Lease, retry_after_s: float | None, now: float) -> list[Command]:
+    def on_busy(
+        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    ) -> list[Command]:
         """An engine answered 429 or 503: it has no room, which is no failure.
 
         If it said when to come again (`retry_after_s`), it is ranked last until then, for `BUSY_CAP_S` at
         most, and another instance that has room gets the request, within the budget of retries: then the
-        lease is given back and the commands hold the new dispatch. Otherwise they hold a `PassOn`, and the
-        lease goes on.
+        lease is given back and the commands hold the new dispatch. Otherwise, and without `may_move`, they
+        hold a `PassOn`, and the lease goes on.
         """
         request = lease.request
         instance = self._leased[lease.id]
@@ -570,7 +593,7 @@ class Scheduler:
         self._reindex(now)
         attempts = self._attempts.get(request.id)
         ready = self._ready.get(request.model)
-        if ready is None or (attempts is not None and attempts.runs) or not self._may_retry():
+        if not may_move or ready is None or (attempts is not None and attempts.runs) or not self._may_retry():
             return passed_on
         known = attempts is not None
         if attempts is None:
@@ -591,10 +614,11 @@ class Scheduler:
         self._retrying.add(placed.lease.id)
         return [placed, *self._flush(now)]
 
-    def restore(self, live: LiveLease, now: float) -> Lease | None:
-        """Book a lease again that an earlier scheduler granted; None where its instance is gone.
+    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
+        """Book a lease that another scheduler granted; None where its instance is gone.
 
         It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
+        `arrived`: its request has just come to a scheduler of the same fleet, and is demand here too.
         """
         request = live.request
         assert request.id not in self._queue, f"request {request.id} waits and is restored"
@@ -608,7 +632,23 @@ class Scheduler:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         self._leased[lease.id] = instance
+        if arrived and self._policy.reads_demand:
+            self._demand(request.model).arrived(size_of(request, live.predicted_output), now)
         return lease
+
+    def assume(self, request: Request, now: float) -> Lease | None:
+        """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
+        ready = self._ready.get(request.model)
+        predicted = self._predictor.predict(request) if request.generates else 0.0
+        found = None if ready is None else self._choose(request, ready, now, predicted)
+        if ready is None or found is None:
+            return None
+        return self._book(found, ready, now).lease
+
+    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+        """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
+        self._elsewhere = dict(sizes)
+        return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
@@ -633,7 +673,7 @@ class Scheduler:
             return self._flush(now)
         if isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not self._has_another(instance)
-            if not instance.health.on_probe(change.result, now, alone=alone):
+            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
@@ -646,6 +686,8 @@ class Scheduler:
             left, instance.admin = instance.admin, change.state
             if left is not AdminState.READY and change.state is AdminState.READY:
                 self._join(instance, now)
+        elif isinstance(change, InstanceUpdated):
+            instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
@@ -658,11 +700,13 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
-        longest = instance.longest_request_tokens
+        longest, slept = instance.longest_request_tokens, instance.asleep
         instance.learn_sample(sample, now)
-        if instance.longest_request_tokens != longest:
+        if sample.asleep is not None:
+            instance.asleep = sample.asleep
+        if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return []
+        return self._flush(now) if slept and not instance.asleep else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""
@@ -885,7 +929,7 @@ class Scheduler:
         """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
-        if attempts is None and request.pinned is None:
+        if attempts is None and request.restriction is None:
             tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
             if all(tokens <= _longest(instance) for instance in ready.able):
                 return ready.able, ready.excluded
@@ -895,6 +939,8 @@ class Scheduler:
         for instance in instances:
             if request.pinned is not None and instance.name != request.pinned:
                 reason = "the request belongs to another instance"
+            elif request.subset is not None and instance.name not in request.subset:
+                reason = "not in the subset of the gateway"
             else:
                 reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
                 if not reason and ready.roles and request.pinned is None:
@@ -1010,7 +1056,7 @@ class Scheduler:
         tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
         if (
             tokens <= ready.longest_tokens
-            and request.pinned is None
+            and request.restriction is None
             and (not self._attempts or request.id not in self._attempts)
         ):
             able: Sequence[Instance] = ready.able
@@ -1025,6 +1071,8 @@ class Scheduler:
         if not able:
             return None
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
+        if self._elsewhere:
+            waiting += self._elsewhere.get(request.model, 0)
         ctx = self._question(request, predicted, waiting, now, availabilities, long)
         index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:

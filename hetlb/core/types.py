@@ -165,13 +165,13 @@ class Request(PickleByFields):
     is how many the engine will run for it (number of prompts times `n`); `max_tokens` is the client's cap on
     the output of each sequence, None if it gave none. `generates` is False for embeddings, scores, tokenize
     and the like, which have no output. `prompt_exact` says that the length was counted, not estimated from
-    bytes. `pinned` names the one instance that can answer. `samples` is how many of the sequences have the
-    same prompt. `prefix_keys` name what each of its prompts begins with, shortest first, each with its
-    tokens: None for all that a conversation has had so far. `priority` is vLLM's: of those who wait, the
-    lower value goes first. `tenant` names who is to have a fair share of what is served while several wait;
-    None is a tenant like any other. `blocks` are digests of a prompt of known token ids, for engines that
-    publish KV events. `splittable`: prefill and decode may run on different instances; `streamed`: its first
-    token can be seen before the answer is whole.
+    bytes. `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
+    begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
+    `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
+    share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
+    prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
+    on different instances; `streamed`: its first token can be seen before the answer is whole.
     """
 
     id: RequestId
@@ -191,6 +191,7 @@ class Request(PickleByFields):
     blocks: PromptBlocks | None
     splittable: bool
     streamed: bool
+    subset: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -211,6 +212,7 @@ class Request(PickleByFields):
         blocks: PromptBlocks | None = None,
         splittable: bool = False,
         streamed: bool = False,
+        subset: tuple[str, ...] | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -227,8 +229,15 @@ class Request(PickleByFields):
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks
+        self.subset = subset
         self.splittable = splittable
         self.streamed = streamed
+
+    @property
+    def restriction(self) -> str | None:
+        """Name of the instances that the request is restricted to, None for any that serves its model."""
+        subset = self.subset
+        return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
 
 
 @mypyc_attr(acyclic=True)
@@ -278,6 +287,7 @@ class Lease:
         "decode",
         "dispatched_at",
         "ended",
+        "ended_at",
         "evidence",
         "expected_first_s",
         "first_mark",
@@ -290,6 +300,7 @@ class Lease:
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
+        "outcome",
         "output_tokens",
         "predicted_output",
         "promised_tokens",
@@ -341,6 +352,9 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: How and when it ended, None before.
+        self.outcome: Outcome | None = None
+        self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
         #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
         self.decode: Lease | None = None
@@ -383,6 +397,18 @@ class InstanceRemoved(PickleByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceUpdated(PickleByFields):
+    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+
+    spec: InstanceSpec
+
+    @property
+    def name(self) -> str:
+        """The name of the instance."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
     """An operator set the administrative state."""
 
@@ -416,14 +442,21 @@ class ProbeResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed(PickleByFields):
-    """A health probe ended."""
+    """A health probe ended; `detail` says how one failed."""
 
     name: str
     result: ProbeResult
+    detail: str = field(default="", compare=False)
 
 
 InstanceChange: TypeAlias = (
-    InstanceAdded | InstanceRemoved | AdminStateSet | CapacityLearned | ModelsLearned | Probed
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceUpdated
+    | AdminStateSet
+    | CapacityLearned
+    | ModelsLearned
+    | Probed
 )
 
 
@@ -444,6 +477,8 @@ class EngineSample(PickleByFields):
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
     kv_usage_max: float | None = None
+    #: Whether one of its engines sleeps (vLLM's sleep mode).
+    asleep: bool | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------
@@ -467,7 +502,8 @@ class Candidate(PickleByFields):
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None. `terms` are a policy's own, by name, in seconds.
+    policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
+    each times its weight (1 where `weights` has none).
     """
 
     instance: str
@@ -479,6 +515,7 @@ class Candidate(PickleByFields):
     kv_utilization: float | None = None
     workload: float | None = None
     terms: dict[str, float] | None = None
+    weights: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -489,6 +526,7 @@ class Candidate(PickleByFields):
             "kv_utilization": self.kv_utilization,
             "workload": self.workload,
             "terms": self.terms,
+            "weights": self.weights,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,
@@ -514,6 +552,8 @@ class Dispatch:
     reason: str
     #: Makes the candidates from what was known at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+    #: `x-request-id` of the request, "" where the driver does not know it.
+    label: str = field(compare=False, repr=False, default="")
 
     def __init__(
         self,
@@ -526,6 +566,7 @@ class Dispatch:
         self.lease = lease
         self.reason = reason
         self.considered = considered
+        self.label = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -2,14 +2,9 @@
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `mooncake`: the fetch may come first and waits for the prompt; `/query` is the bootstrap server.
-<<<<<<< HEAD
-`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease is wrong text
-with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their port.
-=======
 `shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
 text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
 port.
->>>>>>> split
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
+    Request,
     RequestId,
     Role,
 )
@@ -68,7 +69,7 @@ from hetlb.proxy.scheduling import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.proxy.upstream import EnginePool
+from hetlb.proxy.upstream import EnginePool, Upstream
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -129,6 +130,10 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def models(self) -> Collection[str]:
         """Every name that some instance answers to."""
+
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests, as far as this process knows."""
+        return True
 
     @property
     def splits(self) -> bool:
@@ -253,6 +258,8 @@ class ExchangeDriver(ABC):
         assert outcome is not None
         assert ended_at is not None
         del self.exchanges[exchange.request.id]
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
         lease = exchange.lease
         ended = self._ended
         ended.append(exchange)
@@ -344,7 +351,16 @@ class ExchangeDriver(ABC):
                     idle_s=table.upstream_idle_s,
                 )
 
-    def pool(self, lease: Lease) -> EnginePool:
+    @property
+    def access(self) -> Mapping[str, EngineAccess]:
+        """Keys and certificates of the engines, by instance."""
+        return self._access
+
+    def pool(self, lease: Lease) -> Upstream:
+        """The way to the incarnation a lease is tied to."""
+        return self.engine_pool(lease)
+
+    def engine_pool(self, lease: Lease) -> EnginePool:
         """The connections to the incarnation a lease is tied to."""
         return self._pools[lease.incarnation]
 
@@ -457,6 +473,9 @@ class Driver(ExchangeDriver):
     def models(self) -> Collection[str]:
         return self.scheduler.models
 
+    def available(self, model: str) -> bool:
+        return self.scheduler.available(model)
+
     @property
     def waiting(self) -> int:
         return len(self.scheduler.queue)
@@ -466,9 +485,13 @@ class Driver(ExchangeDriver):
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
         started = perf_counter()
-        commands = self.scheduler.on_arrival(exchange.request, exchange.arrived_at)
+        commands = self._arrived(exchange.request, exchange.arrived_at)
         self._arrival_s.append(perf_counter() - started)
         self.carry_out(commands)
+
+    def _arrived(self, request: Request, now: float) -> list[Command]:
+        """Give the scheduler a request."""
+        return self.scheduler.on_arrival(request, now)
 
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
@@ -661,6 +684,7 @@ class Driver(ExchangeDriver):
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
+        command.label = exchange.label
         if lease.decode is not None:
             target = self.scheduler.holder(lease.decode)
             if target.incarnation not in self._pools:

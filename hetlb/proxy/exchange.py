@@ -48,7 +48,7 @@ from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool
+from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool, Upstream
 
 
 class DriverSide(Protocol):
@@ -57,7 +57,8 @@ class DriverSide(Protocol):
     @property
     def forward_rules(self) -> ForwardRules: ...
     def now(self) -> float: ...
-    def pool(self, lease: Lease) -> EnginePool: ...
+    def pool(self, lease: Lease) -> Upstream: ...
+    def engine_pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
@@ -250,7 +251,7 @@ class Exchange(RequestRecord):
         self._enter(PREFILL_DISPATCHED, now)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         handover = self._handover = HandOver(self, self.kind, lease, driver.kv_transfer(lease), body)
-        handover.begin(driver.pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
+        handover.begin(driver.engine_pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
         return True
 
     def prefill_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
@@ -407,6 +408,25 @@ class Exchange(RequestRecord):
         )
         connection.send(first, body)
 
+    def sent_by_gateway(self) -> None:
+        """A gateway has the request and sends it to the engine."""
+        self._enter(WRITTEN, self._now())
+
+    @property
+    def done(self) -> bool:
+        """True once it has its outcome."""
+        return self.phase is Phase.DONE
+
+    @property
+    def label_for_engine(self) -> bytes:
+        """Value of `x-request-id` for the engine."""
+        return self._engine_label
+
+    @property
+    def body_for_engine(self) -> bytes:
+        """The body as it goes to the engine."""
+        return b"".join(self._body)
+
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         lease = self._sent_lease
@@ -543,6 +563,10 @@ class Exchange(RequestRecord):
             self._write(out)
         self._take_usage()
         self._finish(self._whole, keep=self._delimited)
+
+    def answered_unseen(self) -> None:
+        """A gateway has passed on the whole answer and showed nothing of its body."""
+        self._finish(ends.UNSEEN)
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
@@ -760,10 +784,10 @@ class Exchange(RequestRecord):
     def _answered_late(self, watcher: SseWatcher | None) -> None:
         """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
         if watcher is None and self.status >= 400:
-            event = error_responses.upstream_error_event(self.status, self._tail)
+            event = error_responses.upstream_error_event(self.status, self._tail, self.path)
         else:
             event = error_responses.error_event(
-                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream."
+                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream.", self.path
             )
         end = self._whole if self.status >= 400 else ends.REFUSED if watcher is None else ends.BROKEN
         self.status = 200
@@ -782,6 +806,8 @@ class Exchange(RequestRecord):
             self.lease.instance.encode("ascii"),
             self.label.encode("ascii"),
         )
+        if self.ticket is not None:
+            out += self.ticket.headers(self._now())
         if self.prefill_instance is not None:
             out += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
         if length is not None:
@@ -861,7 +887,7 @@ class Exchange(RequestRecord):
         assert self.response is not _STARTED, "expected an answer before the response began"
         if self.response is _HEARTBEATS:
             self.status = 200
-            self._write(self._frame(error_responses.error_event(answer, message)))
+            self._write(self._frame(error_responses.error_event(answer, message, self.path)))
             self._finish(end, answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
@@ -870,7 +896,7 @@ class Exchange(RequestRecord):
         self._write(
             error_responses.response(
                 answer.status,
-                error_responses.error_body(answer, message),
+                error_responses.error_body(answer, message, self.path),
                 headers=(
                     *error_responses.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
@@ -893,7 +919,7 @@ class Exchange(RequestRecord):
             self._write(self._frame(rest))
         if self._watcher is not None or self.response is _HEARTBEATS:
             event = error_responses.error_event(
-                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}."
+                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.", self.path
             )
             self._write(self._frame(event))
         self._finish(end, broken=True)

@@ -7,30 +7,54 @@ keys configure it whole, at start and at every reload.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
-from hetlb.config.fleet import Fleet
+from hetlb.config.fleet import Fleet, ProxyTable
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.router import FleetView
-from hetlb.proxy.server import ProxyServer
+from hetlb.proxy.model_names import ModelNames
+from hetlb.proxy.router import Router
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.tracing import Tracing
 
 
+class Listener(Protocol):
+    """Interface of the listener of a process that serves: of clients, or of a gateway (`pick.server`)."""
+
+    router: Router
+
+    @property
+    def tls(self) -> object | None: ...
+    @property
+    def connections(self) -> Collection[object]: ...
+    @property
+    def stopping(self) -> bool: ...
+    def configure(self, table: ProxyTable) -> None: ...
+    def secure(self, access: Access) -> None: ...
+    @property
+    def descriptors(self) -> list[int]: ...
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]: ...
+    def leave(self) -> None: ...
+    def stop_accepting(self) -> None: ...
+    async def close(self) -> None: ...
+
+
 class Front:
     """The listener over `driver`, and all that is kept of a request that ended."""
 
-    def __init__(self, driver: ExchangeDriver, view: FleetView, fleet: Fleet, access: Access) -> None:
+    def __init__(self, driver: ExchangeDriver, server: Listener, fleet: Fleet, access: Access) -> None:
         self._driver = driver
         self._fleet = fleet
-        self.server = ProxyServer(driver, view)
-        self.server.tls, self.server.router.tenants = access.tls, access.tenants
+        self.server = server
+        server.secure(access)
+        self.server.router.names = ModelNames.of(fleet.written) or None
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.proxy.request_log_format]
@@ -52,9 +76,8 @@ class Front:
         """New limits, keys and certificates, for what begins from now on."""
         self._driver.configure(fleet.proxy)
         self.server.configure(fleet.proxy)
-        self.server.router.tenants = access.tenants
-        if access.tls is not None:
-            self.server.tls = access.tls
+        self.server.secure(access)
+        self.server.router.names = ModelNames.of(fleet.written) or None
 
     def requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from hetlb.config.fleet import ProxyTable
+from hetlb.proxy.access import Access
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.router import FleetView, Router
@@ -32,6 +33,12 @@ class ProxyServer:
         """Limits and names that hold from now on."""
         self.clients.table = table
         self.router.configure(table)
+
+    def secure(self, access: Access) -> None:
+        """Clients' keys and the certificate that hold from now on; a listener with TLS stays one."""
+        self.router.tenants = access.tenants
+        if access.tls is not None:
+            self.tls = access.tls
 
     @property
     def connections(self) -> Collection[ClientConnection]:
@@ -67,10 +74,22 @@ class ProxyServer:
         name = self._servers[0].sockets[0].getsockname()
         return name[0], name[1]
 
+    def leave(self) -> None:
+        """Close the listener here; it lives on in another process. Connections get one more answer each."""
+        for server in self._servers:
+            server.close()
+        self.clients.leaving = True
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the listening sockets."""
+        return [each.fileno() for server in self._servers for each in server.sockets]
+
     def stop_accepting(self) -> None:
         """Close the listener; open connections end with the answer they are at."""
         for server in self._servers:
             server.close()
+        self.clients.leaving = False
         self.clients.stop()
 
     async def close(self) -> None:

@@ -46,6 +46,13 @@ _TLS_SHUTDOWN_S: Final = 1.0
 _COPIED_BYTES: Final = 16 << 10
 
 
+def local_trouble(error: OSError) -> bool:
+    """True if a failed connection is the fault of this machine; an address that is not found is not."""
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_MEMORY
+    return error.errno in LOCAL_ERRNOS
+
+
 class Carried(Protocol):
     """One request as a connection sees it: what to send, and who is told what came back."""
 
@@ -65,7 +72,21 @@ class Carried(Protocol):
     def engine_failed(self, end: End, detail: str) -> None: ...
 
 
-class EnginePool:
+class Upstream:
+    """The way of exchanges to their engines."""
+
+    __slots__ = ()
+
+    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+        """Send the exchange's request, on a connection that was not used before if `fresh`."""
+        raise NotImplementedError
+
+    def cancel(self, exchange: Carried) -> None:
+        """Stop sending an exchange's request, if that is going on."""
+        raise NotImplementedError
+
+
+class EnginePool(Upstream):
     """The connections to one instance."""
 
     __slots__ = (
@@ -233,8 +254,7 @@ class EnginePool:
                 return
             end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
-            local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
-            end = ends.LOCAL if local else ends.NOT_ACCEPTED
+            end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
             detail = error.strerror or str(error)
         except UnicodeError:
             end, detail = ends.NOT_ACCEPTED, "its host can be no name"

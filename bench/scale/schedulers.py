@@ -1,0 +1,66 @@
+"""Several schedulers over one fleet, with news of each other after a delay, against one scheduler.
+
+`python bench/scale/schedulers.py --counts 2,4,8 --delays 1,10,100 --load 0.8` prints a line a run: throughput
+and p99 TTFT as ratios to one scheduler's, with and without the assumption that peers do alike, and blind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from fleet import MODEL, fleet, load, rows
+
+from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.shared import SharedSimulation
+
+
+def figures(result: Any) -> dict[str, float]:
+    """What is compared."""
+    summary = result.summary()
+    return {
+        key: summary[key]
+        for key in ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "p99_e2el_ms")
+    }
+
+
+def main() -> None:
+    """Run the cells and print them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instances", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument(
+        "--load", type=float, default=0.8, help="share of what all at once reaches; 0: at once"
+    )
+    parser.add_argument("--counts", default="2,4,8")
+    parser.add_argument("--delays", default="1,10,100", help="ms")
+    parser.add_argument("--seeds", type=int, default=1)
+    args = parser.parse_args()
+    lengths = rows()
+    setup, engines = fleet(args.instances, lengths)
+    for seed in range(args.seeds):
+        at_once = load(lengths, args.requests, 0.0, seed)
+        most = figures(FleetSimulation(setup, engines, at_once, model=MODEL).run())["request_throughput"]
+        plan = load(lengths, args.requests, args.load * most, seed) if args.load else at_once
+        one = figures(FleetSimulation(setup, engines, plan, model=MODEL).run())
+        print(json.dumps({"seed": seed, "schedulers": 1, "rate": args.load * most, **one}), flush=True)
+        for count in map(int, args.counts.split(",")):
+            for mode in ("blind", *args.delays.split(",")):
+                for expects in (False,) if mode == "blind" else (False, True):
+                    began = time.perf_counter()
+                    delay_s = 0.0 if mode == "blind" else float(mode) / 1e3
+                    simulation = SharedSimulation(
+                        setup, engines, plan, model=MODEL, count=count, delay_s=delay_s,
+                        blind=mode == "blind", expects=expects,
+                    )  # fmt: skip
+                    each = figures(simulation.run())
+                    ratios = {key: round(each[key] / one[key], 4) for key in one}
+                    took = round(time.perf_counter() - began, 1)
+                    line = {"seed": seed, "schedulers": count, "delay": mode, "expects": expects, **ratios}
+                    print(json.dumps({**line, "wall_s": took}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

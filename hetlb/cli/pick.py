@@ -1,0 +1,66 @@
+"""`hetlb pick`: the endpoint picker for Envoy and the Gateway API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+
+import msgspec
+import uvloop
+
+from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of
+from hetlb.config.fleet import Fleet
+from hetlb.errors import InputError
+from hetlb.proxy.service import require_urls, tune_gc
+from hetlb.proxy.telemetry.log_writer import logging_to_stderr
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb pick`; each beats the file."""
+    add_fleet_arguments(parser)
+    parser.set_defaults(host=None, port=None, workers=None)
+    parser.add_argument("--grpc-host", help="address that gateways reach (default 127.0.0.1)")
+    parser.add_argument("--grpc-port", type=int, help="its port (default 9002; 0 picks a free one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pick until stopped."""
+    try:
+        from hetlb.pick.service import PickService
+    except ImportError as error:
+        raise InputError(f"expected the extra `pick` (pip install 'hetlb[pick]'): {error}") from error
+    fleet = _fleet_of(args)
+    require_urls(fleet)
+    if args.check:
+        print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
+        return 0
+    allow_many_connections()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+
+    async def pick() -> None:
+        service = PickService(fleet, args.event_log)
+        try:
+            await service.start()
+            tune_gc()
+            print(service.ready_line.replace("hetlb ready", "hetlb pick ready", 1), flush=True)
+            await service.run()
+        except asyncio.CancelledError:
+            pass  # Ctrl-C before the service had its own handlers
+        finally:
+            await service.close()
+
+    with logging_to_stderr():
+        uvloop.run(pick())
+    return 0
+
+
+def _fleet_of(args: argparse.Namespace) -> Fleet:
+    """The fleet with the flags applied. Raises `InputError`."""
+    port = args.grpc_port
+    if port is not None and not 0 <= port <= 65535:
+        raise InputError(f"--grpc-port: expected a port from 0 to 65535, got {port}")
+    fleet = fleet_of(args)
+    given = {"host": args.grpc_host, "port": port}
+    changed = {key: value for key, value in given.items() if value is not None}
+    return msgspec.structs.replace(fleet, pick=msgspec.structs.replace(fleet.pick, **changed))

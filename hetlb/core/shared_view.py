@@ -1,0 +1,245 @@
+"""One view of several schedulers: each books what the others have booked.
+
+A scheduler's leases go to its peers in short form (`Booked`, `Begun`, `Ended`), and a peer's lease is a lease
+of this scheduler as well: it counts in the ledger, its prefix is held, its end teaches lengths, speeds and
+health, and places what waits. So nothing else has to be shared. A peer that is gone takes its leases along.
+
+News of a lease is old when it comes: within that delay all schedulers would choose the same instance. As many
+requests as peers book within the delay are therefore unseen at a decision, and it is not known which of them
+came before this one. So their number is drawn, from none to all alike, and the decision is made as if so many
+requests like it had just been placed: the schedulers spread over the best instances and do not meet at one.
+
+Used by `hetlb pick` over Valkey or Redis, and by the simulator with a delay of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Command, Lease, LeaseId, LiveLease, Outcome, Request
+
+#: Seconds over which the rate of peers' bookings is a mean.
+_RATE_S: Final = 1.0
+#: Requests that a decision assumes to be unseen, at most: each costs a decision.
+_MOST_UNSEEN: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Booked(PickleByFields):
+    """A lease began, `age_s` ago. `number` is its scheduler's."""
+
+    number: int
+    instance: str
+    request: Request
+    work_ns: int
+    predicted_output: float
+    age_s: float = 0.0
+    begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Begun(PickleByFields):
+    """The answer of a lease began."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(PickleByFields):
+    """A lease ended."""
+
+    number: int
+    outcome: Outcome
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    server_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waits(PickleByFields):
+    """Sizes of the requests that wait at a scheduler, added up, by model."""
+
+    sizes: dict[str, int]
+
+
+Change: TypeAlias = Booked | Begun | Ended | Waits
+
+
+class SharedView:
+    """Leases of a scheduler for its peers, and theirs for it."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        """`seed` differs from scheduler to scheduler: equal draws would have them meet."""
+        self._scheduler = scheduler
+        self._outbox: list[Change] = []
+        self._own: dict[LeaseId, Lease] = {}
+        self._peers: dict[str, dict[int, Lease]] = {}
+        self._waits: dict[str, dict[str, int]] = {}
+        self._said: dict[str, int] = {}
+        self._next_request = -(1 << 40)
+        #: How old news of peers is when it comes, in seconds.
+        self.delay_s = 0.0
+        #: Requests per second that peers book, as of a time.
+        self._rate = 0.0
+        self._rate_at = -math.inf
+        self._rng = random.Random(seed)
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the peers whose leases are known."""
+        return list(self._peers)
+
+    # --- of this scheduler ---
+
+    def booked(self, lease: Lease, now: float) -> None:
+        """A request was dispatched here."""
+        self._own[lease.id] = lease
+        self._outbox.append(_short(lease, now))
+
+    def begun(self, lease: Lease) -> None:
+        """The answer of an own lease began."""
+        if lease.id in self._own:
+            self._outbox.append(Begun(lease.id))
+
+    def ended(self, lease: Lease, outcome: Outcome, *, server_error: bool = False) -> None:
+        """An own lease ended."""
+        if self._own.pop(lease.id, None) is not None:
+            tokens, cached = lease.output_tokens, lease.reported_cached_tokens
+            self._outbox.append(Ended(lease.id, outcome, tokens, cached, server_error))
+
+    def take(self) -> list[Change]:
+        """Changes since the last time, for the peers."""
+        waits = self._scheduler.queue.waiting_sizes()
+        if waits != self._said:
+            self._said = waits
+            self._outbox.append(Waits(waits))
+        changes, self._outbox = self._outbox, []
+        return changes
+
+    def live(self, now: float) -> list[Change]:
+        """All that a new peer must know: every live lease, and what waits."""
+        leases: list[Change] = [_short(lease, now) for lease in self._own.values()]
+        return [*leases, Waits(self._scheduler.queue.waiting_sizes())]
+
+    # --- of peers ---
+
+    def receive(self, peer: str, changes: Iterable[Change], now: float) -> list[Command]:
+        """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
+        leases = self._peers.setdefault(peer, {})
+        scheduler = self._scheduler
+        commands: list[Command] = []
+        for change in changes:
+            if isinstance(change, Booked):
+                lease = None if change.number in leases else self._restore(change, now)
+                if lease is not None:
+                    leases[change.number] = lease
+                self._heard(now)
+            elif isinstance(change, Begun):
+                begun = leases.get(change.number)
+                if begun is not None:
+                    commands += scheduler.on_first_token(begun, now)
+            elif isinstance(change, Ended):
+                over = leases.pop(change.number, None)
+                if over is not None:
+                    over.output_tokens = change.output_tokens
+                    over.reported_cached_tokens = change.cached_tokens
+                    commands += scheduler.on_lease_ended(
+                        over, change.outcome, now, retry=False, server_error=change.server_error
+                    )
+            else:
+                self._waits[peer] = change.sizes
+                self._say_elsewhere(now)
+        return commands
+
+    def replace(self, peer: str, changes: Iterable[Change], now: float) -> list[Command]:
+        """Forget what a peer said before: `changes` are all that holds of it."""
+        return self.gone(peer, now) + self.receive(peer, changes, now)
+
+    def gone(self, peer: str, now: float) -> list[Command]:
+        """A peer is no more: its leases end, and count against no instance."""
+        commands: list[Command] = []
+        for lease in self._peers.pop(peer, {}).values():
+            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        if self._waits.pop(peer, None):
+            self._say_elsewhere(now)
+        return commands
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        """A request came to this scheduler: place it as if unseen requests of peers had been placed."""
+        scheduler = self._scheduler
+        unseen = int(self._rng.random() * (0.5 + self._unseen(now))) if self._peers else 0
+        if not unseen or len(scheduler.queue):
+            return scheduler.on_arrival(request, now)
+        leases = []
+        for _ in range(unseen):
+            assumed = scheduler.assume(_copy(request, self._next_request), now)
+            self._next_request -= 1
+            if assumed is None:
+                break
+            leases.append(assumed)
+        commands = scheduler.on_arrival(request, now)
+        for assumed in leases:
+            commands += scheduler.on_lease_ended(assumed, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def _unseen(self, now: float) -> float:
+        """Number of requests that peers book within the delay of their news."""
+        rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
+        return min(_MOST_UNSEEN, rate * self.delay_s)
+
+    def _heard(self, now: float) -> None:
+        """A peer booked a request: its rate is a mean over the last second or so."""
+        self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + 1.0 / _RATE_S
+        self._rate_at = now
+
+    # --- inside ---
+
+    def _say_elsewhere(self, now: float) -> None:
+        sizes: dict[str, int] = {}
+        for waits in self._waits.values():
+            for model, size in waits.items():
+                sizes[model] = sizes.get(model, 0) + size
+        self._scheduler.on_waiting_elsewhere(sizes, now)
+
+    def _restore(self, change: Booked, now: float) -> Lease | None:
+        request = _copy(change.request, self._next_request)
+        self._next_request -= 1
+        live = LiveLease(
+            request,
+            change.instance,
+            change.work_ns,
+            change.predicted_output,
+            now - change.age_s,
+            change.begun,
+        )
+        return self._scheduler.restore(live, now, arrived=True)
+
+
+def _short(lease: Lease, now: float) -> Booked:
+    begun = lease.first_token_at is not None
+    age_s = now - lease.dispatched_at
+    return Booked(
+        lease.id, lease.instance, lease.request, lease.work_ns, lease.predicted_output, age_s, begun
+    )
+
+
+def _copy(request: Request, request_id: int) -> Request:
+    """A request under another id: those of two schedulers are not told apart."""
+    return Request(
+        request_id,
+        request.model,
+        request.prompt_tokens,
+        request.max_tokens,
+        request.sequences,
+        request.longest_prompt_tokens,
+        request.generates,
+        prefix_keys=request.prefix_keys,
+        tenant=request.tenant,
+        samples=request.samples,
+    )

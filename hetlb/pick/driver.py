@@ -1,0 +1,163 @@
+"""Driver of the scheduler for an endpoint picker: Envoy owns the connections, each request is a stream.
+
+What the proxy's driver does with connections to engines, Envoy does. A request is sent once: where an engine
+fails, Envoy's retries go down the list that it got, and the lease follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hetlb.config.fleet import ProxyTable
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.shared_view import SharedView
+from hetlb.core.types import (
+    Command,
+    Dispatch,
+    EngineSample,
+    InstanceChange,
+    InstanceRemoved,
+    Lease,
+    LiveLease,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Reject,
+    RejectReason,
+    Request,
+    RequestId,
+)
+from hetlb.pick.foreign import ForeignLoad
+from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.driver import Driver
+from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.proxy.upstream import Upstream
+
+_REASONS: Final = {
+    Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
+    Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
+}
+
+
+class PickDriver(Driver):
+    """The scheduler's driver over streams of Envoy."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        on_ended: Callable[[list[Exchange]], None] | None = None,
+        access: Mapping[str, EngineAccess] | None = None,
+    ) -> None:
+        super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
+        #: Streams of the requests that are open, by request.
+        self.streams: dict[RequestId, Upstream] = {}
+        #: What other pickers of the fleet have booked, None where this one is alone.
+        self.view: SharedView | None = None
+        #: Called when there is something to tell them.
+        self.on_change: Callable[[], None] | None = None
+        #: Requests at the engines that are not ours.
+        self.foreign = ForeignLoad(scheduler)
+
+    def pool(self, lease: Lease) -> Upstream:
+        return self.streams[lease.request.id]
+
+    def open_pool(self, incarnation: int, name: str, url: str) -> None:
+        """Nothing to open: the connections to engines are Envoy's."""
+
+    def share(self, view: SharedView, on_change: Callable[[], None]) -> None:
+        """Book what other pickers book, and tell them; `on_change`: there is something to tell."""
+        self.view = view
+        self.on_change = on_change
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def _arrived(self, request: Request, now: float) -> list[Command]:
+        view = self.view
+        return self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
+
+    def _dispatch(self, command: Dispatch) -> None:
+        if self.view is not None:
+            self.view.booked(command.lease, self.now())
+            self._changed()
+        super()._dispatch(command)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        if self.view is not None:
+            self.view.begun(lease)
+            self._changed()
+        super().first_token(lease, now)
+
+    def finished(self, exchange: Exchange) -> None:
+        super().finished(exchange)
+        self.streams.pop(exchange.request.id, None)
+
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+        if self.view is not None:
+            self.view.ended(lease, outcome, server_error=server_error)
+            self._changed()
+        super().lease_ended(lease, outcome, retry=False, server_error=server_error)
+        if retry:  # the request is with Envoy, whose own retries are over
+            reason, detail = _REASONS[outcome]
+            request_id = lease.request.id
+            self.exchanges[request_id].rejected(Reject(request_id, reason, detail, retry_after_s=1.0))
+
+    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+        self.carry_out(self.scheduler.on_busy(lease, retry_after_s, self.now(), may_move=False))
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        super().sample(name, sample)
+        self.carry_out(self.foreign.look(name, sample, self.now()))
+
+    def change(self, change: InstanceChange) -> None:
+        super().change(change)
+        if isinstance(change, InstanceRemoved) or (
+            isinstance(change, Probed) and change.result is ProbeResult.REFUSED
+        ):
+            self.carry_out(self.foreign.gone(change.name, self.now()))
+
+    def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
+        """Envoy reached the answering instance after another one failed: the lease moves there."""
+        lease = exchange.lease
+        assert lease is not None, "expected a request with a lease"
+        now = self.now()
+        live = LiveLease(
+            lease.request, instance, lease.work_ns, lease.predicted_output, lease.dispatched_at, False
+        )
+        if all(each.name != instance for each in self.scheduler.instances):
+            return  # outside the fleet: the lease stays where it was booked
+        view = self.view
+        if view is not None:
+            view.ended(lease, Outcome.NO_RESPONSE)
+        commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
+        self.totals.tried_again(lease.instance, Outcome.NO_RESPONSE)
+        moved = exchange.lease = self.scheduler.restore(live, now)
+        if view is not None and moved is not None:
+            view.booked(moved, now)
+            self._changed()
+        exchange.retries += 1
+        self.carry_out(commands)
+
+    def shed(self, exchange: Exchange) -> None:
+        """Turn down a request that may not wait."""
+        now, request_id = self.now(), exchange.request.id
+        self.cancelled(request_id, now)
+        detail = "Too many requests are waiting for an instance."
+        exchange.rejected(Reject(request_id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0))
+
+    def fallbacks(self, count: int) -> list[str]:
+        """Names of the instances that come next after the decision made last, the best first."""
+        if count < 1:
+            return []
+        decision = next(iter(reversed(self.decisions)))
+        chosen = decision.lease.instance
+        others = [each for each in decision.candidates if each.eligible and each.instance != chosen]
+        others.sort(key=lambda each: each.score)
+        return [each.instance for each in others[:count]]

@@ -1,0 +1,105 @@
+"""Messages of Envoy's external processing, from the descriptor that `regenerate` writes.
+
+The types are made while the program starts, so that any version of the protobuf runtime will do. Those that
+say nothing but "go on" are kept as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+PROCESS_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+
+#: Modes in which Envoy sends a body (`BodySendMode`).
+NONE: Final = 0
+STREAMED: Final = 1
+BUFFERED: Final = 2
+FULL_DUPLEX: Final = 4
+
+SERVING: Final = 1
+NOT_SERVING: Final = 2
+SERVICE_UNKNOWN: Final = 3
+
+_OVERWRITE: Final = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def _types() -> dict[str, Any]:
+    pool = descriptor_pool.DescriptorPool()  # a pool of its own: others may have Envoy's messages loaded
+    files = descriptor_pb2.FileDescriptorSet.FromString(
+        Path(__file__).with_name("ext_proc.binpb").read_bytes()
+    )
+    for file in files.file:
+        pool.AddSerializedFile(file.SerializeToString())
+    messages: dict[str, Any] = message_factory.GetMessageClassesForFiles(
+        [file.name for file in files.file], pool
+    )
+    return {name.removeprefix("hetlb.pick."): each for name, each in messages.items()}
+
+
+_TYPES: Final = _types()
+ProcessingRequest: Final = _TYPES["ProcessingRequest"]
+ProcessingResponse: Final = _TYPES["ProcessingResponse"]
+HealthCheckRequest: Final = _TYPES["HealthCheckRequest"]
+HealthCheckResponse: Final = _TYPES["HealthCheckResponse"]
+
+
+def _present(name: str) -> bytes:
+    """A response that has the named part, empty: go on."""
+    response = ProcessingResponse()
+    getattr(response, name).SetInParent()
+    return bytes(response.SerializeToString())
+
+
+REQUEST_HEADERS_GO_ON: Final = _present("request_headers")
+RESPONSE_HEADERS_GO_ON: Final = _present("response_headers")
+RESPONSE_BODY_GO_ON: Final = _present("response_body")
+REQUEST_TRAILERS_GO_ON: Final = _present("request_trailers")
+RESPONSE_TRAILERS_GO_ON: Final = _present("response_trailers")
+
+
+def set_headers(mutation: Any, headers: Iterable[tuple[str, bytes]]) -> None:
+    """Add headers to a mutation; they replace those of the same name."""
+    for name, value in headers:
+        option = mutation.set_headers.add()
+        option.header.key = name
+        option.header.raw_value = value
+        option.append_action = _OVERWRITE
+
+
+def go_on_for(seconds: float) -> bytes:
+    """Tell Envoy to wait so much longer for the answer to what it sent last."""
+    response = ProcessingResponse()
+    response.override_message_timeout.seconds = max(1, int(seconds))
+    return bytes(response.SerializeToString())
+
+
+def immediate(status: int, headers: Iterable[tuple[str, bytes]], body: bytes, details: str) -> bytes:
+    """An answer that Envoy gives in place of an engine."""
+    response = ProcessingResponse()
+    answer = response.immediate_response
+    answer.status.code = status
+    set_headers(answer.headers, headers)
+    answer.body = body
+    answer.details = details
+    return bytes(response.SerializeToString())
+
+
+def streamed_body(part: str, body: bytes, *, end: bool) -> bytes:
+    """A part of a body in full duplex mode; `part` is `request_body` or `response_body`."""
+    response = ProcessingResponse()
+    streamed = getattr(response, part).response.body_mutation.streamed_response
+    streamed.body = body
+    streamed.end_of_stream = end
+    return bytes(response.SerializeToString())
+
+
+def replaced_body(body: bytes) -> bytes:
+    """Another piece of a response's body in place of the one that came."""
+    response = ProcessingResponse()
+    response.response_body.response.body_mutation.body = body
+    return bytes(response.SerializeToString())

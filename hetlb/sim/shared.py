@@ -1,0 +1,105 @@
+"""Several schedulers over one fleet in virtual time, each told of the others' leases after a delay.
+
+Requests go to the schedulers in turns, as from gateways that spread them evenly. What a scheduler says takes
+`delay_s` to each of the others; `blind` schedulers say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.shared_view import Change, SharedView
+from hetlb.core.types import Command, Dispatch, Outcome, Request
+from hetlb.sim.fleet import SHARED, EngineSpec, FleetSimulation, Flight
+from hetlb.workload.arrivals import PlannedRequest
+
+
+class SharedSimulation(FleetSimulation):
+    """A fleet behind `count` schedulers.
+
+    `expects`: whether decisions allow for requests of peers that are not heard of yet.
+    """
+
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        engines: Mapping[str, EngineSpec],
+        plan: Sequence[PlannedRequest],
+        *,
+        model: str,
+        count: int,
+        delay_s: float,
+        blind: bool = False,
+        expects: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(setup, engines, plan, model=model, **options)
+        more = [Scheduler(replace(setup, seed=setup.seed + n), oracle=self._oracle) for n in range(1, count)]
+        self.schedulers = [self.scheduler, *more]
+        self._views = {each: SharedView(each, n) for n, each in enumerate(self.schedulers)}
+        self._names = {scheduler: str(n) for n, scheduler in enumerate(self.schedulers)}
+        self._delay_s = delay_s
+        self._blind = blind
+        self._turn = 0
+        for scheduler, view in self._views.items():
+            if not blind:
+                view.delay_s = delay_s if expects else 0.0
+                for peer in self.schedulers:
+                    if peer is not scheduler:
+                        view.receive(self._names[peer], (), 0.0)
+        self._telling: set[Scheduler] = set()
+
+    def _next_scheduler(self) -> Scheduler:
+        self._turn += 1
+        return self.schedulers[self._turn % len(self.schedulers)]
+
+    def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
+        return self._views[scheduler].on_arrival(request, self._now)
+
+    def _scraped(self) -> Sequence[Scheduler]:
+        return self.schedulers
+
+    def _carry_out(self, scheduler: Scheduler, commands: list[Command]) -> None:
+        view = self._views[scheduler]
+        for command in commands:
+            if isinstance(command, Dispatch):
+                view.booked(command.lease, self._now)
+        super()._carry_out(scheduler, commands)
+        self._tell(scheduler)
+
+    def _answered(self, flight: Flight) -> None:
+        super()._answered(flight)
+        assert flight.lease is not None
+        assert flight.scheduler is not None
+        self._views[flight.scheduler].begun(flight.lease)
+        self._tell(flight.scheduler)
+
+    def _lease_ended(self, flight: Flight, outcome: Outcome) -> None:
+        assert flight.lease is not None
+        assert flight.scheduler is not None
+        self._views[flight.scheduler].ended(flight.lease, outcome)
+        super()._lease_ended(flight, outcome)
+
+    def _tell(self, scheduler: Scheduler) -> None:
+        """Have the others hear of what changed, after the delay; changes of one instant go together."""
+        if self._blind or scheduler in self._telling:
+            return
+        self._telling.add(scheduler)
+        self._push(self._now, SHARED, (scheduler, None))
+
+    def _on_shared(self, payload: tuple[Scheduler, list[Change] | None]) -> None:
+        scheduler, changes = payload
+        if changes is not None:
+            for peer in self.schedulers:
+                if peer is not scheduler:
+                    view, name = self._views[peer], self._names[scheduler]
+                    self._carry_out(peer, view.receive(name, changes, self._now))
+            return
+        view = self._views[scheduler]
+        self._telling.discard(scheduler)
+        if said := view.take():
+            self._push(self._now + self._delay_s, SHARED, (scheduler, said))

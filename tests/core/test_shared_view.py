@@ -1,0 +1,159 @@
+"""Schedulers that tell each other: equal ledgers when all is said, and nothing left when all has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers import MODEL, make_scheduler, request, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.registry import POLICIES
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.shared_view import SharedView
+from hetlb.core.types import Command, Dispatch, Health, Lease, Outcome
+
+
+class Node:
+    """A scheduler with its view, and its own live leases."""
+
+    def __init__(self, name: str, seed: int, policy: str = "hetlb", delay_s: float = 0.0) -> None:
+        self.name = name
+        self.scheduler = make_scheduler([spec("a"), spec("b", slower=3.0)], policy, seed=seed)
+        self.view = SharedView(self.scheduler, seed)
+        self.view.delay_s = delay_s
+        self.live: list[Lease] = []
+
+    def take(self, commands: list[Command], now: float) -> None:
+        for command in commands:
+            if isinstance(command, Dispatch):
+                self.live.append(command.lease)
+                self.view.booked(command.lease, now)
+
+    @property
+    def ledger(self) -> dict[str, tuple[int, int, int, int]]:
+        return {
+            each.name: (each.in_flight, each.work_ns, each.kv_tokens, each.pending_prompt_tokens)
+            for each in self.scheduler.instances
+        }
+
+
+def tell(nodes: list[Node], now: float) -> None:
+    """Deliver what all have to say until none has any more."""
+    while any(said := [(node, node.view.take()) for node in nodes]) and any(each for _, each in said):
+        for node, changes in said:
+            for peer in nodes:
+                if peer is not node and changes:
+                    peer.take(peer.view.receive(node.name, changes, now), now)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["arrive", "begin", "end", "fail", "tell", "die"]), st.integers(0, 1 << 20)),
+    max_size=60,
+)
+
+
+@settings(max_examples=60)
+@given(steps, st.sampled_from(["hetlb", "paper", "least-requests", "rr"]), st.sampled_from([0.0, 0.5]))
+def test_when_all_is_told_the_ledgers_are_equal_and_in_the_end_nothing_is_left(
+    todo: list[tuple[str, int]], policy: str, delay_s: float
+) -> None:
+    nodes = [Node(str(n), n, policy, delay_s) for n in range(3)]
+    now, next_id = 0.0, 1
+    for what, number in todo:
+        now += 0.01
+        node = nodes[number % 3]
+        lease = node.live[number % len(node.live)] if node.live else None
+        if what == "arrive":
+            asked = request(next_id, prompt=1 + number % 500)
+            next_id += 1
+            node.take(node.view.on_arrival(asked, now), now)
+        elif what == "begin" and lease is not None:
+            node.view.begun(lease)
+            node.take(node.scheduler.on_first_token(lease, now), now)
+        elif what in ("end", "fail") and lease is not None:
+            node.live.remove(lease)
+            lease.output_tokens = number % 50
+            outcome = Outcome.OK if what == "end" else Outcome.BROKEN_STREAM
+            node.view.ended(lease, outcome)
+            node.take(node.scheduler.on_lease_ended(lease, outcome, now, retry=False), now)
+        elif what == "tell":
+            tell(nodes, now)
+        elif what == "die":  # unheard of for a while, then back with all it has
+            for peer in nodes:
+                if peer is not node:
+                    peer.take(peer.view.gone(node.name, now), now)
+            changes = node.view.take()
+            del changes
+            for peer in nodes:
+                if peer is not node:
+                    peer.take(peer.view.replace(node.name, node.view.live(now), now), now)
+        for each in nodes:
+            each.scheduler.check_integrity()
+    tell(nodes, now)
+    flights = [{name: figures[0] for name, figures in node.ledger.items()} for node in nodes]
+    assert flights[0] == flights[1] == flights[2]
+    while any(node.live for node in nodes):
+        now += 0.01
+        for node in nodes:
+            for lease in list(node.live):
+                node.live.remove(lease)
+                node.view.ended(lease, Outcome.OK)
+                node.take(node.scheduler.on_lease_ended(lease, Outcome.OK, now, retry=False), now)
+        tell(nodes, now)
+    for node in nodes:
+        assert set(node.ledger.values()) == {(0, 0, 0, 0)}
+        assert node.scheduler.in_flight == 0
+        node.scheduler.check_integrity()
+
+
+def test_what_waits_elsewhere_counts() -> None:
+    one, two = Node("1", 1), Node("2", 2)
+    two.view.receive("1", [], 0.0)
+    n = 0
+    while not len(one.scheduler.queue):
+        n += 1
+        one.take(one.scheduler.on_arrival(request(n, prompt=4000), 0.0), 0.0)
+    sizes = one.scheduler.queue.waiting_sizes()
+    tell([one, two], 0.0)
+    assert two.scheduler._elsewhere == sizes == {MODEL: sizes[MODEL]}
+    two.view.gone("1", 0.0)
+    assert two.scheduler._elsewhere == {}
+
+
+def test_a_shared_view_replays_to_the_same_decisions() -> None:
+    setup = SchedulerSetup(
+        (spec("a"), spec("b")), "hetlb", PolicyParams(), make_scheduler([spec("a")]).queue.limits,
+        seed=3, initial_health=Health.UP,
+    )  # fmt: skip
+    lines: list[str] = [encode_setup(setup)]
+    scheduler: Scheduler = RecordingScheduler(setup, write=lines.append)
+    view, peer = SharedView(scheduler, 1), Node("peer", 9)
+    view.delay_s = 2.0
+    leases: list[Any] = []
+    for n in range(1, 40):
+        now = n * 0.01
+        peer.take(peer.scheduler.on_arrival(request(n), now), now)
+        view.receive("peer", peer.view.take(), now)
+        commands = view.on_arrival(request(n), now)
+        leases.extend(command.lease for command in commands if isinstance(command, Dispatch))
+        if n % 3 == 0:
+            scheduler.on_lease_ended(leases.pop(), Outcome.OK, now, retry=False)
+    assert any('"kind":"assume"' in line for line in lines)
+    replay = list(Replay(lines))
+    assert len(replay) == len(lines) - 1
+    assert all(fact.same for fact in replay)
+
+
+def test_every_policy_can_be_shared() -> None:
+    for policy in POLICIES:
+        if policy in ("single", "planned"):
+            continue
+        nodes = [Node(str(n), n, policy) for n in range(2)]
+        for n in range(1, 9):
+            nodes[n % 2].take(nodes[n % 2].view.on_arrival(request(n), 0.0), 0.0)
+            tell(nodes, 0.0)
+        assert nodes[0].ledger == nodes[1].ledger

@@ -1,0 +1,342 @@
+"""Faults between client, Envoy, picker and engine: nothing is lost, every lease ends once, figures are zero.
+
+Each case runs beside streams that go on undisturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, rig
+from pick.test_picking import fill
+from proxy.conftest import turns_until
+from proxy.upstreams import DONE, TOKEN
+
+pytestmark = pytest.mark.envoy
+
+BOTH = pytest.mark.parametrize("base", [STATIC, GATEWAY_API], ids=lambda path: path.stem)
+#: Streams in the background of a case.
+BESIDE = 50
+
+
+@contextlib.asynccontextmanager
+async def beside(made: Rig) -> AsyncIterator[None]:
+    """Streams that are open during a case and end well after it."""
+    over = asyncio.Event()
+
+    async def slow(request: Any, engine: Engine) -> web.StreamResponse:
+        if b"background" not in engine.bodies[-1]:
+            return await scripts[engine](request, engine)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        await response.write(TOKEN)
+        await over.wait()
+        await response.write(TOKEN + DONE)
+        return response
+
+    scripts = {engine: engine.script for engine in made.engines}
+    for engine in made.engines:
+        engine.script = slow
+    streams = [
+        asyncio.create_task(made.ask(stream=True, user="background", prompt="background"))
+        for _ in range(BESIDE)
+    ]
+    await turns_until(lambda: sum(engine.running for engine in made.engines) == BESIDE)
+    try:
+        yield
+    finally:
+        over.set()
+    replies = await asyncio.gather(*streams)
+    assert {(reply.status, reply.body) for reply in replies} == {(200, TOKEN + TOKEN + DONE)}
+    await made.settled()
+
+
+async def leave(made: Rig, begun: asyncio.Event | None = None) -> None:
+    """A client that asks for a stream and leaves once `begun` is set."""
+    task = asyncio.create_task(made.ask(stream=True))
+    await turns_until(lambda: len(made.picker.driver.exchanges) > BESIDE)
+    if begun is not None:
+        await begun.wait()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@BOTH
+async def test_a_client_leaves_before_its_answer_and_while_it_streams(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base) as made:
+        begun = asyncio.Event()
+
+        async def endless(request: Any, engine: Engine) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(TOKEN)
+            begun.set()
+            await asyncio.Event().wait()
+            return response
+
+        async def silent(request: Any, engine: Engine) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        for script, event in ((silent, None), (endless, begun)):
+            for engine in made.engines:
+                engine.script = script
+            async with beside(made):
+                await leave(made, event)
+                await turns_until(lambda: len(made.picker.driver.exchanges) == BESIDE)
+                await turns_until(lambda: sum(e.running for e in made.engines) == BESIDE)
+        assert made.outcomes.count("client_gone") == 2
+
+
+async def test_a_client_leaves_while_it_waits_in_the_queue(tmp_path: Path) -> None:
+    async with rig(tmp_path, engines=1, policy={"name": "hetlb"}) as made:
+        sent = await fill(made)
+        sent[-1].cancel()
+        await turns_until(lambda: not len(made.picker.scheduler.queue))
+        made.engines[0].released.set()
+        replies = await asyncio.gather(*sent, return_exceptions=True)
+        assert [getattr(each, "status", None) for each in replies[:-1]] == [200] * (len(sent) - 1)
+        assert len(made.engines[0].bodies) == len(sent) - 1
+        await made.settled()
+        assert sorted(made.outcomes) == ["client_gone"] + ["ok"] * (len(sent) - 1)
+
+
+@BOTH
+@pytest.mark.parametrize("retries", [True, False])
+async def test_an_engine_that_refuses(tmp_path: Path, base: Path, retries: bool) -> None:
+    def change(envoy: Envoy) -> None:
+        if not retries:
+            del envoy.route["retry_policy"]
+        del envoy.cluster("engines")["health_checks"]
+
+    # Probes are too slow to find out: the request does.
+    async with rig(tmp_path, base, change=change, scrape={"interval_s": 60}) as made:
+        async with beside(made):
+            reply = await made.ask()  # rr: the next is i1
+            assert reply.status == 200
+            listening = made.engines[1]._runner
+            assert listening is not None
+            for site in list(listening.sites):
+                await site.stop()
+            replies = [await made.ask() for _ in range(2)]
+            statuses = sorted(each.status for each in replies)
+            if retries:
+                assert statuses == [200, 200]
+            else:
+                assert statuses == [200, 502]
+                failed = next(each for each in replies if each.status == 502)
+                assert failed.json["error"]["code"] == "connect_failed"
+                assert made.outcomes.count("connect_failed") == 1
+
+
+@BOTH
+async def test_an_engine_that_resets_before_an_answer(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base) as made:
+
+        async def reset(request: web.Request, engine: Engine) -> web.StreamResponse:
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        for engine in made.engines:
+            engine.script = reset
+        async with beside(made):
+            reply = await made.ask()
+            assert (reply.status, reply.json["error"]["code"]) == (502, "no_response")
+        assert made.outcomes.count("no_response") == 1
+
+
+@BOTH
+async def test_a_busy_engine_is_passed_on_and_left_alone_for_as_long_as_it_said(
+    tmp_path: Path, base: Path
+) -> None:
+    async with rig(tmp_path, base, policy={"name": "hetlb"}) as made:
+
+        async def busy(request: Any, engine: Engine) -> web.StreamResponse:
+            return web.json_response({"error": "later"}, status=503, headers={"retry-after": "30"})
+
+        for engine in made.engines:
+            engine.script = busy
+        async with beside(made):
+            reply = await made.ask()
+            assert (reply.status, reply.json) == (503, {"error": "later"})
+        first = [each for each in made.picker.scheduler.instances if each.busy_until > made.picker.now()]
+        assert len(first) == 1
+        assert made.outcomes.count("upstream_error") == 1
+
+
+@BOTH
+async def test_a_stream_that_is_cut_ends_its_lease_and_is_no_whole_answer(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base) as made:
+
+        async def cut(request: web.Request, engine: Engine) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(TOKEN)
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+        async def early(request: web.Request, engine: Engine) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(TOKEN)
+            return response
+
+        for script in (cut, early):
+            for engine in made.engines:
+                engine.script = script
+            async with beside(made):
+                try:
+                    reply = await made.ask(stream=True)
+                except aiohttp.ClientError:
+                    assert script is cut
+                else:
+                    assert DONE not in reply.body
+                    assert script is cut or b"broken_stream" in reply.body
+                await turns_until(lambda: len(made.picker.driver.exchanges) == BESIDE)
+        assert made.outcomes.count("broken_stream") >= 1
+
+
+@BOTH
+async def test_envoy_is_killed(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base) as made:
+        made.engines[0].released.clear()
+        made.engines[1].released.clear()
+        sent = [asyncio.create_task(made.ask()) for _ in range(BESIDE)]
+        await turns_until(lambda: len(made.picker.driver.exchanges) == BESIDE)
+        await made.envoy.kill()
+        assert all(
+            isinstance(each, Exception) for each in await asyncio.gather(*sent, return_exceptions=True)
+        )
+        await made.settled()
+        assert made.outcomes == ["client_gone"] * BESIDE
+
+
+async def test_without_a_picker_envoy_goes_on_by_itself_and_one_that_is_back_learns_what_runs(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path, policy={"name": "hetlb"}) as made:
+        assert "x-hetlb-instance" in (await made.ask()).headers
+        await made.picker.stop(0.0)
+        for engine in made.engines:
+            engine.released.clear()
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(20)]
+        await turns_until(lambda: sum(engine.running for engine in made.engines) == 20)
+        # Envoy's own least-request spreads them.
+        assert min(engine.running for engine in made.engines) >= 1
+        await made.start_picker(policy={"name": "hetlb"})
+        booked = {each.name: each.in_flight for each in made.picker.scheduler.instances}
+        assert booked == {f"i{n}": engine.running for n, engine in enumerate(made.engines)}
+        for engine in made.engines:
+            engine.released.set()
+        replies = await asyncio.gather(*sent)
+        assert {reply.status for reply in replies} == {200}
+        assert not any("x-hetlb-instance" in reply.headers for reply in replies)
+        await turns_until(lambda: not len(made.picker.driver.foreign))
+
+        await turns_until_picked(made)
+
+
+async def test_a_picker_that_fails_costs_no_request(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        handle = made.picker.server.state.router.handle
+
+        def fail(*arguments: Any) -> Any:
+            raise RuntimeError("a fault of the picker itself")
+
+        made.picker.server.state.router.handle = fail  # type: ignore[method-assign]
+        reply = await made.ask()
+        assert reply.status == 200
+        assert "x-hetlb-instance" not in reply.headers
+        made.picker.server.state.router.handle = handle  # type: ignore[method-assign]
+        assert "x-hetlb-instance" in (await made.ask()).headers
+
+
+async def test_a_picker_process_that_stands_still_costs_no_request(tmp_path: Path) -> None:
+    def quick(envoy: Envoy) -> None:
+        envoy.ext_proc["message_timeout"] = "0.3s"
+        del envoy.cluster("picker")["health_checks"]  # a timeout is to find it out, not a check
+
+    async with rig(tmp_path, change=quick) as made, picker_process(made) as process:
+        second = Envoy(tmp_path / "second", STATIC, [made.grpc_port], made.engines)
+        quick(second)
+        made.envoy, first = await second.start(), made.envoy
+        try:
+            assert "x-hetlb-instance" in (await made.ask()).headers
+            process.send_signal(signal.SIGSTOP)
+            for streamed in (False, True):
+                reply = await made.ask(stream=streamed)
+                assert reply.status == 200
+                assert "x-hetlb-instance" not in reply.headers
+            process.send_signal(signal.SIGCONT)
+            await turns_until_picked(made)
+        finally:
+            await second.kill()
+            made.envoy = first
+
+
+@contextlib.asynccontextmanager
+async def picker_process(made: Rig) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`hetlb pick` as a process over the rig's engines; `made.grpc_port` is its port from then on."""
+    command = [sys.executable, "-m", "hetlb", "pick", "--grpc-port", "0", "--admin-port", "0"]
+    for engine in made.engines:
+        command += ["--instance", f"http://{engine.address}"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("hetlb pick ready on http://127.0.0.1:"), line
+        made.grpc_port = int(line.split()[4].rpartition(":")[2])
+        yield process
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def turns_until_picked(made: Rig) -> None:
+    """Ask until a picker has chosen."""
+    async with asyncio.timeout(10):
+        while "x-hetlb-instance" not in (await made.ask()).headers:
+            pass
+
+
+async def test_a_picker_that_shuts_down_lets_what_is_open_end(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        for engine in made.engines:
+            engine.released.clear()
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(BESIDE)]
+        await turns_until(lambda: sum(engine.running for engine in made.engines) == BESIDE)
+        stopping = asyncio.create_task(made.picker.stop(20.0))
+        await turns_until(lambda: made.picker.stopping)
+        for engine in made.engines:
+            engine.released.set()
+        replies = await asyncio.gather(*sent)
+        assert {reply.status for reply in replies} == {200}
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i0", "i1"}
+        await stopping
+        assert not made.picker.driver.exchanges
+
+
+async def test_nothing_goes_to_a_drained_instance(tmp_path: Path) -> None:
+    from pick.test_picking import _drain
+
+    async with rig(tmp_path) as made:
+        made.picker.change(_drain("i0"))
+        replies = await asyncio.gather(*(made.ask() for _ in range(BESIDE)))
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        assert not made.engines[0].bodies

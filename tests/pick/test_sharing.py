@@ -1,0 +1,222 @@
+"""Several pickers over a real Redis server: one view of the fleet, whatever of it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pick.rig import Rig, rig
+from proxy.conftest import turns_until
+
+from hetlb.config.fleet import load_fleet
+from hetlb.core.shared_view import Begun, Booked, Ended, Waits
+from hetlb.core.types import Outcome, Request
+from hetlb.pick.service import PickService
+from hetlb.pick.sharing import Sharing, _decoded, _encoded
+
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+needs_server = [
+    pytest.mark.envoy,
+    pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server"),
+]
+
+numbers = st.integers(0, 1 << 40)
+requests = st.builds(
+    Request,
+    st.just(0),
+    st.text(max_size=5),
+    numbers,
+    st.none() | numbers,
+    numbers,
+    numbers,
+    st.booleans(),
+    samples=numbers,
+    tenant=st.none() | st.text(max_size=5),
+    prefix_keys=st.lists(st.tuples(st.text(max_size=5), st.none() | numbers)).map(tuple),
+)
+changes = (
+    st.builds(
+        Booked, numbers, st.text(), requests, numbers, st.floats(0, 1e6), st.floats(0, 1e6), st.booleans()
+    )
+    | st.builds(Begun, numbers)
+    | st.builds(Ended, numbers, st.sampled_from(Outcome), numbers, st.none() | numbers, st.booleans())
+    | st.builds(Waits, st.dictionaries(st.text(max_size=5), numbers))
+)
+
+
+@given(changes)
+def test_the_short_form_holds_all_that_a_peer_needs(change: Booked | Begun | Ended | Waits) -> None:
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(_encoded(change)))
+    assert _decoded(wire) == change
+
+
+class Server:
+    """A Redis or Valkey server on a port of its own."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        assert SERVER is not None
+        self.process = await asyncio.create_subprocess_exec(
+            SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
+            stdout=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    async def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+class Pair:
+    """Two pickers of one fleet, the first of them behind the rig's Envoy."""
+
+    def __init__(self, made: Rig, server: Server, pickers: list[PickService]) -> None:
+        self.made, self.server, self.pickers = made, server, pickers
+
+    @property
+    def booked(self) -> list[int]:
+        """Requests at the engines, as each picker has them."""
+        return [sum(each.in_flight for each in p.scheduler.instances) for p in self.pickers]
+
+    async def linked(self) -> None:
+        """Wait until both know of each other."""
+        await turns_until(
+            lambda: all(p.sharing is not None and len(p.sharing.view.peers) == 1 for p in self.pickers)
+        )
+
+
+@contextlib.asynccontextmanager
+async def pair(folder: Path, mode: str = "active-active") -> AsyncIterator[Pair]:
+    server = Server()
+    await server.start()
+    shared = {"url": server.url, "mode": mode, "silent_s": 1.0}
+    try:
+        # Engines' figures are read seldom: what a picker knows of the other's requests is from the other.
+        tables = {"pick": {"shared": shared}, "policy": {"name": "hetlb"}, "scrape": {"interval_s": 60}}
+        async with rig(folder, **tables) as made:
+            path = folder / "second.yaml"
+            path.write_text(yaml.safe_dump(made.fleet(**{**tables, "pick": {"shared": shared, "port": 0}})))
+            second = PickService(load_fleet(path))
+            await second.start()
+            try:
+                yield Pair(made, server, [made.picker, second])
+            finally:
+                await second.stop(0.0)
+    finally:
+        await server.kill()
+
+
+pytestmark = needs_server
+
+
+async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path) -> None:
+    async with pair(tmp_path) as both:
+        await both.linked()
+        made = both.made
+        for engine in made.engines:
+            engine.released.clear()
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(20)]
+        await turns_until(lambda: both.booked == [20, 20])
+        ledgers = [
+            {each.name: (each.in_flight, each.work_ns, each.kv_tokens) for each in p.scheduler.instances}
+            for p in both.pickers
+        ]
+        assert ledgers[0] == ledgers[1]
+        for engine in made.engines:
+            engine.released.set()
+        assert {(await each).status for each in sent} == {200}
+        await turns_until(lambda: both.booked == [0, 0])
+        # What the answers taught, both know.
+        predicted = [p.scheduler.predictor.predict(Request(1, "m", 1)) for p in both.pickers]
+        assert predicted[0] == predicted[1]
+        for picker in both.pickers:
+            picker.scheduler.check_integrity()
+
+
+async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_learns_all(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as both:
+        await both.linked()
+        made, second = both.made, both.pickers[1]
+        for engine in made.engines:
+            engine.released.clear()
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(8)]
+        await turns_until(lambda: both.booked == [8, 8])
+        first = both.pickers[0].sharing
+        assert first is not None
+        await first.close()  # not a word more from the first
+        began = second.now()
+        await turns_until(lambda: both.booked[1] == 0)
+        assert second.now() - began < 3.0
+        # One that comes now hears all there is.
+        restarted = made.picker.sharing = Sharing(
+            first._table, both.server.url, made.picker.scheduler, made.picker.driver.carry_out
+        )
+        for exchange in made.picker.driver.exchanges.values():
+            assert exchange.lease is not None
+            restarted.view.booked(exchange.lease, second.now())
+        made.picker.driver.share(restarted.view, restarted.changed)
+        restarted.start()
+        await turns_until(lambda: both.booked[1] == 8)
+        for engine in made.engines:
+            engine.released.set()
+        assert {(await each).status for each in sent} == {200}
+        await turns_until(lambda: both.booked == [0, 0])
+
+
+async def test_without_the_server_pickers_go_on_and_find_each_other_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair(tmp_path) as both:
+        await both.linked()
+        made = both.made
+        await both.server.kill()
+        await turns_until(lambda: not any(p.sharing and p.sharing.view.peers for p in both.pickers))
+        assert any("goes on with its own view" in record.getMessage() for record in caplog.records)
+        replies = await asyncio.gather(*(made.ask() for _ in range(20)))
+        assert {reply.status for reply in replies} == {200}
+        await both.server.start()
+        await both.linked()
+        for engine in made.engines:
+            engine.released.clear()
+        sent = [asyncio.create_task(made.ask()) for _ in range(4)]
+        await turns_until(lambda: both.booked == [4, 4])
+        for engine in made.engines:
+            engine.released.set()
+        assert {(await each).status for each in sent} == {200}
+        await turns_until(lambda: both.booked == [0, 0])
+
+
+async def test_one_leads_and_the_other_takes_over(tmp_path: Path) -> None:
+    async with pair(tmp_path, "active-standby") as both:
+        await both.linked()
+        await turns_until(lambda: any(p.sharing and p.sharing.leads for p in both.pickers))
+        leads = [p for p in both.pickers if p.sharing is not None and p.sharing.leads]
+        assert len(leads) == 1
+        (leader,) = leads
+        other = next(p for p in both.pickers if p is not leader)
+        assert [p._serves() for p in (leader, other)] == [True, False]
+        assert leader.sharing is not None
+        await leader.sharing.close()
+        await turns_until(lambda: other._serves())
+        assert other.sharing is not None
+        assert other.sharing._epoch == 2
