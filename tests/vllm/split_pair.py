@@ -82,7 +82,12 @@ def split_servers(
             MODEL,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=16,
-            extra_args=("--kv-transfer-config", json.dumps(config_of(connector, index == 0, folder, policy))),
+            extra_args=(
+                "--kv-transfer-config",
+                json.dumps(config_of(connector, index == 0, folder, policy)),
+                # The connector of shared storage stores no more than the first chunk of a prompt.
+                *(("--max-num-batched-tokens", str(MAX_MODEL_LEN)) if connector == "shared-storage" else ()),
+            ),
             extra_env=(
                 ("PYTHONPATH", path),
                 ("UCX_TLS", "tcp"),
