@@ -19,6 +19,7 @@ A request that hetlb itself turns down raises nothing: the scheduler returns a `
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _UNPRINTABLE = re.compile(r"[^ -~\xa1-\uffff]|[\u2028\u2029\ud800-\udfff]")
 
@@ -30,6 +31,11 @@ class HetlbError(Exception):
 class InputError(HetlbError):
     """Wrong input from a person. `str()` is one line: file, key, value and what was expected."""
 
+    @property
+    def lines(self) -> list[str]:
+        """One line for each mistake."""
+        return [str(self)]
+
     def __str__(self) -> str:
         # Keys and values are a file's: they may hold line ends, and what else moves a terminal's cursor.
         text = super().__str__()
@@ -38,6 +44,19 @@ class InputError(HetlbError):
 
 class ConfigError(InputError):
     """A fleet or cluster file that cannot be used."""
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes of one file, in its order; `str()` joins them into one line."""
+
+    def __init__(self, mistakes: Sequence[InputError]) -> None:
+        super().__init__("; ".join(map(str, mistakes)))
+        self._mistakes = mistakes
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each mistake."""
+        return [line for each in self._mistakes for line in each.lines]
 
 
 class ProfileError(InputError):

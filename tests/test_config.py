@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hetlb.cli.main import main
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.config.profile import load_profile
 from hetlb.errors import ConfigError, InputError
@@ -242,3 +243,100 @@ def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more:
 def test_a_rule_for_images(tmp_path: Path, stated: str, tokens: int) -> None:
     fleet = load(tmp_path, FLEET.replace("    instances:", f"    image_tokens: {stated}\n    instances:"))
     assert fleet.image_rules["llama-3-8b"].tokens(640, 480) == tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        (
+            "{name: m, instances: [{url: 'http://a:1', role: prefill}]}",
+            "instances[0].role: expected both where",
+        ),
+        (
+            "{name: m, kv_transfer: nixl, instances: [{url: 'http://a:1', role: prefill}]}",
+            "models[0].instances: expected one with the role decode or both",
+        ),
+        ("{name: m, kv_transfer: smoke, instances: [{url: 'http://a:1'}]}", "kv_transfer"),
+        (
+            "{name: m, kv_transfer: {connector: nixl, lease_s: 0.5}, instances: [{url: 'http://a:1'}]}",
+            "lease_s",
+        ),
+        (
+            "{name: m, kv_transfer: mooncake, instances: [{url: 'http://a:1', kv_bootstrap: a}]}",
+            "kv_bootstrap",
+        ),
+    ],
+)
+def test_roles_and_connectors_that_cannot_be_are_refused(tmp_path: Path, model: str, error: str) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"version: 1\nmodels:\n  - {model}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(file)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_connector_has_the_lease_and_the_bootstrap_port_of_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "version: 1\nmodels:\n  - {name: m, kv_transfer: mooncake, instances: ["
+        "{url: 'http://a:1', role: prefill},"
+        " {url: 'http://b:1'}]}\n"
+    )
+    fleet = load_fleet(file)
+    first, second = fleet.instances
+    assert first.kv_transfer is not None
+    assert (first.role, second.role, first.kv_transfer.lease_s) == ("prefill", "both", 480.0)
+    assert fleet.engines["a:1"].kv_bootstrap == "http://a:8998"
+
+
+def test_several_processes_split_no_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "version: 1\nmodels:\n  - {name: m, kv_transfer: nixl, instances: [{url: 'http://a:1'}]}\n"
+    )
+    assert main(["serve", "--config", str(file), "--workers", "2", "--check"]) == 2
+    assert "proxy.workers: expected 1 with kv_transfer, got 2" in capsys.readouterr().err
+
+
+def test_all_mistakes_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = (
+        FLEET.replace("policy:", "polisy:").replace("port: 8080", "port: 99999").replace("weight", "weigth")
+    )
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, text)
+    where = f"{tmp_path / 'fleet.yaml'}: "
+    assert [line.removeprefix(where).partition(":")[0] for line in caught.value.lines] == [
+        "listen.port",
+        "polisy",
+        "models[0].instances[1].weigth",
+    ]
+    assert [line[-8:] for line in caught.value.lines] == ["(line 2)", "(line 4)", "(line 9)"]
+    assert "(did you mean policy?)" in caught.value.lines[1]
+    assert "(did you mean weight?)" in caught.value.lines[2]
+
+
+def test_mistakes_that_only_the_whole_shows_are_told_at_once_too(tmp_path: Path) -> None:
+    text = FLEET.replace("name: hetlb", "name: hetl").replace(":8001", ":8000").replace("p.yaml}", "q.yaml}")
+    text = text.replace("version: 1\n", "version: 1\ntracing: {otlp_endpoint: nowhere}\n")
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, text)
+    lines = caught.value.lines
+    assert len(lines) == 3
+    assert "tracing.otlp_endpoint: expected a URL" in lines[0]
+    assert "(did you mean hetlb?) (line 5)" in lines[1]
+    assert lines[2].endswith("no such file (line 9)")
+
+
+@pytest.mark.parametrize("again", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/"])
+def test_two_instances_with_one_address_are_refused(tmp_path: Path, again: str) -> None:
+    with pytest.raises(
+        InputError, match=r"instances\[1\]\.url: expected an address used once .*: a800-0 has"
+    ):
+        load(tmp_path, FLEET.replace("http://127.0.0.1:8001", again))
+
+
+def test_the_port_of_a_scheme_is_the_one_that_is_left_out(tmp_path: Path) -> None:
+    text = FLEET.replace("http://127.0.0.1:8000", "http://h").replace("http://127.0.0.1:8001", "http://h:80")
+    with pytest.raises(InputError, match="expected an address used once"):
+        load(tmp_path, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
@@ -16,12 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import yaml
+from proxy.conftest import turns_until
+from proxy.services import Engine, document, serving
 from test_walkthrough import free_ports, vllm_accepts
 
 import hetlb.demo
 from hetlb.cli.main import build_parser, main
+from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.loadtest.processes import helper_processes
 from hetlb.proxy.service import READINESS_LAG_S
@@ -31,15 +37,15 @@ DEPLOY = ROOT / "configs" / "deploy"
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-def manifests(kind: str) -> dict[str, dict[str, Any]]:
+def manifests(kind: str, which: str = "kubernetes.yaml") -> dict[str, dict[str, Any]]:
     """The objects of one kind, by name."""
-    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    documents = yaml.safe_load_all((DEPLOY / which).read_text())
     return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
 
 
 def fleet_text(which: str) -> str:
-    if which == "kubernetes.yaml":
-        text: str = manifests("ConfigMap")["hetlb"]["data"]["fleet.yaml"]
+    if which.startswith("kubernetes"):
+        text: str = manifests("ConfigMap", which)["hetlb"]["data"]["fleet.yaml"]
         return text
     return (DEPLOY / which).read_text()
 
@@ -53,7 +59,7 @@ def laid_out(folder: Path, text: str) -> Path:
     return path
 
 
-FLEETS = ("fleet.yaml", "kubernetes.yaml")
+FLEETS = ("fleet.yaml", "kubernetes.yaml", "kubernetes-discovery.yaml")
 
 
 def served(arguments: list[str]) -> Any:
@@ -99,9 +105,9 @@ def test_the_unit_serves_checks_before_it_reloads_and_waits_for_the_drain(tmp_pa
     settings = unit()
     (start,) = settings["ExecStart"]
     assert not served(shlex.split(start)[1:]).check
-    check, reload = settings["ExecReload"]
+    (check,) = settings["ExecReload"]
     assert served(shlex.split(check)[1:]).check
-    assert reload == "/bin/kill -HUP $MAINPID"
+    assert settings["Type"] == ["notify-reload"]  # systemd sends SIGHUP itself
     assert settings["RestartPreventExitStatus"] == [str(main(["serve", "--config", str(tmp_path / "none")]))]
     grace_s = load_fleet(DEPLOY / "fleet.yaml").proxy.shutdown_grace_s
     assert float(settings["TimeoutStopSec"][0]) > READINESS_LAG_S + grace_s
@@ -112,11 +118,18 @@ def test_the_unit_serves_checks_before_it_reloads_and_waits_for_the_drain(tmp_pa
 def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     here = tmp_path / "hetlb.service"
     text = (DEPLOY / "hetlb.service").read_text()
+    for name in ("hetlb.socket", "hetlb-admin.socket"):
+        shutil.copy(DEPLOY / name, tmp_path)
     here.write_text(text.replace("/opt/hetlb/bin/hetlb", sys.executable))
     result = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(here)], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", "--man=no", str(here), *map(str, tmp_path.glob("*.socket"))],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    # systemd before 253 does not know this type yet.
+    said = [line for line in result.stderr.splitlines() if "ignoring: notify-reload" not in line]
+    assert (result.returncode, said) == (0, [])
 
 
 # --- the image ---------------------------------------------------------------------------------------------
@@ -281,7 +294,7 @@ async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path)
             "engine", "engine", "--profile", str(profile), "--port", "0", "--served-model-name", "qwen3-8b"
         )
         await engine.ready()
-        text = re.sub(r"http://vllm-[a-z0-9-]+:8000", engine.urls[0], fleet_text("kubernetes.yaml"))
+        text = fleet_text("kubernetes.yaml").replace("http://vllm-h100-0:8000", engine.urls[0])
         text = re.sub(r"\b808[01]\b", lambda found: ports[found[0]], text)
         proxy = helpers.start("proxy", "serve", "--config", str(laid_out(tmp_path, text)))
         await proxy.ready()
@@ -290,3 +303,50 @@ async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path)
         assert [probe["port"] for probe in probes] == ["admin", "admin"]
         assert [status(admin + probe["path"]) for probe in probes] == [200, 200]
         assert status(f"{admin}/metrics") == 401
+
+
+# --- discovery ---------------------------------------------------------------------------------------------
+
+
+def test_hetlb_may_list_and_watch_what_it_discovers() -> None:
+    which = "kubernetes-discovery.yaml"
+    fleet = yaml.safe_load(fleet_text(which))
+    table = msgspec.convert(fleet["discovery"], DiscoveryTable)
+    (binding,) = manifests("RoleBinding", which).values()
+    role = manifests("Role", which)[binding["roleRef"]["name"]]
+    allowed = {(group, name): rule["verbs"] for rule in role["rules"] for group in rule["apiGroups"]
+               for name in rule["resources"]}  # fmt: skip
+    for cluster in table.clusters:
+        group = "" if cluster.resource == "pods" else "discovery.k8s.io"
+        assert {"list", "watch"} <= set(allowed[group, cluster.resource])
+    (account,) = manifests("ServiceAccount", which)
+    (deployment,) = manifests("Deployment", which).values()
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == account
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_a_job_registers_its_server_for_as_long_as_it_runs(tmp_path: Path) -> None:
+    async with (
+        Engine() as engine,
+        serving(tmp_path, document(engine, admin={"registration": True})) as running,
+    ):
+        async with Engine() as other:
+            environment = {
+                **os.environ,
+                "HETLB": f"http://127.0.0.1:{running.service.admin_address[1]}",
+                "MODEL": "m",
+                "ADDRESS": "127.0.0.1",
+                "PORT": other.url.rpartition(":")[2],
+                "LABELS": '{"gpu": "H100"}',
+                "EVERY": "0.05",
+                "SLURM_JOB_ID": "17",
+            }
+            script = str(DEPLOY / "register.sh")
+            job = await asyncio.create_subprocess_exec(script, "sleep", "60", env=environment)
+            await turns_until(lambda: len(running.names) == 2)
+            assert running.names[1].startswith("job-17-")
+            assert running.instance(running.names[1]).spec.url == other.url
+            job.terminate()
+            await job.wait()
+            assert running.names == ["i0"]

@@ -29,7 +29,7 @@ GOODPUT = 0.9
 REJECT_S = 0.05
 RECOVERY_S = 5.0
 #: What the default policy keeps at an engine, of its places: one that frees is taken at once.
-OVERFULL = 9 / 8
+OVERFULL = 1.02
 PROMPT_BYTES = 800
 #: Least and most tokens of an answer: were all of a length, a batch would begin and end as one.
 TOKENS = (16, 48)

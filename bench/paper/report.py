@@ -37,6 +37,12 @@ def write_result(name: str, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
+def read_result(name: str) -> dict[str, Any]:
+    """What `write_result` wrote."""
+    found: dict[str, Any] = json.loads((RESULTS / f"paper-{name}.json").read_text())
+    return found
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; all columns but the first are figures."""
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]

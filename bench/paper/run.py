@@ -15,7 +15,7 @@ from functools import partial
 
 import degrees
 import policies
-from report import IMAGES, about, table, write_block, write_result
+from report import IMAGES, about, read_result, table, write_block, write_result
 
 EXPERIMENTS = policies.experiments()
 SECTIONS = {"5.1": degrees, **dict.fromkeys(EXPERIMENTS, policies)}
@@ -29,13 +29,17 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)"
     )
     parser.add_argument("--page", action="store_true", help="put the tables into docs/evidence-paper.md")
+    parser.add_argument("--recorded", action="store_true", help="show the recorded results, run nothing")
     args = parser.parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)
     for section in SECTIONS if args.section == "all" else [args.section]:
         module = SECTIONS[section]
         runner = partial(policies.run, EXPERIMENTS[section]) if section in EXPERIMENTS else degrees.run
-        document = runner(args.jobs)
-        write_result(section, {"about": about(f"bench/paper/run.py {section}"), **document})
+        if args.recorded:
+            document = read_result(section)
+        else:
+            document = runner(args.jobs)
+            write_result(section, {"about": about(f"bench/paper/run.py {section}"), **document})
         module.draw(document)
         text = module.show(document)
         if section in EXPERIMENTS:

@@ -17,13 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cases import FLEETS, Lab
+from decisions import decision_times
 from measure import (
     HELD_OUT_SEED,
     Case,
     Runs,
     ablate,
     at_once,
-    decision_times,
     held_out_fleets,
     mishaps,
     moderate,

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,8 @@ import hetlb.core.policies.least_delay as late_binding
 import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
-from hetlb.core.types import InstanceSpec, Outcome
-from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.core.types import Outcome
+from hetlb.sim.fleet import FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.workload.arrivals import PlannedRequest
 
@@ -346,55 +345,3 @@ def ablate(runs: Runs, full: dict[tuple[str, str], float], bounds: dict[tuple[st
             }
         )
     return rows
-
-
-def decision_times(data: Path) -> list[Any]:
-    """Microseconds of one arrival and of the policy's part of it, medians, by number of instances."""
-    lab = Lab(data / "hw", data / "traces")
-    rows = []
-    for copies in (1, 4, 16):
-        kinds = tuple(replace(kind, count=copies) for kind in FLEETS["4 kinds tp2"])
-        specs, engines = lab.fleet(kinds)
-        for load, rate in (("half full", 20.0 * copies), ("all at once", math.inf)):
-            rows.append(_time_decisions(lab, specs, engines, load, rate))
-    return rows
-
-
-def _time_decisions(
-    lab: Lab, specs: tuple[InstanceSpec, ...], engines: dict[str, EngineSpec], load: str, rate: float
-) -> dict[str, Any]:
-    plan = lab.plan("azure", 600 * len(specs), rate, 0)
-    simulation = FleetSimulation(
-        lab.setup(specs, "hetlb", "empirical", "azure", 0), engines, plan, model=MODEL
-    )
-    scheduler = simulation.scheduler
-    arrivals: list[float] = []
-    arrive = scheduler.on_arrival
-
-    def timed(request: Any, now: float) -> Any:
-        began = time.perf_counter()
-        commands = arrive(request, now)
-        arrivals.append(time.perf_counter() - began)
-        return commands
-
-    scheduler.on_arrival = timed  # type: ignore[method-assign]
-    choices: list[float] = []
-    choose = late_binding.Hetlb.choose
-
-    def timed_choice(self: Any, ctx: Any, instances: Any) -> Any:
-        began = time.perf_counter()
-        choice = choose(self, ctx, instances)
-        choices.append(time.perf_counter() - began)
-        return choice
-
-    late_binding.Hetlb.choose = timed_choice  # type: ignore[method-assign]
-    try:
-        simulation.run()
-    finally:
-        late_binding.Hetlb.choose = choose  # type: ignore[method-assign]
-    return {
-        "instances": len(specs),
-        "load": load,
-        "arrival_us": 1e6 * statistics.median(arrivals),
-        "choice_us": 1e6 * statistics.median(choices),
-    }

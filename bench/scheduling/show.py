@@ -154,9 +154,9 @@ def pages(document: dict[str, Any]) -> dict[str, str]:
             ),
         ),
         "decisions": table(
-            ("instances", "load", "an arrival (us)", "of it the policy (us)"),
+            ("instances", "load", "an arrival (us)", "the end of an answer (us)"),
             (
-                [r["instances"], r["load"], f"{r['arrival_us']:.0f}", f"{r['choice_us']:.0f}"]
+                [r["instances"], r["load"], f"{r['arrival_us']:.0f}", f"{r['end_us']:.0f}"]
                 for r in document["decisions"]
             ),
         ),

@@ -212,7 +212,7 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "twenty": (against, [(name, 20.0) for name in HETEROGENEOUS]),
     "sixty": (against, [(name, 60.0) for name in ("het1", "het3", "het5")]),
-    "scale": (scale, [(64, 6.0), (64, 48.0), (320, 150.0)]),
+    "scale": (scale, [(64, 20.0), (64, 48.0), (320, 60.0)]),
     "swaps": (swaps, [(name, w) for name in clusters.SETTINGS for w in ("HPLD", "LPHD", "online")]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "simulated": (

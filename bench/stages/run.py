@@ -91,7 +91,7 @@ def simulate(network: StageNetwork, scheduler: str, concurrency: int, seconds: f
     """The same load on the same profiles in virtual time."""
     outputs = LengthDistribution(output for _, output in itertools.islice(lengths(), 1000))
     paths = PathScheduler(network, EmpiricalPredictor(outputs), policy=scheduler)
-    run = PipelineSimulation(network, paths, lengths())
+    run = PipelineSimulation(network, paths, lengths(), frames=True)
     result = run.run_offline(
         OfflineLoad(initial=concurrency, constant=True), warm_up_s=WARM_UP_S, measured_s=seconds
     )

@@ -6,8 +6,10 @@ Exit status: 0 done, 2 wrong usage or input (one line on stderr), 1 anything els
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +41,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -83,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hetlb {command}: {missing}", file=sys.stderr)
         return 2
     except InputError as error:
-        print(f"hetlb {command}: {error}", file=sys.stderr)
+        for line in error.lines:
+            print(f"hetlb {command}: {line}", file=sys.stderr)
         return 2
     except HetlbError as error:
         print(f"hetlb {command}: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 from pathlib import Path
@@ -18,7 +19,10 @@ from hetlb.build import version_line
 from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
+from hetlb.proxy import systemd
 from hetlb.proxy.service import Service, require_urls, tune_gc
+from hetlb.proxy.takeover import Takeover
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.workers.supervisor import Supervisor
 
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
+    parser.add_argument(
+        "--replace", action="store_true", help="take the place of the process that serves this address"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,16 +61,22 @@ def run(args: argparse.Namespace) -> int:
     require_urls(fleet)
     if fleet.stages and fleet.proxy.workers > 1:
         raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
+    if fleet.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(
+            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
+        )
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+    if fleet.proxy.workers > 1 and args.replace:
+        raise InputError(f"--replace: expected one process, got {fleet.proxy.workers} workers")
     if fleet.proxy.workers > 1:
         Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
         return 0
-    with logging_to_stderr():
-        uvloop.run(_serve(fleet, args.event_log))
+    with logging_to_stderr(fleet.proxy.request_log_format):
+        uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
 
 
@@ -74,14 +87,18 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(fleet: Fleet, event_log: Path | None) -> None:
+async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
+    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port)) if replace else None
+    if takeover is not None and event_log is not None:
+        with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
+            os.rename(event_log, f"{event_log}.before")
     if fleet.stages:
-        await _serve_with_stages(fleet, event_log)
+        await _serve_with_stages(fleet, event_log, takeover)
     else:
-        await _run(Service(fleet, event_log))
+        await _run(Service(fleet, event_log), takeover)
 
 
-async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
+async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Takeover | None) -> None:
     from hetlb.stage.group import StageGroups
 
     groups = StageGroups(fleet, event_log)
@@ -89,17 +106,18 @@ async def _serve_with_stages(fleet: Fleet, event_log: Path | None) -> None:
         await groups.start()
         service = Service(groups.located(fleet), event_log, groups.reload)
         service.stages = groups.documents
-        await _run(service)
+        await _run(service, takeover)
     finally:
         await groups.close()
 
 
-async def _run(service: Service) -> None:
+async def _run(service: Service, takeover: Takeover | None) -> None:
     try:
-        await service.start()
+        await service.start(systemd.inherited(), takeover)
         tune_gc()
         print(service.ready_line, flush=True)
-        logger.info(version_line())
+        systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
+        tell(logger, Event.STARTED, "%s", version_line())
         await service.run()
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

@@ -8,16 +8,28 @@ from typing import Any
 
 import msgspec
 
-from hetlb.config.yaml_file import convert, parse_yaml, short
+from hetlb.config.yaml_file import PositiveInt, convert, parse_yaml, short
 from hetlb.errors import ConfigError
 
 
+class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of a key: requests and tokens of any 60 seconds, requests at one time."""
+
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    in_flight: PositiveInt | None = None
+
+
 class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One key of a client: `name` for the log, the SHA-256 of the key in hex, the models it is for."""
+    """One key of a client: `name` for the log, the SHA-256 of the key in hex, its models and limits.
+
+    Keys of one name share their limits.
+    """
 
     name: str
     sha256: Any
     models: tuple[str, ...] | None = None
+    limits: LimitsTable | None = None
 
 
 def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
+from hetlb.config.discovery import DiscoveryTable, parse_selector, select_profile
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
-from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, load_yaml, short
+from hetlb.config.yaml_file import (
+    Mistakes,
+    NonNegative,
+    Port,
+    Positive,
+    PositiveInt,
+    did_you_mean,
+    load_yaml,
+    short,
+    with_lines,
+)
 from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
@@ -151,7 +164,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keepalive_timeout_s: Positive = 75.0
     write_timeout_s: Positive = 60.0
     upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
-    max_body_bytes: PositiveInt = 8 << 20
+    max_body_bytes: PositiveInt = 64 << 20
     max_multipart_bytes: PositiveInt = 64 << 20
     max_held_bytes: PositiveInt = 512 << 20
     min_body_bytes_per_s: NonNegative = 1024.0
@@ -225,6 +238,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
     signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
     `role` says which phases of a request it takes, `kv_bootstrap` where its Mooncake bootstrap server is.
+    `labels` choose its profile under `profiles:` where it names none.
     """
 
     name: str | None = None
@@ -235,6 +249,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     api_key_env: str | None = None
     ca_file: str | None = None
     kv_events: str | KvEventsTable | None = None
+    labels: dict[str, str] = {}
     role: Literal["prefill", "decode", "both"] = "both"
     kv_bootstrap: str | None = None
 
@@ -281,11 +296,15 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     `stages` are workers of `hetlb stage` that together are one more instance.
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
+    `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
+    one takes requests.
     """
 
     name: str
     instances: tuple[InstanceTable, ...] = ()
     stages: StagesTable | None = None
+    aliases: tuple[str, ...] = ()
+    fallback: str | None = None
     tokenizer: str | None = None
     image_tokens: str | ImageTokensTable | None = None
     api_key_file: str | None = None
@@ -307,6 +326,8 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     proxy: ProxyTable = ProxyTable()
     tracing: TracingTable | None = None
     pick: PickTable = PickTable()
+    profiles: dict[str, str] = {}
+    discovery: DiscoveryTable | None = None
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,6 +379,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     pick: PickTable = PickTable()
     #: Stages by the name of the instance that they are.
     stages: dict[str, StageGroup] = {}
+
+    @property
+    def discovery(self) -> DiscoveryTable | None:
+        """Sources of instances besides the file."""
+        return self.written.discovery
+
+    def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
+        """An instance that is in no file, with the profile that its labels choose. Raises `InputError`."""
+        return resolve_instance(table, model, "", self.base, cache, self.written.profiles)[0]
 
     @property
     def where(self) -> str:
@@ -438,6 +468,16 @@ def check_url(url: str, where: str) -> str:
     return url.rstrip("/")
 
 
+def same_server(one: str, other: str) -> bool:
+    """True if two base URLs lead to one address: scheme, host and port, the default port filled in."""
+    return _origin(one) == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str | None, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _check_endpoint(url: str, where: str) -> None:
     """Raise `ConfigError` unless spans can be posted to `url`."""
     try:
@@ -516,7 +556,7 @@ def _with_kv_transfer(
     return replace(spec, role=Role(role), kv_transfer=kv_transfer)
 
 
-def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
+def _check_roles(model: ModelTable, key: str) -> None:
     """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
@@ -526,10 +566,6 @@ def _check_roles(model: ModelTable, key: str, workers: int, where: str) -> None:
                     f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
                 )
         return
-    if workers > 1:
-        raise ConfigError(
-            f"{where}proxy.workers: expected 1 where a model has kv_transfer ({key}), got {workers}"
-        )
     if all(role == "prefill" for role in roles):
         raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
 
@@ -556,7 +592,8 @@ def check_policy(table: PolicyTable, where: str) -> None:
         ("predictor", table.predictor, PREDICTORS),
     ):
         if value is not None and value not in names:
-            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}")
+            hint = did_you_mean(value, names)
+            raise ConfigError(f"{where}policy.{key}: expected one of {', '.join(names)}, got {value!r}{hint}")
 
 
 def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
@@ -590,11 +627,17 @@ def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
 
 
 def resolve_instance(
-    instance: InstanceTable, model: str, key: str, base: Path, cache: dict[Path, Profile]
+    instance: InstanceTable,
+    model: str,
+    key: str,
+    base: Path,
+    cache: dict[Path, Profile],
+    profiles: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[InstanceSpec, Profile | None]:
     """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
 
-    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing.
+    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing. `profiles` are
+    those by label, for an instance that names none.
     """
     url = "" if instance.url is None else check_url(instance.url, f"{key}url")
     name = instance.name or urlsplit(url).netloc
@@ -603,13 +646,13 @@ def resolve_instance(
     if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
         raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
     profile: Profile | None = None
-    if instance.profile is not None:
-        path = base / instance.profile
+    named = instance.profile or select_profile(instance.labels, profiles)
+    if named is not None:
+        path = base / named
         if path not in cache:
             if not path.is_file():
                 raise ConfigError(
-                    f"{key}profile: expected the path of a latency profile, "
-                    f"got {instance.profile!r}: no such file"
+                    f"{key}profile: expected the path of a latency profile, got {named!r}: no such file"
                 )
             cache[path] = load_profile(path)
         profile = cache[path]
@@ -625,72 +668,48 @@ def resolve_instance(
 
 
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
-    """Check a fleet as a whole and read its profiles. Raises `ConfigError` or `ProfileError`."""
+    """Check a fleet as a whole and read its profiles. Raises `ConfigError`, of all mistakes together."""
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
-    check_policy(file.policy, where)
+    mistakes = Mistakes()
+    with mistakes.here():
+        check_policy(file.policy, where)
     for tenant, weight in file.queue.tenant_weights.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}")
-    if file.tracing is not None:
-        _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
-    secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
-    if not file.models:
-        raise ConfigError(f"{where}models: expected at least one model, got none")
-    seen_models: set[str] = set()
-    specs: list[InstanceSpec] = []
-    profiles: dict[str, Profile] = {}
-    cache: dict[Path, Profile] = {}
-    tokenizers: dict[str, Path] = {}
-    image_rules: dict[str, ImageRule] = {}
-    stages: dict[str, StageGroup] = {}
-    engines: dict[str, EngineSource] = {}
-    model_keys: dict[str, SecretSource] = {}
+        with mistakes.here():
+            if not math.isfinite(weight):
+                raise ConfigError(
+                    f"{where}queue.tenant_weights.{tenant}: expected a finite number, got {weight}"
+                )
+    with mistakes.here():
+        if file.tracing is not None:
+            _check_endpoint(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
+    with mistakes.here():
+        secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
+    with mistakes.here():
+        if not file.models and file.discovery is None:
+            raise ConfigError(f"{where}models: expected at least one model, got none")
+    for text, profile in file.profiles.items():
+        with mistakes.here():
+            parse_selector(text, f"{where}profiles")
+            if not (base / profile).is_file():
+                raise ConfigError(
+                    f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
+                    "no such file"
+                )
+    resolved = _Resolved(base, mistakes, file, where)
     for m, model in enumerate(file.models):
-        key = f"{where}models[{m}]"
-        if model.name in seen_models:
-            raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
-        seen_models.add(model.name)
-        if not model.instances and model.stages is None:
-            raise ConfigError(f"{key}.instances: expected at least one instance, got none")
-        if model.tokenizer is not None:
-            tokenizers[model.name] = base / model.tokenizer
-        if model.image_tokens is not None:
-            image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
-        if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
-            model_keys[model.name] = model_key
-        _check_roles(model, key, file.proxy.workers, where)
-        kv_transfer = _kv_transfer(model.kv_transfer)
-        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
-        for i, instance in enumerate(model.instances):
-            ikey = f"{key}.instances[{i}]"
-            spec, profile = resolve_instance(instance, model.name, f"{ikey}.", base, cache)
-            spec = _with_kv_transfer(spec, instance.role, kv_transfer, stated, profile)
-            if any(other.name == spec.name for other in specs):
-                raise ConfigError(
-                    f"{ikey}.name: expected a name used once in the fleet, got {spec.name!r} again"
-                )
-            if profile is not None:
-                profiles[spec.name] = profile
-            specs.append(spec)
-            engines[spec.name] = _engine_source(instance, spec.url, ikey, base)
-        if model.stages is not None:
-            group = resolve_stages(model.stages, model.name, f"{key}.stages", base)
-            instance = InstanceTable(name=group.name, url=STAGES_URL)
-            spec, _ = resolve_instance(instance, model.name, f"{key}.stages.", base, cache)
-            if any(other.name == spec.name for other in specs):
-                raise ConfigError(
-                    f"{key}.stages.name: expected a name used once in the fleet, got {spec.name!r} again"
-                )
-            specs.append(spec)
-            engines[spec.name] = EngineSource(key=f"{key}.stages")
-            stages[spec.name] = group
+        resolved.add_model(model, f"{where}models[{m}]")
+    with mistakes.here():
+        _check_names(file, where)
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
-            if not any(spec.name == name for spec in specs):
-                raise ConfigError(
-                    f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
-                )
+            with mistakes.here():
+                if not any(spec.name == name for spec in resolved.specs):
+                    raise ConfigError(
+                        f"{where}policy.shares[{s}].instances: expected names of instances, got {name!r}"
+                    )
+    if mistakes.found:
+        raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return Fleet(
         path=path,
         written=file,
@@ -703,14 +722,108 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         tracing=file.tracing,
         proxy=file.proxy,
         pick=file.pick,
-        instances=tuple(specs),
-        profiles=profiles,
-        tokenizers=tokenizers,
-        image_rules=image_rules,
-        stages=stages,
-        engines=engines,
-        model_keys=model_keys,
+        instances=tuple(resolved.specs),
+        profiles=resolved.profiles,
+        tokenizers=resolved.tokenizers,
+        image_rules=resolved.image_rules,
+        stages=resolved.stages,
+        engines=resolved.engines,
+        model_keys=resolved.model_keys,
     )
+
+
+def _check_names(file: FleetFile, where: str) -> None:
+    """Raise `ConfigError` unless aliases are names of their own and fallbacks names of other models."""
+    names = {model.name for model in file.models}
+    seen: set[str] = set()
+    for m, model in enumerate(file.models):
+        for alias in model.aliases:
+            if alias in names or alias in seen:
+                raise ConfigError(
+                    f"{where}models[{m}].aliases: expected names used once, got {alias!r} again"
+                )
+            seen.add(alias)
+        if model.fallback is not None and (model.fallback == model.name or model.fallback not in names):
+            raise ConfigError(
+                f"{where}models[{m}].fallback: expected another model of this file, got {model.fallback!r}"
+                f"{did_you_mean(model.fallback, names - {model.name})}"
+            )
+
+
+class _Resolved:
+    """The models of a file, resolved one after the other."""
+
+    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile, where: str) -> None:
+        self._base = base
+        self._where = where
+        self._file = file
+        self._mistakes = mistakes
+        self._models: set[str] = set()
+        self._cache: dict[Path, Profile] = {}
+        self.specs: list[InstanceSpec] = []
+        self.profiles: dict[str, Profile] = {}
+        self.tokenizers: dict[str, Path] = {}
+        self.image_rules: dict[str, ImageRule] = {}
+        self.stages: dict[str, StageGroup] = {}
+        self.engines: dict[str, EngineSource] = {}
+        self.model_keys: dict[str, SecretSource] = {}
+
+    def add_model(self, model: ModelTable, key: str) -> None:
+        """Resolve one model and its instances; `key` is how errors name it."""
+        mistakes, base = self._mistakes, self._base
+        with mistakes.here():
+            if model.name in self._models:
+                raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
+            self._models.add(model.name)
+            if not model.instances and model.stages is None and self._file.discovery is None:
+                raise ConfigError(f"{key}.instances: expected at least one instance, got none")
+        if model.tokenizer is not None:
+            self.tokenizers[model.name] = base / model.tokenizer
+        with mistakes.here():
+            if model.image_tokens is not None:
+                self.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+        with mistakes.here():
+            if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
+                self.model_keys[model.name] = model_key
+        with mistakes.here():
+            _check_roles(model, key)
+        for i, instance in enumerate(model.instances):
+            with mistakes.here():
+                self._add_instance(instance, model, f"{key}.instances[{i}]")
+        if model.stages is not None:
+            with mistakes.here():
+                self._add_stages(model.stages, model.name, f"{key}.stages")
+
+    def _add_stages(self, table: StagesTable, model: str, key: str) -> None:
+        group = resolve_stages(table, model, key, self._base)
+        instance = InstanceTable(name=group.name, url=STAGES_URL)
+        spec, _ = resolve_instance(instance, model, f"{key}.", self._base, self._cache)
+        if any(other.name == spec.name for other in self.specs):
+            raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
+        self.specs.append(spec)
+        self.engines[spec.name] = EngineSource(key=key)
+        self.stages[spec.name] = group
+
+    def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
+        spec, profile = resolve_instance(
+            instance, model.name, f"{key}.", self._base, self._cache, self._file.profiles
+        )
+        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
+        spec = _with_kv_transfer(spec, instance.role, _kv_transfer(model.kv_transfer), stated, profile)
+        for other in self.specs:
+            if other.name == spec.name:
+                raise ConfigError(
+                    f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again"
+                )
+            if spec.url and same_server(other.url, spec.url):
+                raise ConfigError(
+                    f"{key}.url: expected an address used once in the fleet, got {spec.url!r} again: "
+                    f"{other.name} has it"
+                )
+        if profile is not None:
+            self.profiles[spec.name] = profile
+        self.specs.append(spec)
+        self.engines[spec.name] = _engine_source(instance, spec.url, key, self._base)
 
 
 def load_fleet(path: Path) -> Fleet:
@@ -747,6 +860,3 @@ def fleet_from_urls(urls: list[str]) -> Fleet:
         engines={spec.name: EngineSource(key=f"--instance {spec.url}") for spec in instances},
         model_keys={},
     )
-
-
-# --- keys of clients ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, islice
@@ -156,16 +157,17 @@ class Costs:
 class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    `speed` of all together; `order`: their indices, a full batch done soonest first; `first_token_s`: of the
-    mean prompt on the fastest one while it is idle. `groups`: for each the number of its group of instances
-    with equal parameters, -1 for one without an equal; there are `group_count`.
+    `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
+    `first_token_s`: of the mean prompt on the fastest one while it is idle. `groups`: for each the number of
+    its group of instances with equal parameters, -1 for one without an equal; there are `group_count`.
     """
 
-    __slots__ = ("changes", "first_token_s", "group_count", "groups", "instances", "order", "speed")
+    __slots__ = ("changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "speed")
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
         self.changes = changes
+        self.costs = costs
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.first_token_s = min([cost.first_token_s for cost in costs])
@@ -245,6 +247,16 @@ class Mix:
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.booked += gain * (kv_prompt_tokens - self.booked)
         self.read += gain * (unread_tokens - self.read)
+
+    @property
+    def spread(self) -> float:
+        """Coefficient of variation of what an answer holds at a moment at random while it runs.
+
+        Its share of growth is uniform: E[(U O)^2] / E[U O]^2 - 1 = 4/3 E[O^2] / E[O]^2 - 1.
+        """
+        return (
+            math.sqrt(max(0.0, 8.0 / 3.0 * self.residual / self.output - 1.0)) if self.output > 0.0 else 0.0
+        )
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""

@@ -27,8 +27,9 @@ PROMPT_TOKENS = ("vllm:prompt_tokens_total",)
 CACHED_TOKENS = ("vllm:prefix_cache_hits_total",)
 GENERATED_TOKENS = ("vllm:generation_tokens_total",)
 PREEMPTIONS = ("vllm:num_preemptions_total",)
+SLEEP_STATE = ("vllm:engine_sleep_state",)
 
-_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS))
+_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS, *SLEEP_STATE))
 _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -89,8 +90,24 @@ def parse(text: str) -> EngineSample:
         enable_prefix_caching=_caches_prefixes(series),
     )
     return EngineSample(
-        running, waiting, kv_usage, capacity, tuple(missing), tuple(invalid), preemptions, kv_usage_max
+        running,
+        waiting,
+        kv_usage,
+        capacity,
+        tuple(missing),
+        tuple(invalid),
+        preemptions,
+        kv_usage_max,
+        _asleep(series),
     )
+
+
+def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
+    """True if an engine says that it is not awake; None where no engine tells."""
+    awake = [
+        value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
+    ]
+    return any(value == 0 for value in awake) if awake else None
 
 
 def has_prefix_cache(text: str) -> bool:

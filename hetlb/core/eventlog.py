@@ -37,6 +37,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     KvTransfer,
     Lease,
     LeaseId,
@@ -283,6 +284,7 @@ def _object(line: str) -> dict[str, Any]:
 
 _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
     "InstanceAdded": lambda raw: InstanceAdded(_spec(raw["spec"])),
+    "InstanceUpdated": lambda raw: InstanceUpdated(_spec(raw["spec"])),
     "InstanceRemoved": lambda raw: InstanceRemoved(**raw),
     "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
     "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),

@@ -196,8 +196,11 @@ class HealthTracker:
 
     # --- evidence ---
 
-    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False) -> bool:
-        """Take a probe's result. True if the state changed. `alone`: no other instance could take over."""
+    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
+        """Take a probe's result. True if the state changed. `alone`: no other instance could take over.
+
+        `detail` says how the probe failed.
+        """
         if result is ProbeResult.OK:
             self._probe_failures = 0
             self._probe_successes += 1
@@ -208,25 +211,32 @@ class HealthTracker:
             return False
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
-            return self.on_refused(now)
+            return self.on_refused(now, detail)
         self._clean = False
         self._probe_failures += 1
         if self.state is Health.UP and self._probe_failures >= FALL:
             reason = f"{self._probe_failures} probes failed in a row"
+            reason = f"{reason}: {detail}" if detail else reason
             return self._enter(PROBES_FAIL_ALONE, reason) if alone else self._eject(PROBES_FAIL, reason, now)
+        if self.state is Health.SUSPECT:
+            self.reason = detail or "a probe failed"
         return False
 
-    def on_refused(self, now: float) -> bool:
-        """A connection was refused: no process listens. No back-off: it may return as soon as it answers."""
+    def on_refused(self, now: float, detail: str = "") -> bool:
+        """A connection was refused: no process listens. No back-off: it may return as soon as it answers.
+
+        `detail`: why no connection could be made, where that is known.
+        """
         self._probe_successes = 0
         # What returns is another process: nothing is held against it.
         self._half_open = False
         self._window_since = None
         self._failures = 0
         if self.state is Health.EJECTED:
+            self.reason = detail or self.reason
             return False
         self.ejected_until = now
-        return self._enter(REFUSED, "connection refused")
+        return self._enter(REFUSED, detail or "connection refused")
 
     def on_answering(self, now: float) -> bool:
         """An answer began: it is alive, whatever a probe says. True if the state changed."""

@@ -37,6 +37,8 @@ DEFAULT_TOKEN_BUDGET: Final = 2048
 SIGNAL_STALE_S: Final = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.
 KV_ROOM: Final = 0.8
+#: Loads of an instance kept, by the number of sequences.
+_LOADS_KEPT: Final = 1024
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -104,17 +106,27 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `latency_bound` is a lower bound of `latency`. It is never changed.
+    `next_step_s + next_token_s * C`. `kv_cache_tokens` are those of all engines, `latency_bound` is a lower
+    bound of `latency`. It is never changed.
     """
 
     __slots__ = (
-        "batch", "budget", "context_share", "latency", "latency_bound", "next_step_s", "next_token_s",
-        "parameters_version", "sequences", "slots", "step_s", "token_s",
+        "batch",
+        "budget",
+        "context_share",
+        "kv_cache_tokens",
+        "latency",
+        "latency_bound",
+        "next_step_s",
+        "next_token_s",
+        "slots",
+        "step_s",
+        "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
-        self.sequences = sequences = instance.sequences
-        self.parameters_version = instance.parameters_version
+        sequences = instance.sequences
+        self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
         self.budget = float(instance.token_budget)
@@ -133,9 +145,10 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_load",
+        "_loads",
         "_waiting_seen",
         "admin",
+        "asleep",
         "blocks",
         "busy_slots",
         "busy_until",
@@ -208,6 +221,8 @@ class Instance:
         self.busy_slots = 0
         self.admin = AdminState.READY
         self.removed = False
+        #: Whether its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
+        self.asleep = False
         self.profiled = spec.latency is not None
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
@@ -215,6 +230,8 @@ class Instance:
         #: What derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
+        #: By the number of sequences, at the parameters of now.
+        self._loads: dict[int, EngineLoad] = {}
         #: How often they have changed: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
@@ -250,7 +267,6 @@ class Instance:
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
-        self._load: EngineLoad | None = None
 
     # --- limits ---
 
@@ -271,13 +287,11 @@ class Instance:
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        load = self._load
-        if (
-            load is None
-            or load.sequences != self.sequences
-            or load.parameters_version != self.parameters_version
-        ):
-            load = self._load = EngineLoad(self)
+        load = self._loads.get(self.sequences)
+        if load is None:
+            if len(self._loads) >= _LOADS_KEPT:
+                self._loads.clear()
+            load = self._loads[self.sequences] = EngineLoad(self)
         return load
 
     @property
@@ -290,9 +304,14 @@ class Instance:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
-    def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+    def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
+
+        What `n` answers hold together is above its mean by `spread` / sqrt(n) of it.
+        """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+        if spread and self.sequences:
+            expected += (self.kv_tokens - self.kv_prompt_tokens) / 2.0 * spread / math.sqrt(self.sequences)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -323,12 +342,30 @@ class Instance:
         self.engines = self.speed.engines = engines
         self._update_parameters()
 
+    @property
+    def learnt(self) -> bool:
+        """True if answers have shown its speed where no profile tells it."""
+        return self.speed.factor != 1.0 or self.speed.seen
+
+    def update(self, spec: InstanceSpec, now: float) -> None:
+        """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
+        self._elapsed(now)
+        self.spec = spec
+        self.profiled = spec.latency is not None
+        self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
+        self.speed = SpeedTracker(self.profiled, now)
+        for lease in self.leases.values():
+            lease.mark = lease.first_mark = None
+        self.learn_capacity(spec.capacity)
+        self._update_parameters()
+
     def _update_parameters(self) -> None:
         slots, cache = self.max_num_seqs, self.kv_cache_tokens
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
         if parameters != self.parameters:
             self.parameters = parameters
             self.latency_bound = self.latency.lower_bound()
+            self._loads.clear()
             self.parameters_version += 1
             self.changes.count += 1
 
@@ -345,7 +382,9 @@ class Instance:
     @property
     def routable(self) -> bool:
         """True if new work may go here at all."""
-        return not self.removed and self.admin is AdminState.READY and self.health.state is not Health.EJECTED
+        if self.removed or self.asleep:
+            return False
+        return self.admin is AdminState.READY and self.health.state is not Health.EJECTED
 
     def serves(self, model: str) -> bool:
         """True if this instance answers to `model`: by its own list once known, else as configured."""

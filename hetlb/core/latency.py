@@ -38,8 +38,6 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Tangents of a bound: it lies at most 0.0017 of the corner below it.
-_TANGENTS: Final = 32
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
@@ -95,33 +93,45 @@ def in_tiles(tokens: float, tile: float) -> float:
     return math.ceil(tokens / tile) * tile
 
 
+def _tangent(p: float, ratio: float) -> tuple[float, float]:
+    """Value at 0 and slope of the tangent of (1 + ratio^p)^(1/p)."""
+    value = math.pow(1.0 + math.pow(ratio, p), 1.0 / p)
+    slope = math.pow(ratio / value, p - 1.0)
+    return value - slope * ratio, slope
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillBound(PickleByFields):
     """Lower bound of a `PnormPrefill` without powers or logarithms.
 
-    The corner is convex in low / high, so that its tangents lie below it: value at 0 and slope of each, in
-    turn, one per equal part of 0..1. `factor` is the least of the grid.
+    The corner (1 + ratio^p)^(1/p) is convex in the ratio of the shorter to the longer, so that its tangents
+    lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid.
     """
 
-    tangents: tuple[float, ...]
+    value_3: float
+    slope_3: float
+    value_6: float
+    slope_6: float
+    value_9: float
+    slope_9: float
     factor: float
 
     @classmethod
     def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
         """The bound of a corner of power `p` and a grid."""
-        tangents: list[float] = []
-        for part in range(_TANGENTS):
-            ratio = (part + 0.5) / _TANGENTS
-            value = math.pow(1.0 + math.pow(ratio, p), 1.0 / p)
-            slope = math.pow(ratio / value, p - 1.0)
-            tangents += (value - slope * ratio, slope)
         least = 0.0 if grid is None else min(min(row) for row in grid.log_ratio)
-        return cls(tuple(tangents), math.exp(least))
+        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), math.exp(least))
 
     def corner(self, ratio: float) -> float:
         """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
-        part = 2 * min(int(ratio * _TANGENTS), _TANGENTS - 1)
-        return self.tangents[part] + self.tangents[part + 1] * ratio
+        highest = self.value_3 + self.slope_3 * ratio
+        value = self.value_6 + self.slope_6 * ratio
+        if value > highest:
+            highest = value
+        value = self.value_9 + self.slope_9 * ratio
+        if value > highest:
+            highest = value
+        return highest if highest > 1.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,6 +558,16 @@ class LatencyModel(PickleByFields):
         more = self.step_s(batch + sequences, kv_tokens + sequences * context)
         delay_s = more - self.step_s(batch, kv_tokens)
         return delay_s if delay_s > 0.0 else 0.0
+
+    def least_read_s(self, tokens: float) -> float:
+        """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
+        prefill = self.better_prefill
+        if prefill is None:
+            return 0.0
+        floor_s, dense_s = prefill.floor_s, prefill.token_s * tokens
+        bound = prefill.bound
+        factor = 1.0 if bound is None else bound.factor
+        return factor * (dense_s if dense_s > floor_s else floor_s)
 
     def lower_bound(self) -> LatencyModel:
         """A model that never says more seconds and is cheap to ask; itself where it is cheap."""

@@ -26,6 +26,9 @@ _SHRINK: Final = 0.8
 _GROW: Final = 1.02
 #: Reports of cached tokens are compared where at least so many were expected that no request used.
 _LEAST_EXPECTED: Final = 64
+#: A request that reads a prefix for `users` others pays this against their number: one reading makes it slow
+#: to answer, so that few others are no reason.
+_OWN_SHARE: Final = 2.0
 #: An expectation counts as met from this share of it on: engines round down to whole blocks.
 _MET: Final = 0.75
 
@@ -216,7 +219,7 @@ class Held:
     """Tokens of one prompt that engines hold, by `Tree.cache_id`.
 
     `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
-    it is an investment: one share in 1 + users of it is this request's. `credit` is the tokens of the prompt
+    it is an investment: 2 / (2 + users) of it is this request's. `credit` is the tokens of the prompt
     that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
     already.
     """
@@ -265,7 +268,7 @@ class PrefixIndex:
             if end is not None:
                 if end > most:
                     end = most
-                credit += (end - begin) * users / (1.0 + users)
+                credit += (end - begin) * users / (_OWN_SHARE + users)
                 begin = end
             tokens = found.tokens
             for node in nodes:

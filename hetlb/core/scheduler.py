@@ -30,6 +30,7 @@ from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import (
+    HAND_OVER,
     AdminState,
     AdminStateSet,
     Candidate,
@@ -44,6 +45,7 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     LeaseId,
     LiveLease,
@@ -211,7 +213,7 @@ def _why_not(instance: Instance) -> str:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
         return f"ejected: {instance.health.reason}"
-    return ""
+    return "asleep" if instance.asleep else ""
 
 
 def _prompt_needs(request: Request) -> int:
@@ -321,6 +323,16 @@ class Scheduler:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._leased[lease.id]
 
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests."""
+        return model in self._ready and model not in self._down_since
+
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        demand = self._demands.get(model)
+        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        return {instance.name: mix.speed(instance) for instance in instances}
+
     @property
     def models(self) -> list[str]:
         """Every name that some instance answers to."""
@@ -390,7 +402,7 @@ class Scheduler:
             commands = self._health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)
-            commands.append(Dispatch(request.id, decode, "decode"))
+            commands.append(Dispatch(request.id, decode, HAND_OVER))
         return commands + self._flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
@@ -405,16 +417,21 @@ class Scheduler:
         source.learn_prefill(lease, now)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.connector.holds:
+        if link is None or planned is None or not link.holds:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once
         tokens = lease.request.prompt_tokens
         held = 0 if planned.shared is None else planned.shared.held_tokens
         hold = Hold(
-            lease.id, source.name, planned.instance, tokens, tokens - held, planned.expected_first_s, now,
+            lease.id,
+            source.name,
+            planned.instance,
+            tokens,
+            tokens - held,
+            planned.expected_first_s,
             now + link.lease_s,
-        )  # fmt: skip
+        )
         source.hold(hold)
         if not len(self._queue) and not self._holds:
             self._last_tick = now
@@ -514,6 +531,7 @@ class Scheduler:
         if self._retrying:
             self._retrying.discard(lease.id)
         instance.release(lease, now)
+        lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self._drop(lease.decode, now)
         health = instance.health
@@ -655,7 +673,7 @@ class Scheduler:
             return self._flush(now)
         if isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not self._has_another(instance)
-            if not instance.health.on_probe(change.result, now, alone=alone):
+            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return self._health_changed(instance, now) + self._flush(now)
         if isinstance(change, InstanceRemoved):
@@ -668,6 +686,8 @@ class Scheduler:
             left, instance.admin = instance.admin, change.state
             if left is not AdminState.READY and change.state is AdminState.READY:
                 self._join(instance, now)
+        elif isinstance(change, InstanceUpdated):
+            instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
@@ -680,11 +700,13 @@ class Scheduler:
         instance = self._instances.get(name)
         if instance is None:
             return []
-        longest = instance.longest_request_tokens
+        longest, slept = instance.longest_request_tokens, instance.asleep
         instance.learn_sample(sample, now)
-        if instance.longest_request_tokens != longest:
+        if sample.asleep is not None:
+            instance.asleep = sample.asleep
+        if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return []
+        return self._flush(now) if slept and not instance.asleep else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""

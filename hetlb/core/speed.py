@@ -89,6 +89,11 @@ class SpeedTracker:
         #: Engines that share what runs: the model is of one of them.
         self.engines = 1
 
+    @property
+    def seen(self) -> bool:
+        """True if some answer has shown a speed."""
+        return self._observed_s > (PRIOR_S if self._profiled else 0.0)
+
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
         since = now - self.last

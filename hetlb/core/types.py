@@ -105,16 +105,6 @@ class Connector(StrEnum):
     MOONCAKE = "mooncake"
     SHARED_STORAGE = "shared-storage"
 
-    @property
-    def concurrent(self) -> bool:
-        """Both legs of a request are sent at the same time."""
-        return self is Connector.MOONCAKE
-
-    @property
-    def holds(self) -> bool:
-        """The prefill instance keeps the blocks in its KV cache until they are fetched or the lease ends."""
-        return self is not Connector.SHARED_STORAGE
-
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer(PickleByFields):
@@ -130,6 +120,16 @@ class KvTransfer(PickleByFields):
     bytes_per_token: float = 131_072.0
     bandwidth_bytes_per_s: float = 5e9
     latency_s: float = 0.01
+
+    @property
+    def concurrent(self) -> bool:
+        """True if both legs of a request are sent at the same time."""
+        return self.connector is Connector.MOONCAKE
+
+    @property
+    def holds(self) -> bool:
+        """True if the prefill instance keeps the blocks in its KV cache until they are fetched."""
+        return self.connector is not Connector.SHARED_STORAGE
 
     def nominal_s(self, tokens: float) -> float:
         """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
@@ -242,14 +242,14 @@ class Request(PickleByFields):
 
 @mypyc_attr(acyclic=True)
 class Hold:
-    """KV blocks of a prompt that a prefill instance keeps for another one, from `began_at` to `expires_at`.
+    """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
     `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
     dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
     """
 
     __slots__ = (
-        "began_at", "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
+        "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -260,7 +260,6 @@ class Hold:
         tokens: int,
         sent_tokens: int,
         expected_s: float,
-        began_at: float,
         expires_at: float,
     ) -> None:
         self.id = lease_id
@@ -269,7 +268,6 @@ class Hold:
         self.tokens = tokens
         self.sent_tokens = sent_tokens
         self.expected_s = expected_s
-        self.began_at = began_at
         self.expires_at = expires_at
         self.ended = False
 
@@ -289,6 +287,7 @@ class Lease:
         "decode",
         "dispatched_at",
         "ended",
+        "ended_at",
         "evidence",
         "expected_first_s",
         "first_mark",
@@ -301,6 +300,7 @@ class Lease:
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
+        "outcome",
         "output_tokens",
         "predicted_output",
         "promised_tokens",
@@ -352,6 +352,9 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: How and when it ended, None before.
+        self.outcome: Outcome | None = None
+        self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
         #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
         self.decode: Lease | None = None
@@ -394,6 +397,18 @@ class InstanceRemoved(PickleByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceUpdated(PickleByFields):
+    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+
+    spec: InstanceSpec
+
+    @property
+    def name(self) -> str:
+        """The name of the instance."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
     """An operator set the administrative state."""
 
@@ -427,14 +442,21 @@ class ProbeResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed(PickleByFields):
-    """A health probe ended."""
+    """A health probe ended; `detail` says how one failed."""
 
     name: str
     result: ProbeResult
+    detail: str = field(default="", compare=False)
 
 
 InstanceChange: TypeAlias = (
-    InstanceAdded | InstanceRemoved | AdminStateSet | CapacityLearned | ModelsLearned | Probed
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceUpdated
+    | AdminStateSet
+    | CapacityLearned
+    | ModelsLearned
+    | Probed
 )
 
 
@@ -455,6 +477,8 @@ class EngineSample(PickleByFields):
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
     kv_usage_max: float | None = None
+    #: Whether one of its engines sleeps (vLLM's sleep mode).
+    asleep: bool | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------
@@ -478,7 +502,8 @@ class Candidate(PickleByFields):
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None. `terms` are a policy's own, by name, in seconds.
+    policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
+    each times its weight (1 where `weights` has none).
     """
 
     instance: str
@@ -490,6 +515,7 @@ class Candidate(PickleByFields):
     kv_utilization: float | None = None
     workload: float | None = None
     terms: dict[str, float] | None = None
+    weights: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -500,10 +526,20 @@ class Candidate(PickleByFields):
             "kv_utilization": self.kv_utilization,
             "workload": self.workload,
             "terms": self.terms,
+            "weights": self.weights,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,
         }
+
+
+#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+HAND_OVER: Final = "hand-over"
+
+
+def pair_name(prefill: str, decode: str) -> str:
+    """The name of a pair of instances, for people."""
+    return f"{prefill} > {decode}"
 
 
 @mypyc_attr(acyclic=True)
@@ -516,6 +552,8 @@ class Dispatch:
     reason: str
     #: Makes the candidates from what was known at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+    #: `x-request-id` of the request, "" where the driver does not know it.
+    label: str = field(compare=False, repr=False, default="")
 
     def __init__(
         self,
@@ -528,6 +566,7 @@ class Dispatch:
         self.lease = lease
         self.reason = reason
         self.considered = considered
+        self.label = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

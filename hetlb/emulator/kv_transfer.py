@@ -2,14 +2,9 @@
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `mooncake`: the fetch may come first and waits for the prompt; `/query` is the bootstrap server.
-<<<<<<< HEAD
-`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease is wrong text
-with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their port.
-=======
 `shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
 text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
 port.
->>>>>>> split
 """
 
 from __future__ import annotations
@@ -78,6 +73,8 @@ class KvExchange:
         self.settings = settings
         self.engine_id = secrets.token_hex(16)
         self.expired = self.failed = self.fetched_tokens = 0
+        #: Fetches that other servers have asked for.
+        self.asked = 0
         self._bytes_per_token = bytes_per_token
         self._address = address
         self._loop = loop
@@ -173,6 +170,7 @@ class KvExchange:
 
     async def pull(self, engine_id: str, key: str) -> str:
         """A server asks for a prompt: `ready`, `expired` (and it reads what is there now), or `unknown`."""
+        self.asked += 1
         await self.answering.wait()
         if engine_id != self.engine_id:
             return "unknown"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,8 +109,18 @@ class PickServer:
         """True if no further request is taken."""
         return self.state.stopping
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
+    @property
+    def descriptors(self) -> list[int]:
+        """None: gRPC owns its sockets."""
+        return []
+
+    def leave(self) -> None:
+        """Nothing to do: no other process takes over."""
+
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
+        if sockets:
+            raise OSError("gRPC listens on sockets of its own")
         table = self._driver.table
         largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
         server = self._server = grpc.aio.server(

@@ -19,6 +19,8 @@ from hetlb.pick.server import PickServer, read_credentials
 from hetlb.pick.sharing import Sharing, shared_url
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.service import Service
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
+from hetlb.proxy.takeover import Takeover
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
@@ -30,6 +32,7 @@ class PickService(Service):
     driver: PickDriver
     server: PickServer
     _make_driver = PickDriver
+    _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
         pick = fleet.pick
@@ -51,13 +54,13 @@ class PickService(Service):
         """True if gateways should send requests here."""
         return self.routable() and (self.sharing is None or self.sharing.serves)
 
-    async def start(self) -> None:
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
         if self.sharing is not None:
             self.sharing.start()
-        await super().start()
+        await super().start(listeners, takeover)
 
     async def close(self) -> None:
         """Close everything now."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from hetlb.config.api_keys import load_api_keys
+from hetlb.config.api_keys import LimitsTable, load_api_keys
 from hetlb.config.fleet import EngineSource, Fleet, SecretSource, TlsTable, secret_source
 from hetlb.errors import ConfigError
 
@@ -62,6 +62,7 @@ class Tenant:
 
     name: str
     models: frozenset[str] | None = None
+    limits: LimitsTable | None = None
 
     def may_use(self, model: str) -> bool:
         """True if this key is for that model."""
@@ -99,6 +100,11 @@ def load_access(fleet: Fleet) -> Access:
             f"nor admin.token_env is set, got {admin.host!r}"
         )
     model_keys = {name: read_secret(source) for name, source in fleet.model_keys.items()}
+    tenants = None if proxy.api_keys_file is None else _tenants(base / proxy.api_keys_file)
+    if proxy.workers > 1 and any(tenant.limits is not None for tenant in (tenants or {}).values()):
+        raise ConfigError(
+            f"{base / str(proxy.api_keys_file)}: limits: expected one process, got {proxy.workers} workers"
+        )
     authorities = _Authorities()
     return Access(
         engines={
@@ -112,7 +118,7 @@ def load_access(fleet: Fleet) -> Access:
         },
         model_keys=model_keys,
         admin_token=None if token is None else read_secret(token),
-        tenants=None if proxy.api_keys_file is None else _tenants(base / proxy.api_keys_file),
+        tenants=tenants,
         tls=_listener_context(fleet.listen.tls, f"{where}listen.tls", base),
         admin_tls=_listener_context(admin.tls, f"{where}admin.tls", base),
         networks=networks,
@@ -179,7 +185,9 @@ def _bearer(key: bytes | None) -> bytes | None:
 
 def _tenants(path: Path) -> dict[bytes, Tenant]:
     return {
-        bytes.fromhex(key.sha256): Tenant(key.name, None if key.models is None else frozenset(key.models))
+        bytes.fromhex(key.sha256): Tenant(
+            key.name, None if key.models is None else frozenset(key.models), key.limits
+        )
         for key in load_api_keys(path)
     }
 

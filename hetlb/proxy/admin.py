@@ -22,9 +22,10 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
 from hetlb.errors import InputError
-from hetlb.proxy.dashboard.decisions import decision_document
+from hetlb.proxy.dashboard.decisions import Wanted, decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
-from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage
+from hetlb.proxy.scheduling import DECISIONS_KEPT
+from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
 _MAX_BODY_BYTES = 64 << 10
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,7 +44,7 @@ class Control(Source, Protocol):
     def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
     def change(self, change: InstanceChange) -> None: ...
     def set_policy(self, name: str) -> None: ...
-    async def register(self, table: Mapping[str, Any]) -> None: ...
+    async def register(self, table: Mapping[str, Any]) -> bool: ...
     def unregister(self, name: str) -> None: ...
     async def reload_everywhere(self) -> str: ...
     async def refresh(self) -> None: ...
@@ -84,6 +85,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "role": instance.spec.role.value,
         "state": instance.admin.value,
         "health": instance.health.state.value,
+        "health_reason": instance.health.reason,
         "in_flight": instance.in_flight,
         # The queue is shared: nothing waits here bound to an instance.
         "queued": 0,
@@ -195,11 +197,27 @@ def make_app(control: Control) -> web.Application:
     async def fleet(_: web.Request) -> web.Response:
         return _reply(fleet_document(control.scheduler, control.now(), control.stages))
 
+    async def usage(_: web.Request) -> web.Response:
+        await control.refresh()
+        return _reply({"usage": usage_document(control.totals)})
+
     async def decisions(request: web.Request) -> web.Response:
         text = request.query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
-        recent = await control.last_decisions(int(text))
+        query = request.query
+        longer = query.get("longer_s", "0")
+        if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", longer):
+            return _refuse(400, f"longer_s: expected seconds, got {longer[:40]!r}")
+        wanted = Wanted(
+            query.get("request_id", ""), query.get("instance", ""), query.get("model", ""),
+            query.get("outcome", ""), float(longer),
+        )  # fmt: skip
+        filtered = wanted != Wanted()
+        recent = await control.last_decisions(DECISIONS_KEPT if filtered else int(text))
+        if filtered:
+            recent = [each for each in recent if wanted.fits(each, control.now())]
+            recent = recent if wanted.request and "last" not in query else recent[-int(text) :]
         documents = []
         for each in recent:
             # One at a time: the candidates of many decisions on a large fleet are long to make.
@@ -233,9 +251,10 @@ def make_app(control: Control) -> web.Application:
     async def register(request: web.Request) -> web.Response:
         if not control.registration:
             return _refuse(403, "admin.registration is false")
-        await control.register(await _body(request))
+        new = await control.register(await _body(request))
         await control.settled()
-        return _reply(fleet_document(control.scheduler, control.now(), control.stages), 201)
+        document = fleet_document(control.scheduler, control.now(), control.stages)
+        return _reply(document, 201 if new else 200)
 
     async def unregister(request: web.Request) -> web.Response:
         if not control.registration:
@@ -257,6 +276,7 @@ def make_app(control: Control) -> web.Application:
             web.get("/readyz", readyz),
             web.get("/metrics", metrics),
             web.get("/v1/fleet", fleet),
+            web.get("/v1/usage", usage),
             web.get("/v1/decisions", decisions),
             web.put("/v1/policy", set_policy),
             web.post("/v1/reload", reload),

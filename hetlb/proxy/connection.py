@@ -72,6 +72,8 @@ class Clients:
         self.held_bytes = 0
         #: True if each connection ends with the answer it is at.
         self.stopping = False
+        #: Whether connections are still served, each with one more answer that says that it is the last.
+        self.leaving = False
         #: Those with more to read than one turn takes, in the order in which they asked for another.
         self._turns: deque[ClientConnection] = deque()
         self._turning = False
@@ -384,8 +386,8 @@ class ClientConnection(asyncio.Protocol):
         self._at = end
         self._blank_lines = 0
         head, length = clients.heads.find(raw)
+        self._head = head  # first: how a refusal is written depends on it
         self._tenant = clients.router.authenticate(head)
-        self._head = head
         self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
@@ -508,7 +510,9 @@ class ClientConnection(asyncio.Protocol):
         head, clients, pieces, form = self._head, self._clients, self._body, self._form
         assert head is not None
         self._release()
-        if clients.stopping:
+        if clients.leaving:
+            head = self._head = head.closing()
+        elif clients.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
         taken = clients.router.handle(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):
@@ -527,17 +531,25 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
+        retry_after_s: float | None = None
+        lines: tuple[tuple[bytes, bytes], ...] = ()
+        if isinstance(error, Refusal):
+            answer = error.answer
+            retry_after_s = error.retry_after_s if answer.should_retry else None
+            lines = error_responses.header_pairs(error.lines)
+        else:
+            answer = error_responses.bad_request(error.status)
         self._clients.driver.refused(answer.outcome)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
         head = self._head
-        keep = head is not None and head.keep_alive and whole and error.status in (400, 403, 404, 405)
+        known = error.status in (400, 403, 404, 405) or len(lines) > 0
+        keep = head is not None and head.keep_alive and whole and known
         self._send(
             error_responses.response(
                 error.status,
-                error_responses.error_body(answer, error.message),
-                headers=error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None),
+                error_responses.error_body(answer, error.message, "" if head is None else head.path),
+                headers=(*error_responses.refusal_headers(answer, retry_after_s), *lines),
                 close=not keep,
                 head_only=head is not None and head.method == b"HEAD",
             )

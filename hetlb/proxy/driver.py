@@ -22,6 +22,7 @@ from hetlb.core.block_index import KvEventBatch
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
+    HAND_OVER,
     Abort,
     AdminState,
     AdminStateSet,
@@ -129,6 +130,10 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def models(self) -> Collection[str]:
         """Every name that some instance answers to."""
+
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests, as far as this process knows."""
+        return True
 
     @property
     def splits(self) -> bool:
@@ -253,6 +258,8 @@ class ExchangeDriver(ABC):
         assert outcome is not None
         assert ended_at is not None
         del self.exchanges[exchange.request.id]
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
         lease = exchange.lease
         ended = self._ended
         ended.append(exchange)
@@ -466,6 +473,9 @@ class Driver(ExchangeDriver):
     def models(self) -> Collection[str]:
         return self.scheduler.models
 
+    def available(self, model: str) -> bool:
+        return self.scheduler.available(model)
+
     @property
     def waiting(self) -> int:
         return len(self.scheduler.queue)
@@ -504,7 +514,7 @@ class Driver(ExchangeDriver):
         return link
 
     def bootstrap(self, lease: Lease) -> EnginePool | None:
-        if not self.kv_transfer(lease).connector.concurrent:
+        if not self.kv_transfer(lease).concurrent:
             return None
         url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
         if url is None:
@@ -666,13 +676,15 @@ class Driver(ExchangeDriver):
             self._ticker = self.loop.call_at(deadline, self._tick)
 
     def _dispatch(self, command: Dispatch) -> None:
-        self._totals.decisions += 1
-        self.decisions.add(command)
         lease = command.lease
+        if command.reason != HAND_OVER:  # decided with its prefill leg
+            self._totals.decisions += 1
+            self.decisions.add(command)
         instance = self.scheduler.holder(lease)
         if lease.incarnation not in self._pools:
             self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
+        command.label = exchange.label
         if lease.decode is not None:
             target = self.scheduler.holder(lease.decode)
             if target.incarnation not in self._pools:

@@ -49,7 +49,9 @@ REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_ERROR)
 BUSY: Final = End("busy", "429 or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_ERROR)
 SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR, server_error=True)
 NOT_ACCEPTED: Final = End(
-    "not-accepted", "the connection was refused, or not accepted in time", Outcome.CONNECT_FAILED
+    "not-accepted",
+    "the connection was refused, or not accepted in time, or the name has no address",
+    Outcome.CONNECT_FAILED,
 )
 LOOP: Final = End("loop", "the instance is this proxy: the request came back", Outcome.CONNECT_FAILED)
 MOVED: Final = End(
@@ -85,7 +87,7 @@ HELD_UP: Final = End(
     Outcome.CLIENT_GONE,
 )
 LEFT: Final = End("left", "the client left, in any phase", Outcome.CLIENT_GONE)
-LOCAL: Final = End("local", "this machine has no descriptors, ports or name server", Outcome.LOCAL_FAULT)
+LOCAL: Final = End("local", "this machine has no descriptors, ports or memory", Outcome.LOCAL_FAULT)
 STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.

@@ -240,7 +240,9 @@ class Exchange(RequestRecord):
             else:
                 self._enter(DISPATCHED, now)
                 if not handover.sent:
-                    driver.pool(lease).send(self)
+                    # Its parameters may be used once: an idle connection that turned out to be closed would
+                    # leave open whether they were.
+                    driver.pool(lease).send(self, fresh=True)
             return True
         self._handover = self.prefill_instance = None
         if lease.decode is None:
@@ -264,7 +266,7 @@ class Exchange(RequestRecord):
         handover = self._handover
         assert handover is not None
         handover.sent = True
-        self._driver.pool(handover.decode).send(self)
+        self._driver.pool(handover.decode).send(self, fresh=True)
 
     def prefilled(self) -> None:
         """The prompt has been read: the decode leg is next."""
@@ -782,10 +784,10 @@ class Exchange(RequestRecord):
     def _answered_late(self, watcher: SseWatcher | None) -> None:
         """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
         if watcher is None and self.status >= 400:
-            event = error_responses.upstream_error_event(self.status, self._tail)
+            event = error_responses.upstream_error_event(self.status, self._tail, self.path)
         else:
             event = error_responses.error_event(
-                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream."
+                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream.", self.path
             )
         end = self._whole if self.status >= 400 else ends.REFUSED if watcher is None else ends.BROKEN
         self.status = 200
@@ -804,6 +806,8 @@ class Exchange(RequestRecord):
             self.lease.instance.encode("ascii"),
             self.label.encode("ascii"),
         )
+        if self.ticket is not None:
+            out += self.ticket.headers(self._now())
         if self.prefill_instance is not None:
             out += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
         if length is not None:
@@ -883,7 +887,7 @@ class Exchange(RequestRecord):
         assert self.response is not _STARTED, "expected an answer before the response began"
         if self.response is _HEARTBEATS:
             self.status = 200
-            self._write(self._frame(error_responses.error_event(answer, message)))
+            self._write(self._frame(error_responses.error_event(answer, message, self.path)))
             self._finish(end, answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
@@ -892,7 +896,7 @@ class Exchange(RequestRecord):
         self._write(
             error_responses.response(
                 answer.status,
-                error_responses.error_body(answer, message),
+                error_responses.error_body(answer, message, self.path),
                 headers=(
                     *error_responses.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
@@ -915,7 +919,7 @@ class Exchange(RequestRecord):
             self._write(self._frame(rest))
         if self._watcher is not None or self.response is _HEARTBEATS:
             event = error_responses.error_event(
-                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}."
+                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.", self.path
             )
             self._write(self._frame(event))
         self._finish(end, broken=True)

@@ -7,6 +7,7 @@ keys configure it whole, at start and at every reload.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -16,6 +17,7 @@ from hetlb.config.fleet import Fleet, ProxyTable
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import Router
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
@@ -36,7 +38,10 @@ class Listener(Protocol):
     def stopping(self) -> bool: ...
     def configure(self, table: ProxyTable) -> None: ...
     def secure(self, access: Access) -> None: ...
-    async def start(self, host: str, port: int) -> tuple[str, int]: ...
+    @property
+    def descriptors(self) -> list[int]: ...
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]: ...
+    def leave(self) -> None: ...
     def stop_accepting(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -49,6 +54,7 @@ class Front:
         self._fleet = fleet
         self.server = server
         server.secure(access)
+        self.server.router.names = ModelNames.of(fleet.written) or None
         self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.proxy.request_log_format]
@@ -71,6 +77,7 @@ class Front:
         self._driver.configure(fleet.proxy)
         self.server.configure(fleet.proxy)
         self.server.secure(access)
+        self.server.router.names = ModelNames.of(fleet.written) or None
 
     def requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""

@@ -118,7 +118,7 @@ class SideCall:
         self._serves = serves
         self._connection: EngineConnection | None = None
         self._head: ResponseHead | None = None
-        self._received = b""
+        self._received = bytearray()
         self._fresh = self._over = False
 
     def send(self) -> None:
@@ -178,7 +178,7 @@ class SideCall:
             return
         self._over = True
         assert self._head is not None, "expected a head before the end"
-        self._done(self._head, self._received + payload)
+        self._done(self._head, bytes(self._received) + payload)
 
     def engine_failed(self, end: End | None, detail: str) -> None:
         """The engine, or this machine, failed."""
@@ -316,7 +316,7 @@ class HandOver:
 
     def begin_decode(self, now: float, read_at: float, expected_s: float) -> None:
         """The decode leg is sent now. The lease on the KV blocks began at `read_at` or later."""
-        if self._connector.holds:
+        if self._link.holds:
             lease_s = self._link.lease_s
             self.until = min(
                 read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),

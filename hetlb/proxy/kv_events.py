@@ -24,6 +24,7 @@ from hetlb.core.block_index import (
     block_digests,
 )
 from hetlb.errors import ConfigError
+from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.kv_events")
 
@@ -140,7 +141,14 @@ class KvEventReader:
             try:
                 await _Stream(self._zmq(), name, table, self._on_events).run()
             except Exception:  # never the end of serving
-                logger.exception("%s: reading its KV events failed", name)
+                tell(
+                    logger,
+                    Event.INSTANCE_KV_EVENTS,
+                    "%s: reading its KV events failed",
+                    name,
+                    exc_info=True,
+                    instance=name,
+                )
                 self._on_events(name, KvEventBatch(lost="reading its events failed"))
             await asyncio.sleep(_AGAIN_S)
 
@@ -210,7 +218,14 @@ class _Stream:
         self._on_events(self._name, KvEventBatch(events, begins=number == 0))
 
     def _lose(self, reason: str) -> None:
-        logger.warning("%s: %s; what it has cached is estimated", self._name, reason)
+        tell(
+            logger,
+            Event.INSTANCE_KV_EVENTS,
+            "%s: %s; what it has cached is estimated",
+            self._name,
+            reason,
+            instance=self._name,
+        )
         self._on_events(self._name, KvEventBatch(lost=reason))
 
     async def _replay(self, first: int, before: int | None = None) -> bool:

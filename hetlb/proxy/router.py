@@ -28,6 +28,8 @@ from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.limits import Limiter
+from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -60,6 +62,10 @@ class Router:
         self.configure(driver.table)
         #: Tenants by the SHA-256 of their keys; None lets every client in.
         self.tenants: Mapping[bytes, Tenant] | None = None
+        #: Aliases and fallbacks, None without any.
+        self.names: ModelNames | None = None
+        #: By the name of the key; they outlive a reload.
+        self._limiters: dict[str, Limiter] = {}
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -141,6 +147,8 @@ class Router:
         else:
             call = read_json(kind, pieces[0])
             pieces = [inject_usage(kind, call, pieces[0])]
+        if self.names is not None and call.model is not None:
+            pieces = self._rename(self.names, call, pieces, form is not None, tenant)
         pinned: str | None = None
         if call.continues is not None:
             driver = self._driver
@@ -148,6 +156,23 @@ class Router:
             if pinned is not None and call.model is not None and not driver.pinned_serves(pinned, call.model):
                 pinned = None  # of another model: it is not there, and the engine says so
         return self._exchange(client, head, kind, call, pieces, pinned, tenant)
+
+    def _rename(
+        self, names: ModelNames, call: Call, pieces: list[bytes], is_form: bool, tenant: Tenant | None
+    ) -> list[bytes]:
+        """Have the request ask for the model that serves it. Raises `GateError` (403)."""
+        asked = call.model
+        assert asked is not None, "expected a request that names its model"
+        model = names.served(asked, self._driver.available)
+        if model == asked:
+            return pieces
+        # The right to an alias is one to what it stands for, and to what stands in for that.
+        if tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{asked}`.")
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        call.model = model
+        call.renamed = True
+        return [rename_in_form(body, asked, model) if is_form else rename_in_json(body, model)]
 
     def _exchange(
         self,
@@ -161,7 +186,7 @@ class Router:
     ) -> Exchange:
         driver = self._driver
         model = call.model or driver.model_at(pinned)
-        if tenant is not None and kind is not _PINNED and not tenant.may_use(model):
+        if tenant is not None and kind is not _PINNED and not call.renamed and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
@@ -227,9 +252,22 @@ class Router:
         exchange = Exchange(
             driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
         )
+        if tenant is not None and tenant.limits is not None:
+            exchange.ticket = self._limiter(tenant).admit(
+                call.prompt_tokens_total, (call.max_tokens or 0) * request.sequences, exchange.arrived_at
+            )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
+
+    def _limiter(self, tenant: Tenant) -> Limiter:
+        """The limits of a key, with what it has used."""
+        assert tenant.limits is not None
+        limiter = self._limiters.get(tenant.name)
+        if limiter is None:
+            limiter = self._limiters[tenant.name] = Limiter(tenant.limits)
+        limiter.limits = tenant.limits  # as of the last reload
+        return limiter
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """The tenant that a header names (one of a key's owner, if there are keys)."""
@@ -248,7 +286,7 @@ class Router:
         return error_responses.response(
             error_responses.LOOP.status,
             error_responses.error_body(
-                error_responses.LOOP, "The request came back: an instance leads to this proxy."
+                error_responses.LOOP, "The request came back: an instance leads to this proxy.", head.path
             ),
             headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
             close=not head.keep_alive,
@@ -280,6 +318,8 @@ class Router:
     def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """The models that a client may use."""
         models = self._view.models()
+        if self.names is not None:
+            models = [*models, *alias_entries(self.names, models)]
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
@@ -293,7 +333,7 @@ def _method_not_allowed(head: RequestHead, allowed: tuple[bytes, ...]) -> bytes:
     answer = error_responses.bad_request(405, "method_not_allowed")
     return error_responses.response(
         405,
-        error_responses.error_body(answer, "Method Not Allowed"),
+        error_responses.error_body(answer, "Method Not Allowed", head.path),
         headers=((b"allow", b", ".join(allowed)),),
         close=not head.keep_alive,
         head_only=head.method == b"HEAD",

@@ -18,6 +18,7 @@ from hetlb.core.types import Dispatch, Health, HealthChanged, Reject, RejectReas
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -30,6 +31,13 @@ RESPONSES_KEPT: Final = 10_000
 #: A timer that is so late says that this process stood still; it is due this often.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
+
+
+_HEALTH: Final = {
+    Health.UP: Event.INSTANCE_UP,
+    Health.SUSPECT: Event.INSTANCE_SUSPECT,
+    Health.EJECTED: Event.INSTANCE_EJECTED,
+}
 
 
 class StallWatch:
@@ -170,12 +178,15 @@ def retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: floa
 
 def log_loop(instance: str) -> None:
     """Log that an instance is this proxy."""
-    logger.error("%s is this proxy itself, or leads back to it: taken out (state maint)", instance)
+    text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
+    tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
 
 
 def log_health(command: HealthChanged, totals: Totals) -> None:
     """Log and count a change of an instance's health."""
     if command.health is Health.EJECTED:
         totals.instance(command.instance).ejections += 1
-    level = logging.INFO if command.health.value == "up" else logging.WARNING
-    logger.log(level, "%s is %s: %s", command.instance, command.health, command.reason)
+    tell(
+        logger, _HEALTH[command.health], "%s is %s: %s", command.instance, command.health, command.reason,
+        instance=command.instance, reason=command.reason,
+    )  # fmt: skip

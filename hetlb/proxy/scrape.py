@@ -29,6 +29,7 @@ from hetlb.core.types import (
     ProbeResult,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
@@ -98,6 +99,11 @@ class Scraper:
             for task in pending:
                 task.cancel()
 
+    @property
+    def started(self) -> bool:
+        """True if `start` was called."""
+        return self._session is not None
+
     def add(self, target: Target) -> None:
         """Begin to watch one more server."""
         self._first_rounds[target.name] = asyncio.Event()
@@ -136,12 +142,12 @@ class Scraper:
         told_missing = False
         while True:
             started = loop.time()
-            result = await self._probe(target)
+            result, detail = await self._probe(target)
             if result is ProbeResult.OK and rounds_until_models <= 0:
                 # What it serves is known before it is said to be up: another may be at its address by now.
                 rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
             if result is not None:
-                self._on_change(Probed(target.name, result))
+                self._on_change(Probed(target.name, result, detail))
             if result is ProbeResult.OK:
                 rounds_until_models -= 1
                 sample = None
@@ -162,11 +168,14 @@ class Scraper:
                     if sample.invalid:
                         self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
                     if sample.missing and not told_missing:
-                        logger.warning(
+                        text, lacking = (
                             "%s does not report %s; its own ledger is used instead",
-                            target.name,
-                            ", ".join(sample.missing),
+                            sample.missing,
                         )
+                        tell(
+                            logger, Event.INSTANCE_METRICS, text, target.name, ", ".join(lacking),
+                            instance=target.name,
+                        )  # fmt: skip
                         told_missing = True
             else:
                 # A process that comes back may serve another model.
@@ -205,22 +214,31 @@ class Scraper:
                 raise _LocalTroubleError from error
             raise
 
-    async def _probe(self, target: Target) -> ProbeResult | None:
+    async def _probe(self, target: Target) -> tuple[ProbeResult | None, str]:
+        """Probe an engine: the result, None where this machine could not try; and how it failed."""
         try:
             status, _ = await self._get(target, "/health")
         except _LocalTroubleError:
-            return None
+            return None, ""
         except aiohttp.ClientSSLError as error:
-            self._tell_once(target.name, f"no TLS connection: {_tls_reason(error)}")
-            return ProbeResult.FAILED
+            detail = f"no TLS connection: {_tls_reason(error)}"
+            self._tell_once(target.name, detail)
+            return ProbeResult.FAILED, detail
+        except aiohttp.ClientConnectorDNSError as error:
+            return ProbeResult.REFUSED, _no_address(target.url, error.os_error)
         except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            return ProbeResult.REFUSED if refused else ProbeResult.FAILED
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return ProbeResult.FAILED
+            if isinstance(error.os_error, ConnectionRefusedError):
+                return ProbeResult.REFUSED, "connection refused"
+            return ProbeResult.FAILED, f"no connection: {error.os_error.strerror or error.os_error}"
+        except TimeoutError:
+            return ProbeResult.FAILED, f"no answer to /health within {self._table.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return ProbeResult.FAILED, f"/health: {_one_line(str(error) or type(error).__name__)}"
         except _TooLargeError:
             status = 200
-        return ProbeResult.OK if status == 200 else ProbeResult.FAILED
+        if status == 200:
+            return ProbeResult.OK, ""
+        return ProbeResult.FAILED, f"/health answers {status}"
 
     async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
         """Samples of the engine's metrics page, and the start of its process. Raises `_TooLargeError`."""
@@ -259,7 +277,18 @@ class Scraper:
     def _tell_once(self, name: str, text: str) -> None:
         if self._told.get(name) != text:
             self._told[name] = text
-            logger.warning("%s: %s", name, text)
+            event = Event.INSTANCE_METRICS if "/metrics" in text else Event.INSTANCE_ACCESS
+            tell(logger, event, "%s: %s", name, text, instance=name)
+
+
+def _one_line(text: str) -> str:
+    """Text of an engine as one line, shortened."""
+    return "".join(each if each.isprintable() else "?" for each in text[:200])
+
+
+def _no_address(url: str, error: OSError) -> str:
+    """`the name has no address: engine.example: Name or service not known`."""
+    return f"the name has no address: {urlsplit(url).hostname}: {error.strerror or error}"
 
 
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:

@@ -74,10 +74,22 @@ class ProxyServer:
         name = self._servers[0].sockets[0].getsockname()
         return name[0], name[1]
 
+    def leave(self) -> None:
+        """Close the listener here; it lives on in another process. Connections get one more answer each."""
+        for server in self._servers:
+            server.close()
+        self.clients.leaving = True
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the listening sockets."""
+        return [each.fileno() for server in self._servers for each in server.sockets]
+
     def stop_accepting(self) -> None:
         """Close the listener; open connections end with the answer they are at."""
         for server in self._servers:
             server.close()
+        self.clients.leaving = False
         self.clients.stop()
 
     async def close(self) -> None:

@@ -25,8 +25,9 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, resolve_instance
-from hetlb.config.yaml_file import convert
+from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, same_server
+from hetlb.config.profile import Profile
+from hetlb.config.yaml_file import convert, short
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -40,13 +41,20 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     InstanceSpec,
+    InstanceUpdated,
     Lease,
     ModelsLearned,
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
-from hetlb.proxy import kv_events
+from hetlb.proxy import kv_events, systemd
 from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.discovery import dns_names
+from hetlb.proxy.discovery.dns_names import DnsSource
+from hetlb.proxy.discovery.files import FileSource, FleetFileSource
+from hetlb.proxy.discovery.kubernetes import KubernetesSource
+from hetlb.proxy.discovery.members import REGISTRATION, Members
+from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
@@ -54,8 +62,11 @@ from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.state_file import StateFile
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
+from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.prometheus import WorkerState
@@ -71,6 +82,8 @@ _GARBAGE = 20_000
 READINESS_LAG_S = 5.0
 #: How long the name of an instance that is being registered may take to resolve.
 _RESOLVE_S = 5.0
+#: The longest time for which a registration may hold.
+MOST_TTL_S = 86_400
 
 
 class FleetDriver(Protocol):
@@ -128,10 +141,14 @@ class FleetService(ABC):
         self.scheduler = self._build_scheduler(setup)
         self.scraper = Scraper(
             fleet.scrape,
-            on_change=lambda change: self.driver.change(change),
-            on_sample=lambda name, sample: self.driver.sample(name, sample),
+            on_change=self._on_engine_change,
+            on_sample=self._on_sample,
             access=self._engines,
         )
+        #: Instances that stand in no file, and where they are from.
+        self._members = Members(self)
+        self._sources: Sources | None = None
+        self._profile_cache: dict[Path, Profile] = {}
         #: Reads engines' own KV events where one process serves the fleet.
         self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
@@ -143,7 +160,38 @@ class FleetService(ABC):
         names = tuple(dict.fromkeys(entry["id"] for entry in entries))
         if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
             self.scraper.models[name] = entries
-            self.driver.change(ModelsLearned(name, names))
+            self._on_engine_change(ModelsLearned(name, names))
+
+    def _on_engine_change(self, change: InstanceChange) -> None:
+        """The scraper found something out about an engine."""
+        before = self._served(change.name) if isinstance(change, ModelsLearned) else None
+        self.driver.change(change)
+        if isinstance(change, ModelsLearned) and change.models != before:
+            self._say_what_is_served(change.name, before, change.models)
+
+    def _on_sample(self, name: str, sample: EngineSample) -> None:
+        """The scraper read an engine's metrics."""
+        instance = next((each for each in self.scheduler.instances if each.name == name), None)
+        slept = instance is not None and instance.asleep
+        self.driver.sample(name, sample)
+        if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
+            tell(logger, event, "%s %s", name, now, instance=name)
+
+    def _served(self, name: str) -> tuple[str, ...] | None:
+        return next((each.served for each in self.scheduler.instances if each.name == name), None)
+
+    def _say_what_is_served(self, name: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
+        """Log that an engine serves other models than it did, or than the file says."""
+        model = next((each.spec.model for each in self.scheduler.instances if each.name == name), "")
+        shown = ", ".join(map(escape, now))
+        if model and model not in now:
+            text = "%s serves %s, not %s: it gets requests for what it serves"
+            tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
+        elif before is not None:
+            text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
+            tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
 
     def take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""
@@ -170,6 +218,7 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         """Begin to probe; returns after the first round, after `most_s` at the latest."""
+        await self._discover(most_s)
         await self.scraper.start(
             (
                 Target(each.name, each.spec.url)
@@ -180,23 +229,69 @@ class FleetService(ABC):
         )
         self._say_what_is_missing()
 
+    async def _discover(self, most_s: float) -> None:
+        """Begin to ask the sources of instances, where there are some."""
+        table = self.fleet.discovery
+        if table is None:
+            return
+        fleet, base = self.fleet, self.fleet.base
+        sources: list[Source] = []
+        paths = [base / each for each in table.files]
+        if own := [
+            each for each in paths if fleet.path is not None and each.resolve() == fleet.path.resolve()
+        ]:
+            sources.append(FleetFileSource(own[0], table.poll_s, self._on_reload_signal))
+        if others := [each for each in paths if each not in own]:
+            sources.append(FileSource(others, table.poll_s))
+        sources += [DnsSource(each) for each in table.names]
+        sources += [KubernetesSource(each, base) for each in table.clusters]
+        self._sources = Sources(sources, self._members.found)
+        await self._sources.start(most_s)
+
+    # --- the roster of instances that stand in no file ---
+
+    def specs(self) -> Mapping[str, InstanceSpec]:
+        """All instances, by name."""
+        return {each.name: each.spec for each in self.scheduler.instances}
+
+    def spec_of(self, found: Found) -> InstanceSpec:
+        """The scheduler's view of a server that was found. Raises `InputError`."""
+        table = InstanceTable(
+            name=found.name,
+            url=found.url,
+            profile=found.profile or None,
+            weight=found.weight,
+            labels=dict(found.labels),
+        )
+        return self.fleet.resolve_found(table, found.model, self._profile_cache)
+
+    def join(self, spec: InstanceSpec) -> None:
+        """An instance was found."""
+        self._add_registered(spec, None)
+
+    def leave(self, name: str) -> None:
+        """An instance is gone; what it is answering goes on."""
+        self.unregister(name)
+
+    def update(self, spec: InstanceSpec) -> None:
+        """An instance has another profile or weight."""
+        self.change(InstanceUpdated(spec))
+        tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
+             instance=spec.name)  # fmt: skip
+
+    @abstractmethod
+    def _on_reload_signal(self) -> None:
+        """Read the fleet file again; what comes of it is logged."""
+
     def _say_what_is_missing(self) -> None:
         """Log, after the first round of probes, which instances are not there or not as expected."""
         for instance in self.scheduler.instances:
             if instance.health.state is not Health.UP:
-                logger.warning(
-                    "%s (%s) is not answering: %s; the others are served",
-                    instance.name,
-                    instance.spec.url,
-                    instance.health.reason,
-                )
-            elif instance.spec.model and instance.served and instance.spec.model not in instance.served:
-                logger.warning(
-                    "%s serves %s, not %s: nothing goes there",
-                    instance.name,
-                    ", ".join(map(escape, instance.served)),
-                    instance.spec.model,
-                )
+                tell(
+                    logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+                    instance.name, instance.spec.url, instance.health.reason,
+                    instance=instance.name, url=instance.spec.url, reason=instance.health.reason,
+                )  # fmt: skip
             self._compare_profile(instance.name)
 
     async def _open_admin(self, listeners: Sequence[socket.socket] = ()) -> None:
@@ -209,6 +304,13 @@ class FleetService(ABC):
             for site in sites or [web.TCPSite(runner, admin.host, admin.port, ssl_context=tls)]:
                 await site.start()
         self.admin_address = runner.addresses[0][:2]
+
+    @property
+    def _admin_descriptors(self) -> list[int]:
+        """Of the admin listener's sockets."""
+        sites = () if self._runner is None else self._runner.sites
+        servers = [getattr(site, "_server", None) for site in sites]
+        return [each.fileno() for server in servers if server is not None for each in server.sockets]
 
     def _admin_context(self) -> ssl.SSLContext | None:
         """TLS context of the admin listener; every handshake then takes the certificate read last."""
@@ -229,16 +331,13 @@ class FleetService(ABC):
         entries = self.scraper.models.get(name, [])
         serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
         if profile.model is not None and serves and profile.model.name not in serves:
-            logger.warning(
-                "%s: its profile is of the model %s, it serves %s",
-                name,
-                profile.model.name,
-                ", ".join(sorted(map(escape, serves))),
-            )
+            shown = ", ".join(sorted(map(escape, serves)))
+            text = "%s: its profile is of the model %s, it serves %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
         version = self.scraper.versions.get(name)
         if profile.engine.version is not None and version not in (None, profile.engine.version):
-            shown = escape(str(version))
-            logger.warning("%s: its profile is of vLLM %s, it runs %s", name, profile.engine.version, shown)
+            shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)
 
     # --- the fleet view of the listener ---
 
@@ -352,6 +451,8 @@ class FleetService(ABC):
         """An operator changed an instance."""
         self.driver.change(change)
         if isinstance(change, AdminStateSet):
+            text = "%s is set to %s"
+            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
             if change.state is AdminState.MAINT:
                 self.scraper.pause(change.name)
             elif not self.scraper.watches(change.name):
@@ -361,10 +462,16 @@ class FleetService(ABC):
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
         self.driver.set_policy(name)
+        tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
-    async def register(self, table: Mapping[str, Any]) -> None:
-        """Add an instance. Raises `InputError`."""
+    async def register(self, table: Mapping[str, Any]) -> bool:
+        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
         fields = dict(table)
+        ttl_s = fields.pop("ttl_s", None)
+        if ttl_s is None:
+            ttl_s = 0.0 if self.fleet.discovery is None else self.fleet.discovery.ttl_s
+        if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 <= ttl_s <= MOST_TTL_S:
+            raise ConfigError(f"ttl_s: expected seconds from 0 to {MOST_TTL_S}, got {short(ttl_s)}")
         model = fields.pop("model", "")
         if not isinstance(model, str):
             raise ConfigError(f"model: expected text, got {model!r}")
@@ -375,11 +482,22 @@ class FleetService(ABC):
         instance = convert(fields, InstanceTable)
         if instance.url is None:
             raise ConfigError("url: expected a value, but the key is missing")
-        spec, _ = resolve_instance(instance, model, "", Path(), {})
+        spec = self.fleet.resolve_found(instance, model, self._profile_cache)
+        known = self.specs().get(spec.name)
+        ours = self._members.source_of(spec.name) in (REGISTRATION, "")
+        if known is not None and ours and _same_place(known, spec):
+            self._members.registered(spec.name, ttl_s)
+            if known != spec:
+                self.update(spec)
+            return False
         address = allowed_address(await _resolve(spec.url), self._access.networks)
         if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        if taken := next((i.name for i in self.scheduler.instances if same_server(i.spec.url, spec.url)), ""):
+            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+        self._members.registered(spec.name, ttl_s)
         self._add_registered(spec, address)
+        return True
 
     def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
         self._add(spec, self._access_of_registered(spec, address))
@@ -394,6 +512,7 @@ class FleetService(ABC):
 
     def unregister(self, name: str) -> None:
         """Remove an instance; what it is answering goes on."""
+        self._members.gone(name)
         self._remove(name)
 
     def reload(self) -> str:
@@ -402,10 +521,10 @@ class FleetService(ABC):
             done = self._reload()
         except InputError as error:
             self.driver.totals.reloads["refused"] += 1
-            logger.error("not reloaded, the last good configuration stays: %s", error)
+            tell(logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error)
             raise
         self.driver.totals.reloads["done"] += 1
-        logger.info("reloaded: %s", done)
+        tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
     def _reload(self) -> str:
@@ -434,26 +553,36 @@ class FleetService(ABC):
     def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
         running = self.fleet
-        old = {instance.name: instance.spec for instance in self.scheduler.instances}
-        new = {spec.name: spec for spec in fleet.instances}
-        gone = [name for name in old if new.get(name) != old[name]]
-        come = [spec for name, spec in new.items() if old.get(name) != spec]
+        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
+        found = [name for name in old if self._members.source_of(name) not in (None, REGISTRATION)]
+        same = [name for name in old if name in new and _same_place(old[name], new[name])]
+        updated = [new[name] for name in same if old[name] != new[name]]
+        gone = [name for name in old if name not in same and (name in new or name not in found)]
+        come = [spec for name, spec in new.items() if name not in same]
         for name in gone:
+            self._members.gone(name)
             self._remove(name)
         self._access = access
         self._engines.update(access.engines)
+        for spec in updated:
+            self.update(spec)
         for spec in come:
             self._add(spec, access.engines[spec.name])
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self._admin_tls = access.admin_tls
+        if access.tls is not None or access.admin_tls is not None:
+            tell(logger, Event.CERTIFICATE, "certificates were read again")
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
         self.fleet = fleet
+        self._profile_cache.clear()
+        self._members.refresh()
         self._read_kv_events(fleet)
-        done = f"{len(gone)} instances out, {len(come)} in, policy {self.scheduler.policy_name}"
-        done = "; ".join([done, *_duplicate_urls(fleet)])
+        done = f"{len(gone)} instances out, {len(come)} in"
+        done += f", {len(updated)} changed" if updated else ""
+        done += f", policy {self.scheduler.policy_name}"
         fixed = self._needs_restart(fleet)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
@@ -486,6 +615,7 @@ class FleetService(ABC):
             "proxy.workers": (then.proxy.workers, now.proxy.workers),
             "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
             "tracing": (then.tracing, now.tracing),
+            "discovery": (then.discovery, now.discovery),
             "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
             "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
             "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
@@ -495,7 +625,11 @@ class FleetService(ABC):
     def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
         self._engines[spec.name] = access
         self.driver.change(InstanceAdded(spec))
-        self.scraper.add(Target(spec.name, spec.url))
+        if self.scraper.started:
+            self.scraper.add(Target(spec.name, spec.url))
+        source = self._members.source_of(spec.name) or "file"
+        tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+             instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
     def _remove(self, name: str) -> None:
         self.scraper.remove(name)
@@ -503,11 +637,15 @@ class FleetService(ABC):
             self._kv_events.set(name, None)
         self.driver.change(InstanceRemoved(name))
         del self._engines[name]
+        tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
 
     # --- shutdown ---
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        self._members.close()
+        if self._sources is not None:
+            await self._sources.close()
         await self.scraper.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -543,25 +681,47 @@ class Service(FleetService):
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self._access)
+        self._offer = Offer(
+            self.scheduler,
+            lambda: (self.server.descriptors, self._admin_descriptors),
+            self._leave,
+        )
+        self._takeover: Takeover | None = None
+        #: Whether another process accepts in place of this one.
+        self.replaced = False
         self._kv_events = KvEventReader(self.driver.kv_events)
         self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
 
+    #: True if another process may take over the listeners.
+    _hands_over = True
     #: The driver and the listener; an endpoint picker has others.
     _make_driver: Callable[..., Driver] = Driver
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
 
-    async def start(self) -> None:
-        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound."""
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound.
+
+        On `listeners`, which listen already, or on those of the process that `takeover` replaces.
+        """
+        if takeover is not None:
+            self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
         self._learnt.load()
         self._read_kv_events(self.fleet)
         await self._first_look()
+        if takeover is not None:
+            await takeover.begin(self.scheduler, self.driver.carry_out)
         listen = self.fleet.listen
         with named("listen", listen.host, listen.port):
-            self.address = await self.server.start(listen.host, listen.port)
-        await self._open_admin()
+            self.address = await self.server.start(listen.host, listen.port, listeners.main)
+        await self._open_admin(listeners.admin)
+        if takeover is not None:
+            await takeover.accepting()
+            tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
+        if self._hands_over:
+            self._offer.open(self.address)
         self._learnt.start()
 
     @property
@@ -579,8 +739,13 @@ class Service(FleetService):
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
             await self._stop.wait()
+            systemd.notify("STOPPING=1")
+            if self.replaced and self._runner is not None:
+                await self._runner.cleanup()
+                self._runner = None
             if not self._hurry and self.server.connections:
-                self.stopping_soon = True
+                # Balancers notice; a client of a process that is replaced gets one more answer.
+                self.stopping_soon = not self.replaced
                 with contextlib.suppress(TimeoutError):
                     self._stop.clear()
                     async with asyncio.timeout(READINESS_LAG_S):
@@ -590,15 +755,23 @@ class Service(FleetService):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
+    def _leave(self) -> None:
+        """Another process accepts now: end what is open here."""
+        self.replaced = True
+        self.server.leave()
+        tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
+        self._stop.set()
+
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
         self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
+        tell(logger, Event.STOPPING, "told to stop%s", " at once" if self._hurry else "")
         self._stop.set()
         if self._hurry:
             self.driver.shut_down()
 
     def _on_reload_signal(self) -> None:
-        with contextlib.suppress(InputError):  # it was logged
+        with contextlib.suppress(InputError), systemd.reloading():  # it was logged
             self.reload()
 
     # --- what the admin surface sees ---
@@ -646,10 +819,14 @@ class Service(FleetService):
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, let what is open end within `grace_s`, then close everything."""
         await self._front.stop(grace_s)
+        tell(logger, Event.STOPPED, "every request has ended")
         await self.close()
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        await self._offer.close()
+        if self._takeover is not None:
+            await self._takeover.close()
         await self._learnt.close()
         if self._kv_events is not None:
             await self._kv_events.close()
@@ -679,20 +856,12 @@ def require_urls(fleet: Fleet) -> Access:
             )
     if fleet.tracing is not None:
         check_installed(fleet.where)
+    if fleet.discovery is not None and fleet.discovery.dns:
+        dns_names.check_installed(fleet.where)
     for source in fleet.engines.values():
         if source.kv_events is not None:
             kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
-
-
-def _duplicate_urls(fleet: Fleet) -> list[str]:
-    """A sentence for each instance with the address of another: both count its capacity as theirs."""
-    first: dict[str, str] = {}
-    return [
-        f"{spec.name} has the address of {other}: its load is counted as that of two"
-        for spec in fleet.instances
-        if (other := first.setdefault(spec.url.rstrip("/"), spec.name)) != spec.name
-    ]
 
 
 def _image_tokens(file: FleetFile) -> dict[str, object]:
@@ -701,6 +870,11 @@ def _image_tokens(file: FleetFile) -> dict[str, object]:
 
 def _tokenizers(file: FleetFile) -> dict[str, str | None]:
     return {model.name: model.tokenizer for model in file.models if model.tokenizer is not None}
+
+
+def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
+    """True if two specs are of one server: only its profile, capacity or weight may differ."""
+    return (one.url, one.model) == (other.url, other.model)
 
 
 async def _resolve(url: str) -> list[str]:

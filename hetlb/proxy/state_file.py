@@ -18,6 +18,7 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import Scheduler
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.token_estimator import TokenEstimator
 
 logger = logging.getLogger("hetlb.proxy")
@@ -61,7 +62,13 @@ class StateFile:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            logger.warning("policy.state_file: %s is not used: %s", path, " ".join(str(reason).split())[:200])
+            tell(
+                logger,
+                Event.STATE_FILE,
+                "policy.state_file: %s is not used: %s",
+                path,
+                " ".join(str(reason).split())[:200],
+            )
 
     def start(self) -> None:
         """Write it from now on."""
@@ -95,7 +102,13 @@ class StateFile:
             self._told = False
         except OSError as error:
             if not self._told:
-                logger.warning("policy.state_file: %s cannot be written: %s", path, error.strerror)
+                tell(
+                    logger,
+                    Event.STATE_FILE,
+                    "policy.state_file: %s cannot be written: %s",
+                    path,
+                    error.strerror,
+                )
             self._told = True
 
     async def _lengths(self) -> dict[str, Any] | None:

@@ -46,6 +46,13 @@ _TLS_SHUTDOWN_S: Final = 1.0
 _COPIED_BYTES: Final = 16 << 10
 
 
+def local_trouble(error: OSError) -> bool:
+    """True if a failed connection is the fault of this machine; an address that is not found is not."""
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_MEMORY
+    return error.errno in LOCAL_ERRNOS
+
+
 class Carried(Protocol):
     """One request as a connection sees it: what to send, and who is told what came back."""
 
@@ -247,8 +254,7 @@ class EnginePool(Upstream):
                 return
             end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
-            local = error.errno in LOCAL_ERRNOS or isinstance(error, socket.gaierror)
-            end = ends.LOCAL if local else ends.NOT_ACCEPTED
+            end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
             detail = error.strerror or str(error)
         except UnicodeError:
             end, detail = ends.NOT_ACCEPTED, "its host can be no name"

@@ -11,6 +11,7 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
   that came in.
 - A stage that can be entered behind its first layer goes through its segments in turn; at each one those that
   enter there join the batch.
+- Requests are messages of their own, or (`frames`) those of a batch to one receiver are one message.
 - A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
   data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
 - The first pass of a request reads its prompt and gives its first token; every further token is one pass from
@@ -48,7 +49,9 @@ _TOKEN, _BATCH_END, _WAKE, _ARRIVAL, _CHANGE = range(5)
 class _Link:
     """A connection from one sender to one receiver."""
 
-    __slots__ = ("free_at", "latency_s", "nic_in", "nic_out", "seconds_per_token")
+    __slots__ = (
+        "frame_arrives_at", "frame_sent_at", "free_at", "latency_s", "nic_in", "nic_out", "seconds_per_token",
+    )  # fmt: skip
 
     def __init__(self, seconds_per_token: float, latency_s: float, nic_out: _Nic, nic_in: _Nic) -> None:
         self.seconds_per_token = seconds_per_token
@@ -56,6 +59,9 @@ class _Link:
         self.nic_out = nic_out
         self.nic_in = nic_in
         self.free_at = 0.0
+        #: When the coordinator sent its last frame, and when that is there.
+        self.frame_sent_at = -1.0
+        self.frame_arrives_at = 0.0
 
 
 class _Nic:
@@ -287,13 +293,18 @@ class PipelineSimulation:
         lengths: Iterator[tuple[int, int]],
         *,
         copy_bytes_per_s: float = COPY_BYTES_PER_S,
+        frames: bool = False,
         watch: Callable[[PathDispatch, float], object] | None = None,
     ) -> None:
-        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch."""
+        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch. With
+        `frames` all that a batch has for one receiver travels together, as `hetlb stage` sends it; else every
+        request is a message of its own (Helix).
+        """
         self._network = network
         self._scheduler = scheduler
         self._lengths = lengths
         self._copy_s = network.activation_bytes / copy_bytes_per_s
+        self._frames = frames
         self._watch = watch
         self._nodes = {stage.name: _Node(stage, _entries(network, stage)) for stage in network.stages}
         self._nics_out = {stage.name: _Nic(stage.nic_out_bytes_per_s) for stage in network.stages}
@@ -415,7 +426,13 @@ class PipelineSimulation:
 
     def _start_pass(self, flight: _Flight, now: float) -> None:
         flight.position = 0
-        self._deliver(flight, flight.nodes[0], self._send(flight, flight.links[0], now))
+        link = flight.links[0]
+        arrives_at = self._send(flight, link, now)
+        if self._frames:  # ids are small: the frame is there when its first message is
+            if link.frame_sent_at == now:
+                arrives_at = link.frame_arrives_at
+            link.frame_sent_at, link.frame_arrives_at = now, arrives_at
+        self._deliver(flight, flight.nodes[0], arrives_at)
 
     def _deliver(self, flight: _Flight, node: _Node, at: float) -> None:
         self._order += 1
@@ -456,27 +473,37 @@ class PipelineSimulation:
         if segment + 1 < len(node.segments):
             node.waiting[segment + 1].extend(batch)
         else:
-            for flight in batch:
-                if not flight.broken:
-                    self._pass_on(flight, node, now)
+            self._pass_on([flight for flight in batch if not flight.broken], node, now)
             node.kv_peak = max(node.kv_peak, node.kv_used)
         node.collect(now)
         node.next_segment()
         self._begin_batch(node, now)
 
-    def _pass_on(self, flight: _Flight, node: _Node, now: float) -> None:
+    def _pass_on(self, batch: list[_Flight], node: _Node, now: float) -> None:
+        """Send what a batch has computed to the next stages and to the sink."""
+        arrivals = [self._leave(flight, node, now) for flight in batch]
+        if self._frames:
+            last: dict[_Link, float] = {}
+            for flight, arrives_at in zip(batch, arrivals, strict=True):
+                link = flight.links[flight.position]
+                last[link] = max(last.get(link, 0.0), arrives_at)
+            arrivals = [last[flight.links[flight.position]] for flight in batch]
+        for flight, arrives_at in zip(batch, arrivals, strict=True):
+            if flight.position < len(flight.nodes):
+                self._deliver(flight, flight.nodes[flight.position], arrives_at)
+            else:
+                self._push(arrives_at, _TOKEN, flight)
+
+    def _leave(self, flight: _Flight, node: _Node, now: float) -> float:
+        """A flight leaves a stage; returns when it is at the next one."""
         position, lease = flight.position, flight.lease
         assert lease is not None
         node.kv_used += flight.tokens * lease.hops[position].layers
         if self._reads_hops:
             sender = lease.hops[position - 1].stage if position else SOURCE
             self._scheduler.on_hop(sender, node.spec.name, now - flight.sent_at)
-        flight.position = position = position + 1
-        arrives_at = self._send(flight, flight.links[position], now)
-        if position < len(flight.nodes):
-            self._deliver(flight, flight.nodes[position], arrives_at)
-        else:
-            self._push(arrives_at, _TOKEN, flight)
+        flight.position = position + 1
+        return self._send(flight, flight.links[position + 1], now)
 
     def _token(self, flight: _Flight, now: float) -> None:
         lease, result = flight.lease, self._result

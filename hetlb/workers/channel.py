@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.workers.protocol import FromRelay, FromScheduler, Message
 
 logger = logging.getLogger("hetlb.workers")
@@ -79,7 +80,8 @@ class Channel(asyncio.Protocol, Generic[_In]):
                 at += 4 + length
                 self._on_messages(messages)
         except msgspec.DecodeError as error:
-            logger.error("a channel is closed, its other end does not keep to the protocol: %s", error)
+            text = "a channel is closed, its other end does not keep to the protocol: %s"
+            tell(logger, Event.WORKER_FAILED, text, error)
             self.close()
             at = end
         self._received = data[at:]

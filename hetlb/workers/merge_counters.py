@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from hetlb.proxy.telemetry.counters import (
+    ACCOUNT_COUNTS,
     INSTANCE_COUNTS,
     MODEL_HISTOGRAMS,
     InstanceTotals,
@@ -35,6 +36,10 @@ def add(whole: Totals, part: Totals) -> None:
     whole.lag.add(part.lag)
     for name, model in part.models.items():
         _add_model(whole.model(name), model)
+    for key, account in part.accounts.items():
+        total = whole.account(*key)
+        for count in ACCOUNT_COUNTS:
+            setattr(total, count, getattr(total, count) + getattr(account, count))
     for name, instance in part.instances.items():
         _add_instance(whole.instance(name), instance)
 

@@ -27,6 +27,7 @@ from hetlb.proxy.driver import EMITS_S
 from hetlb.proxy.front import Front
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.channel import FROM_SCHEDULER, Channel
@@ -254,7 +255,8 @@ class Relay:
 
     def _commit(self, number: int) -> None:
         if self._prepared is None or self._prepared[0] != number:
-            logger.error("relay %d cannot follow a reload: it leaves", self.number)
+            text = "relay %d cannot follow a reload: it leaves"
+            tell(logger, Event.WORKER_FAILED, text, self.number, worker=f"relay {self.number}")
             self._stop.set()
             return
         self._generation, self._fleet, self._access = self._prepared

@@ -37,6 +37,7 @@ from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator
@@ -67,7 +68,8 @@ class SchedulerProcess(FleetService):
     def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
             event_log = event_log.with_name(f"{event_log.name}.{life}")
-            logger.info("a log is of one scheduler: the event log goes on in %s", event_log)
+            text = "a log is of one scheduler: the event log goes on in %s"
+            tell(logger, Event.EVENT_LOG, text, event_log)
         super().__init__(state.fleet, event_log)
         self._life = life
         self._control = control
@@ -109,6 +111,7 @@ class SchedulerProcess(FleetService):
             driver.registered[spec.name] = address
             self._engines[spec.name] = self._access_of_registered(spec, address)
             driver.change(InstanceAdded(spec))
+            self._members.adopt(spec.name)
         for name, admin in state.admin.items():
             driver.change(AdminStateSet(name, AdminState(admin)))
         if state.policy is not None and state.policy != self.scheduler.policy_name:
@@ -358,6 +361,9 @@ class SchedulerProcess(FleetService):
         super().unregister(name)
         self._save()
 
+    def _on_reload_signal(self) -> None:
+        self._do(self._reload_by_signal())
+
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Nothing to do: relays have been told before the first request goes to a new instance."""
 
@@ -382,9 +388,11 @@ class SchedulerProcess(FleetService):
                 done = self._swap(fleet, access)
             except InputError as error:
                 reloads["refused"] += 1
-                logger.error("not reloaded, the last good configuration stays: %s", error)
+                tell(
+                    logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error
+                )
                 raise
             reloads["done"] += 1
             await self.settled()
-        logger.info("reloaded: %s", done)
+        tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done

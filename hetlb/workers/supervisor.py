@@ -30,6 +30,7 @@ from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
+from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.control import Control, State, content_of
@@ -105,9 +106,9 @@ class Supervisor:
 
     def run(self) -> None:
         """Serve until told to stop. Raises `HetlbError` where a listener or a process cannot begin."""
-        logging.basicConfig(
-            level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[_Stderr()]
-        )
+        lines = _Stderr()
+        lines.setFormatter(FORMATTERS[self._fleet.proxy.request_log_format]())
+        logging.basicConfig(level=logging.INFO, handlers=[lines])
         address, admin_address = self._bind()
         for end in (self._wake, self._waker):
             end.setblocking(False)
@@ -118,7 +119,7 @@ class Supervisor:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             fleet = self._fleet
             print(ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls), flush=True)
-            logger.info(version_line())
+            tell(logger, Event.STARTED, "%s", version_line())
             self._until(lambda: self._ends)
             self._stop()
         finally:
@@ -241,14 +242,16 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 Path("/proc/self/comm").write_text(f"hetlb-{name}")
             logging.getLogger().handlers.clear()
-            with logging_to_stderr():
+            with logging_to_stderr(self._fleet.proxy.request_log_format):
                 try:
                     uvloop.run(self._serve(child, life, theirs))
                     status = 0
                 except (HetlbError, OSError) as error:
                     theirs.send("failed", str(error))
                 except Exception:
-                    logger.exception("%s failed", child.name)
+                    tell(
+                        logger, Event.WORKER_FAILED, "%s failed", child.name, exc_info=True, worker=child.name
+                    )
         finally:
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
@@ -314,7 +317,8 @@ class Supervisor:
             self._send(child, "ping")
         silent_s = now - child.heard_at
         if silent_s > (HANG_S if child.up else _START_S):
-            logger.error("%s has not answered for %.1f s: it is killed", child.name, silent_s)
+            text = "%s has not answered for %.1f s: it is killed"
+            tell(logger, Event.WORKER_HUNG, text, child.name, silent_s, worker=child.name)
             child.hangs += 1
             child.heard_at = now
             os.kill(child.pid, signal.SIGKILL)
@@ -383,7 +387,8 @@ class Supervisor:
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         why = f" ({child.failure})" if child.failure else ""
         when = f"in {pause_s:g} s, after {child.deaths} deaths in a row" if pause_s else "at once"
-        logger.error("%s %s%s; another takes its place %s", child.name, how, why, when)
+        text = "%s %s%s; another takes its place %s"
+        tell(logger, Event.WORKER_ENDED, text, child.name, how, why, when, worker=child.name)
 
     # --- the end ---
 

@@ -250,7 +250,7 @@ def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: floa
         "from_s": from_s - start_s,
         "to_s": to_s - start_s,
         "drain_s": max(0.0, end_s - to_s),
-        "total_token_throughput": math.fsum(_tokens_within(r, from_s, to_s) for r in done) * per_second,
+        "total_token_throughput": math.fsum(tokens_within(r, from_s, to_s) for r in done) * per_second,
         "request_throughput": ended * per_second,
         "offered_token_throughput": None if at_once else offered * per_second,
     }
@@ -264,7 +264,7 @@ def _begun_s(record: RequestResult) -> float:
     return record.last_token_s
 
 
-def _tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
+def tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
     """Tokens of one completed request that fall into (from_s, to_s]."""
     begun, last = _begun_s(record), record.last_token_s or 0.0
     first_tokens = min(record.sequences, record.output_tokens) if last > begun else record.output_tokens

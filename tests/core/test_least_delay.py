@@ -145,16 +145,14 @@ def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency
             assert command.lease.instance == min(able, key=lambda each: each.score).instance
             if keys:
                 continue
-            half_grown = scheduler._demands[MODEL].mix.output / 2.0
+            mix = scheduler._demands[MODEL].mix
             for each in command.candidates:
                 assert each.terms is not None
                 running, prompts, pending, load = before[each.instance]
-                instance = instances[each.instance]
-                own = instance.own_batch(sequences)
-                context = (prompts + running * half_grown) * load.context_share
-                first_s = BENT_OF[each.instance[:3]].first_token_s(
-                    prompt, 0, pending / engines, load.batch, context, 2048.0, own
-                ) + 0.5 * BENT_OF[each.instance[:3]].step_s(load.batch, context)
+                model, own = BENT_OF[each.instance[:3]], instances[each.instance].own_batch(sequences)
+                context = (prompts + running * mix.output / 2.0) * load.context_share
+                first_s = model.first_token_s(prompt, 0, pending / engines, load.batch, context, 2048.0, own)
+                first_s += 0.5 * model.step_s(load.batch, context)
                 assert each.terms["first_token_s"] == pytest.approx(first_s, rel=1e-9)
 
 

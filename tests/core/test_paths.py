@@ -279,3 +279,23 @@ def test_stages_that_come_are_used_and_those_that_stay_keep_their_ledger() -> No
         used |= {hop.stage for hop in command.lease.hops}
     assert used == {"a", "b", "c", "d"}
     assert not scheduler(dataclasses.replace(whole, stages=whole.stages[:2]), "hetlb").passable
+
+
+def test_a_request_that_no_remaining_path_can_hold_does_not_hold_up_the_others() -> None:
+    large, small = stage("large", 0, 2, kv=1000), stage("small", 0, 2, kv=300)
+    net = network(large, small, layers=2)
+    paths = scheduler(net, "hetlb")
+    (command,) = paths.on_arrival(request(1, 400), 0.0)
+    assert isinstance(command, PathDispatch)
+    (other,) = paths.on_arrival(request(2, 100), 0.0)
+    assert isinstance(other, PathDispatch)
+    assert paths.on_arrival(request(3, 120), 0.0) == []
+    paths.on_stage("large", up=False, now=1.0)
+    paths.on_lease_ended(command.lease, Outcome.BROKEN_STREAM, 1.0)
+    (rejected,) = paths.on_network(dataclasses.replace(net, stages=(small,)), 1.0)
+    assert isinstance(rejected, Reject)
+    assert (rejected.request_id, rejected.reason) == (1, RejectReason.TOO_LONG)
+    (next_,) = paths.on_lease_ended(other.lease, Outcome.OK, 2.0)
+    assert isinstance(next_, PathDispatch)
+    assert next_.request_id == 3
+    paths.check_integrity()

@@ -170,8 +170,8 @@ def test_the_price_of_reading_a_hot_prefix_is_shared_with_those_that_use_it() ->
     found = index.held((("x", 1000),), 1100)
     assert found is not None
     assert found.tokens == {0: 1000}
-    assert found.credit == 750.0
-    assert found.credits == {0: 750.0}
+    assert found.credit == 600.0
+    assert found.credits == {0: 600.0}
 
 
 # --- in the scheduler ---

@@ -30,8 +30,8 @@ from hetlb.core.types import (
 )
 
 PLACES = 64
-#: What the default policy keeps there: an eighth more, so that a place that frees is taken at once.
-FULL = 72
+#: What the default policy keeps there: a fiftieth more, so that a place that frees is taken at once.
+FULL = 66
 
 
 def roomy(name: str, slower: float = 1.0, places: int = PLACES) -> object:

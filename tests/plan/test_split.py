@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,7 +232,7 @@ def test_the_search_finds_what_exhaustive_search_finds(
     every = Exhaustive(table)
     best = every.run(SolveLimits())
     assert every.complete
-    found = Search(table).run(SolveLimits(deadline=_soon(2.0)))
+    found = Search(table).run(SolveLimits(), most_steps=15_000)
     if best is None:
         assert found.plans == []
         return
@@ -242,10 +241,6 @@ def test_the_search_finds_what_exhaustive_search_finds(
         check_split(of, plan, cost.capacity)
     assert found.plans[0].throughput == pytest.approx(best.throughput, rel=1e-6)
     assert found.bound >= best.throughput * (1 - 1e-6)
-
-
-def _soon(seconds: float) -> float:
-    return time.monotonic() + seconds
 
 
 def test_exhaustive_search_is_exhaustive() -> None:
@@ -297,7 +292,7 @@ def test_the_partition_puts_every_gpu_in_one_group() -> None:
 def test_the_same_seed_and_steps_give_the_same_plan() -> None:
     of = cluster([machine("h", "H100", 2), machine("a", "A100", 2)])
     plans = [
-        Search(GroupTable(of, ProfileCost(of)), seed=3).run(SolveLimits(deadline=_soon(1.0))).plans[0]
+        Search(GroupTable(of, ProfileCost(of)), seed=3).run(SolveLimits(), most_steps=3000).plans[0]
         for _ in range(2)
     ]
     assert plans[0] == plans[1]

@@ -103,7 +103,7 @@ async def rig(
     folder: Path,
     connector: str = "nixl",
     roles: tuple[str, ...] = ("prefill", "decode"),
-    lease_s: float = 5.0,
+    lease_s: float = 20.0,
     time_scale: float = SCALE,
     connectors: tuple[str | None, ...] = (),
     heartbeat_s: float = 0.0,

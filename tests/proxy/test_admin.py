@@ -413,7 +413,8 @@ async def test_words_of_an_engine_make_no_line_of_the_log(
         async with serving(tmp_path, document(engine)):
             pass
     [line] = said(caplog.records, "i0 serves ")
-    assert line == "i0 serves x%0aERROR%20hetlb:%20all%20is%20lost%20%1b[31m, not m: nothing goes there"
+    shown = "x%0aERROR%20hetlb:%20all%20is%20lost%20%1b[31m"
+    assert line == f"i0 serves {shown}, not m: it gets requests for what it serves"
 
 
 # --- what is refused ---

@@ -31,6 +31,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
 
 
+STAGES = {
+    "node-002": lambda: [{"name": "a", "state": "up", "in_flight": 3, "kv_reserved_token_layers": 70}],
+}
+
+
 def parsed(text: str) -> dict[str, Metric]:
     """The families of a page, by their full names; what no scraper accepts fails here."""
     families: dict[str, Metric] = {}
@@ -116,6 +121,7 @@ async def everything(tmp_path: Path) -> dict[str, Metric]:
     async with Engine(STREAM) as engine, serving(tmp_path, document(engine)) as running:
         await stream(running)
         await turns_until(lambda: running.instance("i0").sample is not None)
+        running.service.stages = STAGES
         return await page(running)
 
 
@@ -301,7 +307,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> MetricsSour
         MetricsSource,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), invalid_samples={"node-001": 4}, lost_lines=7,
-            now=lambda: 12.5, workers=(), **more,
+            now=lambda: 12.5, workers=(), stages=STAGES, **more,
         ),
     )  # fmt: skip
 
@@ -322,6 +328,9 @@ def test_gauges_say_what_the_scheduler_believes() -> None:
     assert value(found, "hetlb_instance_kv_reported_ratio", server="node-000") == 0.25
     assert value(found, "hetlb_instance_signal_age_seconds", server="node-000") == 2.5
     assert value(found, "hetlb_instance_invalid_samples_total", server="node-001") == 4
+    assert value(found, "hetlb_stage_up", server="node-002", stage="a") == 1
+    assert value(found, "hetlb_stage_in_flight", server="node-002", stage="a") == 3
+    assert value(found, "hetlb_stage_kv_reserved_token_layers", server="node-002", stage="a") == 70
     assert value(found, "hetlb_log_lost_lines_total") == 7
     # What was never reported has no series.
     assert len(found["hetlb_instance_kv_reported_ratio"].samples) == 1

@@ -310,7 +310,7 @@ async def test_an_answer_made_at_one_instance_is_asked_for_there(start: Start) -
 )  # fmt: skip
 async def test_refusals_have_openais_form_and_reach_no_engine(start: Start, status: int, data: bytes) -> None:
     async with Upstream() as engine:
-        answer = await ask(await start(engine.url), data)
+        answer = await ask(await start(engine.url, max_body_bytes=8 << 20), data)
         assert answer.status == status
         assert set(answer.error) == {"message", "type", "code", "param"}
         assert not engine.visits

@@ -113,3 +113,26 @@ def test_the_same_seed_gives_the_same_run_and_an_offline_load_fills_the_cache() 
     assert results[0].decode_tokens_per_s > 0.0
     # Booked use reaches 0.8 of 8,000 token-layers; what is held stays below all of it.
     assert 0.3 < results[0].kv_peak["a"] <= 1.0
+
+
+def test_frames_keep_a_batch_together() -> None:
+    """Two requests in one batch of a: as two messages the first begins a batch of its own on b."""
+    limits = BatchLimits(prompts=8, prompt_tokens=4096, decodes=64, decode_context=100_000)
+    stages = [
+        StageSpec(name, first, first + 1, PROMPT, DECODE, 10**6, limits)
+        for name, first in (("a", 0), ("b", 1))
+    ]
+    net = network(*stages, layers=2, bytes_per_s=1e6)
+    found = {}
+    for frames in (False, True):
+        scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([20])))
+        run = PipelineSimulation(
+            net, scheduler, iter([(10, 1)] * 2), copy_bytes_per_s=float("inf"), frames=frames
+        )
+        found[frames] = sorted(run.run_online([0.0, 0.0], measured_s=10.0).prompts.seconds)
+        assert scheduler.in_flight == 0
+    # a: 5 ms, one layer on 20 tokens 2 ms; the link 10 ms for each 10 kB and 10 ms; b; 5 ms.
+    together = 0.005 + 0.002 + 0.02 + 0.01 + 0.002 + 0.005
+    assert found[True] == pytest.approx([together, together])
+    first = 0.005 + 0.001 + 0.01 + 0.01 + 0.001 + 0.005
+    assert found[False] == pytest.approx([first, first + 0.01], abs=0.002)

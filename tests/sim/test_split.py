@@ -132,3 +132,9 @@ def test_without_roles_and_transfer_nothing_is_split() -> None:
     _, result = fleet([Role.DECODE], requests(5))
     assert result.transfers == 0
     assert all(record.ok for record in result.records)
+
+
+def test_short_prompts_do_not_turn_decode_instances_into_both() -> None:
+    """More prompts come than the prefill instance reads: the decode instance reads none of them."""
+    _, result = fleet([Role.PREFILL, Role.DECODE], requests(300, gap_s=0.001, prompt=200, output=20))
+    assert result.transfers == 300

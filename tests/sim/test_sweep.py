@@ -205,3 +205,12 @@ def test_a_long_run_has_no_more_moments_than_a_short_one() -> None:
     assert series.times_s[-1] > 1900
     assert 400 <= len(series.times_s) <= 801
     assert len(series.held) == len(series.times_s) == len(series.instances["i0"].running)
+
+
+def test_the_steady_bound_does_not_depend_on_the_number_of_requests() -> None:
+    short, long = (run_sweep(study(1.0, 3.0, count=count), [Cell("rr", 20.0, 0)])[0] for count in (400, 1600))
+    steady = [each.steady_bound["total_token_throughput"] for each in (short, long)]
+    whole = [each.bound["total_token_throughput"] for each in (short, long)]
+    assert steady[0] == pytest.approx(steady[1], rel=0.03)
+    assert abs(whole[0] / whole[1] - 1) > abs(steady[0] / steady[1] - 1)
+    assert steady[0] > whole[0]

@@ -30,7 +30,7 @@ LEASE_S = 12
 MODEL = "tiny-fast"
 MAX_MODEL_LEN = 4096
 NAMES = ("reads", "decodes")
-READY_S = 300.0
+READY_S = 600.0
 
 
 def kv_wheels() -> None:

@@ -23,7 +23,7 @@ case "$2" in hetlb) exec {ours} "$@" ;; *) exec {vllm} "$@" ;; esac
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_kit_profiles_a_model_without_weights(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("live", SCRIPT)
     assert spec is not None
@@ -41,7 +41,7 @@ def test_a_kit_profiles_a_model_without_weights(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import live; sys.executable = sys.argv[2]; "
         "from pathlib import Path; kit, out = Path(sys.argv[3]), Path(sys.argv[4]); "
-        "sys.exit(live.run(kit, out, 3.5, [], sys.argv[5:]))"
+        "sys.exit(live.run(kit, out, 8.0, [], sys.argv[5:]))"
     )
     server = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}

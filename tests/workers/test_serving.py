@@ -149,7 +149,7 @@ async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, 
             await proxy.fleet_until(lambda fleet, wanted=number + 1: fleet["queue"]["requests"] == wanted)
         fleet = (await proxy.admin("/v1/fleet")).json
         assert fleet["queue"]["requests"] == 8, (fleet, engine.order, proxy.errors)
-        assert await proxy.metric("hetlb_queue_requests") == 8
+        assert await proxy.metric('hetlb_queue_requests{model="m"}') == 8
         assert await proxy.metric("hetlb_queue_oldest_seconds") > 0
         refused = [await proxy.ask(**PROMPT, user="late") for _ in range(6)]
         assert {reply.status for reply in refused} == {429}

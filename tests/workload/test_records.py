@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hetlb.workload.records import (
     latency_figures,
     percentile,
     summarize,
+    tokens_within,
     weighted_percentile,
 )
 
@@ -182,3 +184,40 @@ def test_named_instances_are_reported_even_when_they_did_nothing() -> None:
     idle, a = summary["instances"]
     assert (idle["name"], idle["completed"], idle["last_finish_s"]) == ("idle", 0, 0.0)
     assert (a["preemptions"], a["kv_peak"]) == (3, 0.5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.floats(0, 20), st.floats(0, 50), st.integers(1, 400)), min_size=1
+    ),
+    st.lists(st.floats(-1, 300), max_size=5),
+)
+def test_windows_side_by_side_hold_every_token_once(
+    requests: list[tuple[float, float, float, int]], cuts: list[float]
+) -> None:
+    done = [record(due, due + wait, due + wait + run, output) for due, wait, run, output in requests]
+    edges = [-1.0, *sorted(cuts), 1e4]
+    found = sum(tokens_within(r, a, b) for r in done for a, b in pairwise(edges))
+    assert found == pytest.approx(sum(r.prompt_tokens + r.output_tokens for r in done))
+
+
+def test_the_steady_part_of_a_steady_stream_has_no_drain() -> None:
+    """Ten requests a second of 10 + 91 tokens, 5 s long each, for 60 s; one answer goes on for 100 s."""
+    stream = [record(i / 10, i / 10 + 0.5, i / 10 + 5.5, 91) for i in range(600)]
+    summary = summarize([*stream, record(59.0, 59.5, 160.0, 91)])
+    steady = summary["steady"]
+    assert steady["to_s"] == pytest.approx(59.9)
+    assert steady["from_s"] == pytest.approx(0.2 * 59.9)
+    assert steady["drain_s"] == pytest.approx(100.1)
+    assert steady["total_token_throughput"] == pytest.approx(1010, rel=0.01)
+    assert steady["offered_token_throughput"] == pytest.approx(1010, rel=0.01)
+    assert steady["request_throughput"] == pytest.approx(10, rel=0.01)
+    assert summary["total_token_throughput"] < 400
+
+
+def test_all_at_once_is_steady_while_something_waits() -> None:
+    steady = summarize([record(0.0, float(i), i + 1.0, 1) for i in range(1, 11)])["steady"]
+    assert steady["to_s"] == 10.0
+    assert steady["drain_s"] == 1.0
+    assert steady["offered_token_throughput"] is None
+    assert summarize([])["steady"]["total_token_throughput"] == 0.0

@@ -54,6 +54,11 @@ class _Waiting:
     request: Request
     done_tokens: int = 0
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that its next path reads first."""
+        return self.request.prompt_tokens + self.done_tokens
+
 
 class PathScheduler:
     """Gives every request a path through the stages and keeps the ledger of each."""
@@ -123,10 +128,9 @@ class PathScheduler:
 
     def on_arrival(self, request: Request, now: float) -> list[PathCommand]:
         """A request came in. No command for it means that it waits."""
-        if not self._fits(request):
-            detail = f"No path through the stages holds {request.prompt_tokens} tokens."
-            return [Reject(request.id, RejectReason.TOO_LONG, detail)]
         entry = _Waiting(request)
+        if not self._fits(entry):
+            return [self._too_long(entry)]
         if not self._queue and (lease := self._place(entry, now)) is not None:
             return [PathDispatch(request.id, lease)]
         if self._queue_limit is not None and len(self._queue) >= self._queue_limit:
@@ -162,8 +166,7 @@ class PathScheduler:
                 detail = "Every path of the request broke."
                 return [Reject(request.id, RejectReason.NO_RESPONSE, detail), *self._flush(now)]
             self._replays[request.id] = replays
-            self._queue.appendleft(_Waiting(request, done))
-            return self._flush(now)
+            return self._requeue(request, done, now)
         if outcome is Outcome.OK:
             self._predictor.observe(request, done)
         self._replays.pop(request.id, None)
@@ -171,8 +174,12 @@ class PathScheduler:
 
     def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
         """A stage took the KV blocks of a lease for an older one; the request goes first in the queue."""
-        self._queue.appendleft(_Waiting(lease.request, self._release(lease, now)))
-        return self._flush(now)
+        return self._requeue(lease.request, self._release(lease, now), now)
+
+    def _requeue(self, request: Request, done_tokens: int, now: float) -> list[PathCommand]:
+        """Put a request first in the queue; turn it away if no path could ever hold what it has by now."""
+        self._queue.appendleft(_Waiting(request, done_tokens))
+        return [*self._drop_misfits(), *self._flush(now)]
 
     def _release(self, lease: PathLease, now: float) -> int:
         """Give back what a lease booked; returns the tokens of the answer so far."""
@@ -197,7 +204,7 @@ class PathScheduler:
         if ledger is None:
             return []
         ledger.up = up
-        return self._flush(now)
+        return [*self._drop_misfits(), *self._flush(now)]
 
     def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
         """Stages came, went or changed. One that went or changed must have no lease; the ledgers of the
@@ -210,7 +217,7 @@ class PathScheduler:
             if kept:
                 ledgers[name] = ledger
         self._network, self._ledgers = network, ledgers
-        return self.set_policy(self._policy.name, now)
+        return [*self._drop_misfits(), *self.set_policy(self._policy.name, now)]
 
     def set_policy(self, name: str, now: float) -> list[PathCommand]:
         """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
@@ -223,9 +230,29 @@ class PathScheduler:
 
     # --- inside ---
 
-    def _fits(self, request: Request) -> bool:
-        """True if some path could ever hold the prompt and one token."""
-        return self._covers(lambda stage: (request.prompt_tokens + 1) * stage.layers <= stage.kv_token_layers)
+    def _fits(self, entry: _Waiting) -> bool:
+        """True if some path could ever hold the context and one token."""
+        return self._covers(lambda stage: (entry.context_tokens + 1) * stage.layers <= stage.kv_token_layers)
+
+    def _too_long(self, entry: _Waiting) -> Reject:
+        self._replays.pop(entry.request.id, None)
+        detail = f"No path through the stages holds {entry.context_tokens} tokens."
+        return Reject(entry.request.id, RejectReason.TOO_LONG, detail)
+
+    def _drop_misfits(self) -> list[PathCommand]:
+        """Turn away those that wait and fit no path of the stages that there are, as they would hold up the
+        others. Without any path all wait.
+        """
+        if not self._queue or not self._covers(lambda stage: True):
+            return []
+        waiting, self._queue = self._queue, deque()
+        misfits: list[PathCommand] = []
+        for entry in waiting:
+            if self._fits(entry):
+                self._queue.append(entry)
+            else:
+                misfits.append(self._too_long(entry))
+        return misfits
 
     def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
         """True if usable stages can follow each other through all layers."""
@@ -247,7 +274,7 @@ class PathScheduler:
 
     def _place(self, entry: _Waiting, now: float) -> PathLease | None:
         request = entry.request
-        context = request.prompt_tokens + entry.done_tokens
+        context = entry.context_tokens
         predicted = max(1.0, self._predictor.predict(request) - entry.done_tokens)
         hops = self._policy.choose(PathContext(context, predicted, now))
         if hops is None:

@@ -22,7 +22,7 @@ from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import Held
 from hetlb.core.transfer import TransferTimes
-from hetlb.core.types import Candidate, Request, Role
+from hetlb.core.types import Candidate, Request, Role, pair_name
 
 
 def _power(t_s: float, u: float, theta: float) -> float:
@@ -162,7 +162,8 @@ class SchedulingContext:
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
 
-#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself.
+#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
+#: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
 OWN_READ_TOKENS: Final = 256
 
 
@@ -290,7 +291,10 @@ class Policy:
                 return None
             chosen.append(able[index])
             made.append(candidates)
-        return pair_choice(ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1]()])
+        name = pair_name(instances[chosen[0]].name, instances[chosen[1]].name)
+        return pair_choice(
+            ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]
+        )
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""

@@ -5,7 +5,7 @@ not which is fast. Every figure is a time in seconds from the latency model, or 
 
 Four questions, in this order:
 
-1. Room: fewer sequences than an engine runs at once (and an eighth), KV cache expected in use below a mark
+1. Room: fewer sequences than an engine runs at once (and a fiftieth), KV cache expected in use below a mark
    with one more mean request. What this request itself needs is left out: else a full instance would be left
    with small requests only, and one of many sequences would wait for ever; what does not fit at once waits in
    the engine for a slot.
@@ -32,7 +32,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
-from hetlb.core.demand import Demand, size_of
+from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, EngineLoad, Instance
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import (
@@ -47,13 +47,13 @@ from hetlb.core.policies.base import (
     pair_choice,
 )
 from hetlb.core.transfer import TransferTimes
-from hetlb.core.types import Candidate, Role
+from hetlb.core.types import Candidate, Role, pair_name
 
 #: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
 #: same iteration and not a round trip later.
-_OVERBOOK: Final = 1.125
-#: Of the KV cache, what may be expected to be in use: above it vLLM begins to preempt.
-_KV_MARK: Final = 0.9
+_OVERBOOK: Final = 1.02
+#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+_KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
@@ -68,6 +68,10 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
+#: How well a score is known: see `_InstanceScore`.
+_GUESSED: Final = 0
+_BOUNDED: Final = 1
+_EXACT: Final = 2
 #: A lower bound is compared with a score with this allowance for rounding.
 _CLOSE: Final = 1.0 + 1e-9
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
@@ -102,18 +106,27 @@ _HELD_BACK: Final = 4
 
 @mypyc_attr(acyclic=True)
 class _Group:
-    """Instances with equal parameters in one evaluation: sums over them, and the delay of what runs there.
+    """Instances with equal parameters in one evaluation: their mean load, and the delay of what runs there.
 
-    `others_s` is that delay where `exact`, a lower bound where `bounded`.
+    Per engine: `batch` sequences with `context` tokens, `paid` tokens of the prompt that the request need not
+    pay for. A step takes `step_s` with and `now_s` without the request. `others_s` is known to the `grade` of
+    `_InstanceScore`.
     """
 
-    __slots__ = ("batch", "bounded", "context", "count", "exact", "others_s", "paid")
+    __slots__ = ("batch", "context", "count", "grade", "now_s", "others_s", "paid", "step_s")
 
     def __init__(self) -> None:
         self.count = 0
         self.batch = self.context = self.paid = 0.0
-        self.others_s = 0.0
-        self.bounded = self.exact = False
+        self.now_s = self.step_s = self.others_s = 0.0
+        self.grade = _GUESSED
+
+    def add(self, batch: float, context: float, paid: float) -> None:
+        """Take one more instance into the mean."""
+        self.count = count = self.count + 1
+        self.batch += (batch - self.batch) / count
+        self.context += (context - self.context) / count
+        self.paid += (paid - self.paid) / count
 
 
 @mypyc_attr(acyclic=True)
@@ -122,15 +135,16 @@ class _InstanceScore:
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
-    Seconds: `decode_s` from the first token on, `step_s` with and `now_s` without the request, `last_s` where
-    it is to be last; and as long as not `exact` as lower bounds: `first_s` until the first token, `others_s`
+    Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with and `now_s` without the
+    request, `last_s` where it is to be last; and, by the `grade`, `first_s` until the first token, `others_s`
     by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
     because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
-    promised there.
+    promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
+    `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "cached", "charged_s", "context", "decode_s", "exact", "first_s", "group", "last_s", "late_s", "load",
+        "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s", "late_s", "load",
         "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s",
     )  # fmt: skip
 
@@ -151,7 +165,7 @@ class _InstanceScore:
         self.promised = promised
         self.cached = self.paid = 0.0
         self.state = _ROOM
-        self.exact = False
+        self.grade = _GUESSED
         self.last_s = self.late_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
         self.now_s = self.step_s = self.decode_s = 0.0
@@ -161,8 +175,8 @@ class _InstanceScore:
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
-    Every instance gets a lower bound of its score at first; only those whose bound is below the score of the
-    best are looked at exactly.
+    Every instance gets a rough lower bound of its score at first; only those whose bound is below the score
+    of the best are looked at closely.
     """
 
     __slots__ = (
@@ -187,12 +201,6 @@ class _Evaluation:
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
         self._look()
-        for each in self._scores:
-            # A request that pays for less than it takes has a score without a bound.
-            if each.paid > each.cached:
-                self._settle(each)
-            else:
-                self._rate(each, each.load.latency_bound)
         if may_pass_over and len(instances) > 1:
             self._pass_over()
 
@@ -211,14 +219,15 @@ class _Evaluation:
                 index, least = i, each.score
         if index < 0:
             return None
-        self._settle(scores[index])
+        self._rate(scores[index], _EXACT)
         least = scores[index].score
-        for i in indices:
-            each = scores[i]
-            if each.state == _ROOM and each.score <= least * _CLOSE:
-                self._settle(each)
-                if each.score < least or (each.score == least and i < index):
-                    index, least = i, each.score
+        for grade in (_BOUNDED, _EXACT):
+            for i in indices:
+                each = scores[i]
+                if each.state == _ROOM and each.score <= least * _CLOSE:
+                    self._rate(each, grade)
+                    if each.grade == _EXACT and (each.score < least or (each.score == least and i < index)):
+                        index, least = i, each.score
         return index
 
     def _look(self) -> None:
@@ -227,6 +236,7 @@ class _Evaluation:
         mix, held, now = ctx.demand.mix, ctx.held, ctx.now
         # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
+        spread = mix.spread
         sequences, output, own_context = self._sequences, self._output, self._own_context
         group_of = self._fleet.groups
         groups = [_Group() for _ in range(self._fleet.group_count)]
@@ -244,8 +254,8 @@ class _Evaluation:
                 if running >= instance.max_num_seqs * _OVERBOOK:
                     each.state = _NO_SLOT
                 elif (
-                    instance.expected_kv_tokens(now) + mix.booked + half_grown
-                    > _KV_MARK * instance.kv_cache_tokens
+                    instance.expected_kv_tokens(now, spread) + mix.booked + half_grown
+                    > _KV_MARK * load.kv_cache_tokens
                 ):
                     each.state = _NO_MEMORY
             each.now_s = load.step_s + load.token_s * context
@@ -255,7 +265,7 @@ class _Evaluation:
                 step_s = load.latency.step_s(load.batch + own, context + own * own_context)
             each.step_s = step_s
             each.decode_s = output * step_s
-            over = load.batch + own - load.slots
+            over = running / instance.engines + own - load.slots
             if over > 0.0:
                 # What has no slot waits for one: they come free at the rate at which answers end.
                 each.decode_s += over / load.slots * output * step_s
@@ -263,27 +273,53 @@ class _Evaluation:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
+            unread = self._prompt - each.cached
+            first_s = load.latency_bound.least_read_s(pending + own * (unread if unread >= 1.0 else 1.0))
+            if running:
+                first_s += 0.5 * each.now_s
+            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
             if group is not None:
-                group.count += 1
-                group.batch += load.batch
-                group.context += context
-                group.paid += each.paid
+                group.add(load.batch, context, each.paid)
+            elif step_s > each.now_s:
+                each.score += sequences / own * load.batch * self._together * (step_s - each.now_s)
+        if groups:
+            self._look_at_groups()
         if ctx.availabilities is not None:
             for each, (availability, _) in zip(scores, ctx.availabilities, strict=True):
                 if availability == BLOCKED and each.state == _ROOM:
                     each.state = _HELD_BACK
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
+                    each.score += _LAST_S
+        if held is not None:
+            for each in scores:
+                if each.paid > each.cached:
+                    self._rate(each, _EXACT)
 
-    def _settle(self, each: _InstanceScore) -> None:
-        """Replace the lower bounds of an instance by what it costs."""
-        if not each.exact:
-            each.exact = True
-            self._rate(each, each.load.latency)
+    def _look_at_groups(self) -> None:
+        """Steps at the mean load of every group, and what they get longer."""
+        for each in self._scores:
+            group = each.group
+            if group is not None and group.batch > 0.0:
+                own = each.own
+                if group.now_s == 0.0:
+                    latency, batch, context = each.load.latency, group.batch, group.context
+                    group.now_s = latency.step_s(batch, context)
+                    group.step_s = latency.step_s(batch + own, context + own * self._own_context)
+                if group.step_s > group.now_s:
+                    growth_s = group.step_s - group.now_s
+                    each.score += self._sequences / own * group.batch * self._together * growth_s
 
-    def _rate(self, each: _InstanceScore, latency: LatencyModel) -> None:
-        """Find the score of an instance by its latency model or a lower bound of that."""
+    def _rate(self, each: _InstanceScore, grade: int) -> None:
+        """Find the score of an instance to a grade, unless it is known to that."""
+        # What counts less of the first token than it takes has no bound.
+        if each.paid > each.cached:
+            grade = _EXACT
+        if each.grade >= grade:
+            return
+        each.grade = grade
         load = each.load
+        latency = load.latency if grade == _EXACT else load.latency_bound
         batch, prompt = load.batch, self._prompt
         read_s = latency.first_token_s(
             prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
@@ -316,18 +352,13 @@ class _Evaluation:
             if each.pending or each.paid != each.cached:
                 read_s = latency.first_token_s(prompt, each.paid, 0.0, batch, each.context, load.budget, own)
             return self._delay_s(batch, each.paid, load.budget, own, read_s, each.now_s, each.step_s)
-        if not (group.exact or (group.bounded and not each.exact)):
-            group.bounded, group.exact = True, each.exact
-            batch, context, paid = (
-                group.batch / group.count,
-                group.context / group.count,
-                group.paid / group.count,
+        if group.grade < each.grade and group.batch > 0.0:
+            group.grade = each.grade
+            batch = group.batch
+            read_s = latency.first_token_s(prompt, group.paid, 0.0, batch, group.context, load.budget, own)
+            group.others_s = self._delay_s(
+                batch, group.paid, load.budget, own, read_s, group.now_s, group.step_s
             )
-            if batch > 0.0:
-                now_s = latency.step_s(batch, context)
-                step_s = latency.step_s(batch + own, context + own * self._own_context)
-                read_s = latency.first_token_s(prompt, paid, 0.0, batch, context, load.budget, own)
-                group.others_s = self._delay_s(batch, paid, load.budget, own, read_s, now_s, step_s)
         return group.others_s
 
     def _delay_s(
@@ -349,7 +380,7 @@ class _Evaluation:
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
         full; once they have stopped coming, whether what is left should go to a slower one at all. An
-        instance that is throttled counts as doing nothing: nothing waits for it.
+        instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
         """
         ctx, scores = self._ctx, self._scores
         room = 0
@@ -359,7 +390,7 @@ class _Evaluation:
         if not room:
             return
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
-        instances, order = self.instances, self._fleet.order
+        order, costs = self._fleet.order, self._fleet.costs
         ending = demand.below(_LULL_SHARE * self._fleet.speed, _LULL_S, now)
         if not ending and room == len(scores):
             return
@@ -368,18 +399,22 @@ class _Evaluation:
         # One that waited is not fresh, even as the last of the queue.
         fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
-        speed = 0.0
+        speed = thinning = share = 0.0
         soonest_s = least_decode_s = math.inf
         for i in order:
             each = scores[i]
             if each.state == _ROOM:
-                if fresh and ending:
-                    self._settle(each)
+                self._rate(each, _BOUNDED)
                 sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
                 if speed > 0.0 and not (sooner and each.decode_s <= _MUCH_LATER * least_decode_s):
                     if shortest_s < 0.0:
-                        shortest_s = _long_answer_s(ctx, instances[order[0]], last=True)
-                    long_s = _long_answer_s(ctx, instances[i])
+                        long = ctx.long_output
+                        # Nothing comes behind the last one on the fastest.
+                        self._rate(scores[order[0]], _BOUNDED)
+                        shortest_s = _long_answer_s(ctx, scores[order[0]], long, _thinned_share(mix, long))
+                        thinning = long if long < mix.long else mix.long
+                        share = _thinned_share(mix, thinning)
+                    long_s = _long_answer_s(ctx, each, thinning, share)
                     # The rate is asked for only where it can matter: first at its best, then as it is.
                     done_s = _done_s(todo, speed, shortest_s)
                     if done_s < long_s:
@@ -400,7 +435,7 @@ class _Evaluation:
                     if each.decode_s < least_decode_s:
                         least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
-                speed += mix.speed(instances[i])
+                speed += costs[i].speed
 
     def best_whole(self, mixed: bool) -> tuple[int, float] | None:
         """The instance with room and the lowest score of those that take whole requests, and that score.
@@ -416,7 +451,7 @@ class _Evaluation:
                 if instance.spec.role is Role.BOTH
                 or (
                     instance.spec.role is Role.DECODE
-                    and prompt - cached_at(self._ctx, instance) <= OWN_READ_TOKENS
+                    and prompt - cached_at(self._ctx, instance) <= min(OWN_READ_TOKENS, prompt // 2)
                 )
             ]
         index = self.lowest(whole)
@@ -443,7 +478,8 @@ class _Evaluation:
             joining_s = each.load.batch * together * more_s if more_s > 0.0 else 0.0
             role = Role.BOTH if mixed else instances[i].spec.role
             if role is not Role.DECODE:
-                # Until it is settled, a lower bound.
+                # A lower bound, until the exact one is asked for.
+                self._rate(each, _BOUNDED)
                 reading_s = each.others_s - joining_s
                 score = (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
                 sources.append((score, i))
@@ -480,8 +516,8 @@ class _Evaluation:
                 transfer_s = transfers.estimate_s(instances[i], instances[j], sent, self._ctx.now)
                 if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
                     continue
-                if not source.exact:
-                    self._settle(source)
+                if source.grade < _EXACT:
+                    self._rate(source, _EXACT)
                     reading_s = source.others_s - self._joining_s(source)
                     reading = (_FIRST_TOKEN_WEIGHT + 1.0) * source.charged_s + max(0.0, reading_s)
                 first_s = source.charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
@@ -496,6 +532,17 @@ class _Evaluation:
                     found = i, j, score, False
         return found
 
+    def by_role(self) -> list[Candidate]:
+        """Candidates for people; those that get no whole request by their role are not eligible."""
+        candidates = self.candidates()
+        for candidate, instance in zip(candidates, self.instances, strict=True):
+            if instance.spec.role is not Role.BOTH and candidate.eligible:
+                cached = cached_at(self._ctx, instance)
+                if instance.spec.role is Role.PREFILL or self._prompt - cached > OWN_READ_TOKENS:
+                    candidate.eligible = False
+                    candidate.reason = f"its role is {instance.spec.role}"
+        return candidates
+
     def _joining_s(self, each: _InstanceScore) -> float:
         """Seconds by which one more sequence delays those that decode there."""
         more_s = each.step_s - each.now_s
@@ -509,14 +556,12 @@ class _Evaluation:
         """
         link = target.spec.kv_transfer
         assert link is not None, f"{target.name} takes part in no KV transfer"
-        return (
-            self._ctx.request.streamed or not link.connector.holds or whole_s <= _LEASE_SHARE * link.lease_s
-        )
+        return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
-            self._settle(each)
+            self._rate(each, _EXACT)
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
@@ -544,6 +589,7 @@ class _Evaluation:
             kv_utilization=each.promised / instance.kv_cache_tokens,
             workload=workload,
             terms=_terms(each),
+            weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
@@ -588,18 +634,18 @@ class Hetlb(Policy):
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
         if pair is not None and pair[3]:
             prefill, decode, score, _ = pair
-            names = f"{instances[prefill].name} > {instances[decode].name}"
+            names = pair_name(instances[prefill].name, instances[decode].name)
             return pair_choice(
                 ctx,
                 instances,
                 prefill,
                 decode,
-                lambda: [*evaluation.candidates(), Candidate(names, score)],
+                lambda: [*evaluation.by_role(), Candidate(names, score)],
             )
         if whole is None:
             return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
         index = whole[0]
-        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.candidates)
+        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.by_role)
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
@@ -631,37 +677,32 @@ def _done_s(todo: float, speed: float, shortest_s: float) -> float:
     return todo / speed + shortest_s if speed > 0.0 else math.inf
 
 
-def _long_answer_s(ctx: SchedulingContext, instance: Instance, last: bool = False) -> float:
+def _thinned_share(mix: Mix, thinning: float) -> float:
+    """The share of a batch that runs beside an answer in the mean of its last `thinning` tokens."""
+    left = mix.residual if mix.residual > 1.0 else 1.0
+    if thinning <= 0.0:
+        return 1.0
+    share = _THINNING * left / thinning * (1.0 - math.exp(-thinning / left))
+    return share if share < 1.0 else 1.0
+
+
+def _long_answer_s(ctx: SchedulingContext, each: _InstanceScore, thinning: float, share: float) -> float:
     """Seconds that one long answer takes on an instance from now on.
 
-    The prompts that wait there are read first. Where lengths are known (`long` differs from request to
-    request) shorter ones keep coming behind a longer one, so for what it has more than the mean one the
-    batch stays full and prompts are read between its steps; then the batch thins out. `last`: none comes
-    behind it.
+    Where lengths are known (`long_output` differs from request to request) shorter ones keep coming behind a
+    longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are read between
+    its steps; then `share` of the batch runs beside it.
     """
-    latency, mix, request = instance.latency, ctx.demand.mix, ctx.request
-    long, engines = ctx.long_output, instance.engines
-    sequences, budget = instance.sequences, instance.token_budget
-    running = (instance.max_num_seqs if sequences > instance.max_num_seqs else sequences) / engines
-    thinning = long if last or long < mix.long else mix.long
-    share = 1.0
-    if running and thinning > 0.0:
-        left = mix.residual if mix.residual > 1.0 else 1.0
-        share = min(1.0, _THINNING * left / thinning * (1.0 - math.exp(-thinning / left)))
-    own_context = request.prompt_tokens + long / 2.0
-    output = mix.output if mix.output > 1.0 else 1.0
-    context = instance.prompt_tokens / (sequences or 1) + output / 2.0
-    thin_s = latency.step_s(running * share + 1.0, running * share * context + own_context)
-    full_s = 0.0
+    load, mix, long = each.load, ctx.demand.mix, ctx.long_output
+    latency, batch, context = load.latency_bound, load.batch, each.context
+    own_context = ctx.request.prompt_tokens + long / 2.0
+    seconds = each.first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
     if long > thinning:
-        full_s = latency.step_s(running + 1.0, running * context + own_context)
-        reading_s = latency.read_delay_s(
-            mix.prompt, mix.prompt - mix.read, running, running * context, budget
-        )
-        full_s += running / output * reading_s
-    pending = instance.pending_prompt_tokens / engines
-    read_s = latency.first_token_s(request.prompt_tokens, 0.0, pending, running, running * context, budget)
-    return read_s + (long - thinning) * full_s + thinning * thin_s
+        full_s = latency.step_s(batch + 1.0, context + own_context)
+        delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
+        full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
+        seconds += (long - thinning) * full_s
+    return seconds
 
 
 def _paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:

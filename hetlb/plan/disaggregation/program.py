@@ -15,6 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Role
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import LINK_SHARE
@@ -24,6 +27,10 @@ from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
 _FEW_MACHINES = 8
 #: With so few GPUs every composition is a template.
 _FEW_GPUS = 8
+#: With more templates than this the program takes too long; groups across machines that gain nothing go.
+_MANY_TEMPLATES = 2000
+#: Choices of templates that are placed, beside the best one.
+_MOST_CHOICES = 6
 #: Machines of one group; beyond two, all hold equally many of its GPUs.
 _MOST_MACHINES = 8
 
@@ -41,9 +48,12 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Templates with their numbers, and the most requests/s that any choice of templates has."""
+    """Templates with their numbers, the best first, and the most requests/s that any choice has.
 
-    counts: tuple[tuple[Template, int], ...]
+    Several, since links are counted by class: what is best here may be worse once it is placed.
+    """
+
+    choices: tuple[tuple[tuple[Template, int], ...], ...]
     bound: float
 
 
@@ -68,6 +78,22 @@ class Templates:
                 group = table.group(composition, role)
                 if group is not None:
                     self.templates.append(Template(shape, group))
+        if len(self.templates) > _MANY_TEMPLATES:
+            self.templates = list(self._worthwhile())
+
+    def _worthwhile(self) -> Iterator[Template]:
+        """Groups inside one machine, and those across machines that serve more than their GPUs do inside."""
+        inside: dict[tuple[int, Role], float] = {}
+        for template in self.templates:
+            if len(template.shape) == 1:
+                ((c, n),) = template.shape
+                key = c, template.group.role
+                inside[key] = max(inside.get(key, 0.0), template.group.capacity / n)
+        for template in self.templates:
+            role = template.group.role
+            apart = math.fsum(n * inside.get((c, role), 0.0) for c, n in template.shape)
+            if len(template.shape) == 1 or template.group.capacity > apart:
+                yield template
 
     def _shapes(self) -> Iterator[Shape]:
         most = [self.cluster.machines[own[0]].gpus for own in self.members]
@@ -138,15 +164,19 @@ class Templates:
             program.row([*entries, *out], 0.0, 0.0)
         for d, entries in enumerate(taken):
             program.row([*entries, *into[d]], 0.0, 0.0)
-        solution = program.solve(limits)
+        incumbents: list[NDArray[np.float64]] = []
+        solution = program.solve(limits, on_solution=incumbents.append)
         if solution is None:
             return None
-        counts = tuple(
-            (template, round(solution.values[number]))
-            for template, number in zip(own, numbers, strict=True)
-            if round(solution.values[number]) > 0
-        )
-        return Solved(counts, solution.bound)
+        choices = [
+            tuple(
+                (template, round(values[number]))
+                for template, number in zip(own, numbers, strict=True)
+                if round(values[number]) > 0
+            )
+            for values in (solution.values, *reversed(incumbents[-_MOST_CHOICES:]))
+        ]
+        return Solved(tuple(dict.fromkeys(choices)), solution.bound)
 
     def _shares(self, group: Group) -> dict[int, float]:
         """Share of the layers on each class."""
@@ -165,11 +195,11 @@ class Templates:
         total = math.fsum(rates[i][j] for i in self.members[c] for j in self.members[d])
         return LINK_SHARE * total / self.cluster.kv_bytes
 
-    def place(self, solved: Solved) -> list[tuple[Composition, Role]]:
+    def place(self, choice: tuple[tuple[Template, int], ...]) -> list[tuple[Composition, Role]]:
         """Machines for the chosen templates, the largest first; what finds no room is left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]
-        wanted = [template for template, count in solved.counts for _ in range(count)]
+        wanted = [template for template, count in choice for _ in range(count)]
         wanted.sort(key=lambda t: (-max(n for _, n in t.shape), -len(t.shape)))
         found = []
         for template in wanted:

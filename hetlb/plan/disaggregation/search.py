@@ -92,13 +92,17 @@ class Search:
         self._kept: dict[tuple[Part, ...], Plan] = {}
         self._found = Found()
 
-    def run(self, limits: SolveLimits, patience_s: float = math.inf) -> Found:
-        """Search until the limits are over, the bound is reached, or nothing better came for `patience_s`."""
+    def run(self, limits: SolveLimits, most_steps: float = math.inf) -> Found:
+        """Search until the limits are over, the bound is reached, or so many moves were tried."""
         states = self._starts(limits)
         best = max((state.throughput for state in states), default=0.0)
-        improved = time.monotonic()
         at = 0
-        while states and not limits.over and best < self._found.bound * _ENOUGH:
+        while (
+            states
+            and not limits.over
+            and best < self._found.bound * _ENOUGH
+            and self._found.steps < most_steps
+        ):
             states.sort(key=lambda state: -state.throughput)
             del states[4:]
             # The best one is begun with every second time.
@@ -106,12 +110,10 @@ class Search:
             at += 1
             end = self._round(start, limits)
             if end.throughput > best * (1.0 + 1e-6):
-                best, improved = end.throughput, time.monotonic()
+                best = end.throughput
                 self._progress(best, self._found.bound)
             if all(sorted(end.parts) != sorted(state.parts) for state in states):
                 states.append(end)
-            if time.monotonic() - improved > patience_s:
-                break
         self._found.plans = sorted(self._kept.values(), key=lambda plan: -plan.throughput)
         return self._found
 
@@ -123,12 +125,12 @@ class Search:
             templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
             both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
             if both is not None:
-                state = self._state(templates.place(both))
+                state = self._state(templates.place(both.choices[0]))
                 self._found.colocated = state.plan or self._plan(state)
                 states.append(state)
             solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
             if solved is not None:
-                states.append(self._state(templates.place(solved)))
+                states += [self._state(templates.place(choice)) for choice in solved.choices]
                 if templates.complete:
                     self._found.bound = solved.bound
         count = group_count(self._table.cluster)

@@ -166,6 +166,7 @@ function shown(snapshot) {
   tiles(snapshot);
   policies(snapshot);
   fleet(snapshot);
+  balance(snapshot);
   if (before !== null) news(before, snapshot);
   charts(snapshot);
   decisions(snapshot);
@@ -262,10 +263,11 @@ function fleet(snapshot) {
     for (const name of names) tables.set(name, new FleetTable(name));
     byId("models").replaceChildren(...Array.from(tables.values(), (table) => table.element));
   }
+  const shares = new Map(snapshot.balance.flatMap((each) => each.instances).map((each) => [each.name, each]));
   const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   let visible = 0;
   for (const model of models) {
-    visible += tables.get(model.name).update(model, words, snapshot.fleet.queue.models[model.name] ?? 0);
+    visible += tables.get(model.name).update(model, words, snapshot.fleet.queue.models[model.name] ?? 0, shares);
   }
   const all = everybody(snapshot).length;
   byId("shown").hidden = !words.length;
@@ -285,6 +287,7 @@ class FleetTable {
       ["Runs", "", "running, as the engine reports"], ["Waits", "", "waiting, as the engine reports"],
       ["KV cache", "left", "promised and reported share of the tokens there are"],
       ["Work", "", "assigned and not completed"],
+      ["Share", "", "of the work of the last minute, and of the speed of those that take requests"],
       ["Model", "", "seen against expected by the profile: prefill, mixed and decode steps"], ["Report", "", "age of the engine's last report"], ["State", "left"],
     ];
     this.element = make("div", { class: "model" },
@@ -297,7 +300,7 @@ class FleetTable {
   }
 
   /** Returns how many instances are shown. */
-  update(model, words, queued) {
+  update(model, words, queued, shares) {
     const up = model.instances.filter((row) => row.health === "up").length;
     const out = model.instances.filter((row) => row.state !== "ready").length;
     say(this.#summary, `${up} of ${model.instances.length} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "nobody waits"}`);
@@ -318,7 +321,7 @@ class FleetTable {
         row = new FleetRow(instance, this.#name);
         this.#rows.set(instance.name, row);
       }
-      row.update(instance);
+      row.update(instance, shares.get(instance.name));
       const text = `${instance.name} ${instance.health} ${instance.state} ${instance.url}`.toLowerCase();
       const wanted = words.every((word) => text.includes(word));
       row.element.hidden = !wanted;
@@ -354,21 +357,22 @@ class FleetRow {
       type: "button", "data-state": state, text: state,
       on: { click: () => this.#switch(instance.name, model, state) },
     }));
-    this.#cells = ["in_flight", "running", "waiting"].map(() => make("td"));
-    this.workload = make("td");
-    this.model = make("td");
-    this.age = make("td");
+    this.#cells = ["In flight", "", ""].map((title) => make("td", { class: title ? null : "more", "data-title": title || null }));
+    this.workload = make("td", { class: "more" });
+    this.share = make("td", { "data-title": "Share" });
+    this.model = make("td", { class: "more" });
+    this.age = make("td", { class: "more" });
     this.element = make("tr", {},
       make("th", { scope: "row", text: instance.name, title: instance.url }),
       make("td", { class: "left" }, this.#pill, " ", this.#why),
       ...this.#cells,
       make("td", { class: "left kv" }, this.#track, " ", this.#figures),
-      this.workload, this.model, this.age,
+      this.workload, this.share, this.model, this.age,
       make("td", { class: "left" },
         make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons)));
   }
 
-  update(row) {
+  update(row, share) {
     set(this.element, "data-health", row.health);
     set(this.element, "data-state", row.state);
     set(this.#pill, "data-state", HEALTH[row.health] ?? "warn");
@@ -385,6 +389,7 @@ class FleetRow {
     set(this.#figures, "title", `${count(row.kv_reserved_tokens)} of ${count(row.kv_cache_tokens)} tokens promised, `
       + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
     say(this.workload, seconds(row.workload));
+    say(this.share, share === undefined ? "–" : `${percent(share.work_share)} / ${percent(share.speed_share)}`);
     say(this.model, modelFactors(row.model_factors));
     say(this.age, seconds(row.signal_age_s));
     this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
@@ -424,6 +429,53 @@ function news(before, snapshot) {
   if (changes.length) announce(`${changes.slice(0, 4).join("; ")}${changes.length > 4 ? `; and ${changes.length - 4} more` : ""}.`);
 }
 
+// --- balance --------------------------------------------------------------------------------------------
+
+/** What is drawn by instance: of the proxy's series, or of what the snapshots said since the page was opened. */
+const SHARES = [
+  ["Output tokens per second, by instance", rate, null],
+  ["In flight, by instance", count, (row) => row.in_flight],
+  ["KV cache promised, by instance", percent, (row) => row.kv_reserved_tokens / row.kv_cache_tokens],
+];
+const SEEN = 300;
+const shares = { names: "", charts: [], seen: new Map() };
+
+function balance(snapshot) {
+  const lines = snapshot.balance.map((each) => [each.model, each.balanced, each.sentence]);
+  const list = byId("balance");
+  if (list.dataset.shown !== JSON.stringify(lines)) {
+    list.dataset.shown = JSON.stringify(lines);
+    list.replaceChildren(...lines.map(([model, balanced, text]) => make("li", { "data-balanced": String(balanced) },
+      make("span", { class: "pill", "data-state": balanced ? "good" : "warn", text: model || "all models" }), ` ${text}`)));
+  }
+  const rows = everybody(snapshot);
+  const named = rows.slice(0, COLOURS - 1).map((row) => row.name);
+  if (shares.names !== named.join("\n")) {
+    shares.names = named.join("\n");
+    shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, `k${index}`]), text));
+    byId("shares").replaceChildren(...shares.charts.map((chart) => chart.element));
+  }
+  const { seen } = shares;
+  for (const name of seen.keys()) if (!named.includes(name)) seen.delete(name);
+  for (const row of rows.slice(0, COLOURS - 1)) {
+    const kept = seen.get(row.name) ?? SHARES.map(() => Array(SEEN).fill(null));
+    SHARES.forEach(([, , of], index) => {
+      if (of === null) return;
+      kept[index].push(of(row));
+      kept[index].shift();
+    });
+    seen.set(row.name, kept);
+  }
+  shares.charts.forEach((chart, index) => {
+    const own = SHARES[index][2] !== null;
+    const empty = Array(own ? SEEN : snapshot.series.ok_per_s.length).fill(own ? null : 0);
+    chart.update({
+      bin_s: own ? 1 : snapshot.series.bin_s,
+      ...Object.fromEntries(named.map((name) => [name, own ? seen.get(name)[index] : snapshot.series.instances[name] ?? empty])),
+    });
+  });
+}
+
 // --- the last minutes -----------------------------------------------------------------------------------
 
 const CHARTS = [
@@ -447,6 +499,7 @@ function charts(snapshot) {
 const decisionRows = new Map();
 
 function decisions(snapshot) {
+  findable(snapshot);
   const { last, total } = snapshot.decisions;
   byId("no-decisions").hidden = last.length > 0 || decisionRows.size > 0;
   byId("decision-table").hidden = !byId("no-decisions").hidden;
@@ -485,6 +538,8 @@ class DecisionRow {
   #turn = make("span", { class: "turn", "aria-hidden": "true", text: "▸" });
   #age = make("span", { class: "age" });
   #came = make("td");
+  #took = make("td");
+  #outcome = make("td", { class: "left" });
 
   constructor(decision) {
     this.#decision = decision;
@@ -496,20 +551,25 @@ class DecisionRow {
     }, this.#turn, this.#age);
     this.element = make("tr", { class: "decision" },
       make("td", { class: "left" }, this.#button),
-      make("th", { scope: "row", class: "left", text: String(decision.request_id) }),
+      make("th", { scope: "row", class: "left", title: decision.x_request_id, text: String(decision.request_id) }),
       make("td", { class: "left", text: decision.model }),
       make("td", { text: count(decision.prompt_tokens_per_sequence) + (decision.sequences > 1 ? ` × ${decision.sequences}` : "") }),
       make("td", { text: count(decision.predicted_output) }),
       this.#came,
+      this.#took,
+      this.#outcome,
       make("td", { class: "left" }, make("b", { text: decision.chosen })),
       make("td", { class: "left", text: decision.policy }));
-    this.detail = make("tr", { class: "detail", id, hidden: true }, make("td", { colspan: "8" }));
+    this.detail = make("tr", { class: "detail", id, hidden: true }, make("td", { colspan: "10" }));
   }
 
   update(decision, clock) {
     if (decision !== undefined) this.#decision = decision;
     const { dispatched_at_s: at, output_tokens: tokens, sequences, ended } = this.#decision;
     say(this.#age, `${age(clock - at)} ago`);
+    const { took_s: took, outcome } = this.#decision;
+    say(this.#took, took === null ? `${age(clock - at)} so far` : seconds(took));
+    say(this.#outcome, outcome === null ? "running" : outcome.replaceAll("_", " "));
     if (decision !== undefined) say(this.#came, ended ? count(tokens / sequences) : `${count(tokens / sequences)} so far`);
   }
 
@@ -545,6 +605,52 @@ byId("hold").addEventListener("change", (event) => {
   decisions(page.snapshot);
 });
 
+// --- finding decisions ----------------------------------------------------------------------------------
+
+const OUTCOMES = ["", "running", "ok", "upstream_error", "no_response", "broken_stream", "connect_failed", "client_gone", "shutdown"];
+choices(byId("find-outcome"), OUTCOMES);
+
+/** What can be chosen among. */
+function findable(snapshot) {
+  choices(byId("find-instance"), ["", ...everybody(snapshot).map((row) => row.name)]);
+  choices(byId("find-model"), ["", ...snapshot.fleet.models.map((model) => model.name)]);
+}
+
+byId("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const query = new URLSearchParams({ last: "100" });
+  for (const [name, id] of [["request_id", "find-request"], ["instance", "find-instance"], ["model", "find-model"],
+    ["outcome", "find-outcome"], ["longer_s", "find-longer"]]) {
+    const value = byId(id).value.trim();
+    if (value) query.set(name, value);
+  }
+  act(async () => {
+    const { decisions: found, clock_s: clock } = await (await ask(`v1/decisions?${query}`)).json();
+    byId("hold").checked = true;
+    for (const row of decisionRows.values()) row.remove();
+    decisionRows.clear();
+    for (const each of found.toReversed()) {
+      const row = new DecisionRow(each);
+      decisionRows.set(each.lease, row);
+      byId("decision-rows").append(row.element, row.detail);
+      row.update(each, clock);
+    }
+    page.shownTotal = page.snapshot.decisions.total;
+    byId("find-clear").hidden = false;
+    byId("no-decisions").hidden = true;
+    byId("decision-table").hidden = false;
+    say(byId("found"), found.length ? `${plural(found.length, "decision")} found among those that are kept.`
+      : "None of the decisions that are kept is like that.");
+  });
+});
+byId("find-clear").addEventListener("click", () => {
+  byId("find").reset();
+  byId("find-clear").hidden = true;
+  say(byId("found"), "");
+  byId("hold").checked = false;
+  byId("hold").dispatchEvent(new Event("change"));
+});
+
 /** A number of a score: enough digits to tell two apart. */
 const figure = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 }));
 
@@ -555,8 +661,12 @@ function candidates(decision) {
   const rank = (each) => (each === chosen ? 0 : each.eligible && each.score !== null ? 1 : 2);
   const sorted = all.toSorted((a, b) => rank(a) - rank(b) || (a.score ?? Infinity) - (b.score ?? Infinity));
   const terms = Array.from(new Set(all.flatMap((each) => Object.keys(each.terms ?? {}))));
+  const weight = (name) => all.find((each) => each.weights?.[name] !== undefined)?.weights[name] ?? 1;
+  const weighted = (each, name) => (each.terms?.[name] === undefined ? undefined : each.terms[name] * weight(name));
+  // Each term as it counts, so that a row adds up to its score.
   const columns = [
-    ...terms.map((name) => [name.replace(/_s$/, " s").replaceAll("_", " "), (each) => figure(each.terms?.[name])]),
+    ...terms.map((name) => [`${weight(name) === 1 ? "" : `${weight(name)} × `}${name.replace(/_s$/, " s").replaceAll("_", " ")}`,
+      (each) => figure(weighted(each, name))]),
     ["Ideal batch", (each) => count(each.ideal_batch)],
     ["Processing s", (each) => figure(each.processing_s)],
     ["KV promised", (each) => percent(each.kv_utilization)],
@@ -582,7 +692,7 @@ function candidates(decision) {
   show(CANDIDATES);
   const box = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Candidates for request ${decision.request_id}` },
     make("table", {},
-      make("caption", { class: "soft", text: `${plural(all.length, "candidate")}, ${able} could take it; the lowest score wins (policy ${decision.policy}).` }),
+      make("caption", { class: "soft", text: `${plural(all.length, "candidate")}, ${able} could take it; the lowest score wins (policy ${decision.policy})${terms.length ? "; the terms, as they are weighted, add up to it" : ""}.` }),
       make("thead", {}, make("tr", {},
         make("th", { scope: "col", text: "Instance" }), make("th", { scope: "col", text: "Score" }),
         ...columns.map(([name]) => make("th", { scope: "col", text: name })),
@@ -645,6 +755,7 @@ function whatIf(snapshot) {
     text = `${plural(state.requests, "request")} of ${state.model}`
       + `${state.not_replayed ? `, ${count(state.not_replayed)} that did not end well left out` : ""}`
       + `${state.whole_window ? "" : "; the hour had more than is kept"}`
+      + `${state.learnt.length ? `; the speed of ${state.learnt.join(", ")} as learnt here, not measured` : ""}`
       + `${left.length ? `; without ${left.map(([name, why]) => `${name} (${why})`).join(", ")}` : ""}. It took ${seconds(state.took_s)}.`;
   }
   // The seconds of a run are for the eye; aloud they would never stop.

@@ -7,10 +7,11 @@ only when it is opened.
 from __future__ import annotations
 
 from collections.abc import Callable, Reversible
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
-from hetlb.core.types import Dispatch, Lease
+from hetlb.core.types import Dispatch, Lease, pair_name
 
 #: Output tokens of a lease, all of them or until now.
 TokensSoFar: TypeAlias = Callable[[Lease], int]
@@ -22,18 +23,23 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
     Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
     """
     lease = dispatch.lease
+    decode = lease.decode
+    answering = lease if decode is None else decode
     return {
         "request_id": dispatch.request_id,
+        "x_request_id": dispatch.label or None,
         "lease": lease.id,
         "policy": dispatch.reason,
         "model": lease.request.model,
         "prompt_tokens_per_sequence": lease.request.prompt_tokens,
         "sequences": lease.request.sequences,
-        "predicted_output": lease.predicted_output,
+        "predicted_output": answering.predicted_output,
         "dispatched_at_s": lease.dispatched_at,
-        "output_tokens": tokens_so_far(lease),
-        "ended": lease.ended,
-        "chosen": lease.instance,
+        "output_tokens": tokens_so_far(answering),
+        "ended": answering.ended,
+        "outcome": None if answering.outcome is None else answering.outcome.value,
+        "took_s": None if answering.ended_at is None else answering.ended_at - lease.dispatched_at,
+        "chosen": lease.instance if decode is None else pair_name(lease.instance, decode.instance),
     }
 
 
@@ -43,6 +49,35 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
         **decision_summary(dispatch, tokens_so_far),
         "candidates": [candidate.document() for candidate in dispatch.candidates],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A filter of decisions; "" and 0 leave out nothing. `request` is an `x-request-id` or a number.
+
+    `outcome` is an outcome of requests, or `running`; `longer_s` is the least time from dispatch on.
+    """
+
+    request: str = ""
+    instance: str = ""
+    model: str = ""
+    outcome: str = ""
+    longer_s: float = 0.0
+
+    def fits(self, dispatch: Dispatch, now: float) -> bool:
+        """True if a decision is one of them."""
+        lease = dispatch.lease
+        if self.request and self.request not in (dispatch.label, str(dispatch.request_id)):
+            return False
+        if self.instance and lease.instance != self.instance:
+            return False
+        if self.model and lease.request.model != self.model:
+            return False
+        outcome = "running" if lease.outcome is None else lease.outcome.value
+        if self.outcome and outcome != self.outcome:
+            return False
+        end = now if lease.ended_at is None else lease.ended_at
+        return end - lease.dispatched_at >= self.longer_s
 
 
 def newest(decisions: Reversible[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:

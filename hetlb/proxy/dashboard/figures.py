@@ -10,7 +10,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.history import History, Row
@@ -31,12 +31,15 @@ class _Stretch:
 
     output_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    by_instance: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
         self.outcomes[row.outcome] += 1
         self.output_tokens += row.output_tokens
+        if row.instance:
+            self.by_instance[row.instance] += row.output_tokens
         if row.outcome == Outcome.OK:
             self.e2e_s.append(row.ended_at - row.arrived_at)
             if row.first_byte_at is not None:
@@ -60,7 +63,9 @@ class _Stretch:
 _COLUMNS = (
     "ok_per_s", "not_ok_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "e2e_p50_s", "e2e_p99_s",
 )  # fmt: skip
-_UNKNOWN: tuple[tuple[float | None, ...], Counter[str]] = ((None,) * len(_COLUMNS), Counter())
+#: Figures of a stretch, how requests ended in it, output tokens by instance.
+_Summed: TypeAlias = tuple[tuple[float | None, ...], Counter[str], Counter[str]]
+_UNKNOWN: _Summed = ((None,) * len(_COLUMNS), Counter(), Counter())
 
 
 class Series:
@@ -72,8 +77,8 @@ class Series:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        #: Stretches that are summed up, by their number: their figures, and how requests ended in them.
-        self._done: dict[int, tuple[tuple[float | None, ...], Counter[str]]] = {}
+        #: Stretches that are summed up, by their number.
+        self._done: dict[int, _Summed] = {}
 
     def document(self, now: float) -> dict[str, Any]:
         """The columns, oldest first, up to the last stretch that is over at `now`."""
@@ -84,13 +89,16 @@ class Series:
         self._sum_up(first, end)
         done = [self._done.get(index, _UNKNOWN) for index in range(first, end)]
         outcomes: Counter[str] = Counter()
-        for _, counts in done:
+        names: dict[str, None] = {}
+        for _, counts, by_instance in done:
             outcomes.update(counts)
-        columns = zip(*(figures for figures, _ in done), strict=True)
+            names.update(dict.fromkeys(by_instance))
+        columns = zip(*(figures for figures, _, _ in done), strict=True)
         return {
             "bin_s": BIN_S,
             "end_s": end * BIN_S,
             "outcomes": dict(outcomes),
+            "instances": {name: [by[name] / BIN_S for _, _, by in done] for name in names},
             **dict(zip(_COLUMNS, columns, strict=True)),
         }
 
@@ -110,7 +118,7 @@ class Series:
         for row in history.between(start * BIN_S, (last + 1) * BIN_S):
             stretches[math.floor(row.ended_at / BIN_S)].add(row)
         for index, stretch in stretches.items():
-            self._done[index] = stretch.figures(), stretch.outcomes
+            self._done[index] = stretch.figures(), stretch.outcomes, stretch.by_instance
 
 
 class Accuracy:

@@ -15,9 +15,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 import hetlb
+from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
+from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
-from hetlb.proxy.dashboard import whatif
+from hetlb.proxy.dashboard import balance, whatif
 from hetlb.proxy.dashboard.decisions import decision_document, newest
 from hetlb.proxy.dashboard.events import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
@@ -95,10 +97,8 @@ class Dashboard:
         source = self._source
         scheduler, now = source.scheduler, source.now()
         fleet = self._fleet()
-        reasons = {instance.name: instance.health.reason for instance in scheduler.instances}
         for model in fleet["models"]:
             for instance in model["instances"]:
-                instance["health_reason"] = reasons[instance["name"]]
                 counted = source.totals.instances.get(instance["name"])
                 instance["model_factors"] = None if counted is None else counted.model_factors()
         oldest_at = scheduler.queue.oldest_at()
@@ -113,6 +113,7 @@ class Dashboard:
                 "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
             },
             "fleet": fleet,
+            "balance": balance.documents(scheduler, source.history, _pools(scheduler), now),
             "series": self._series.document(now),
             "accuracy": self._accuracy.document(),
             "what_if": {
@@ -146,6 +147,14 @@ class Dashboard:
     async def _delete_what_if(self, _: web.Request) -> web.Response:
         await self._what_if.cancel()
         return self._what_if_reply()
+
+
+def _pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+    """The instances by model, as the fleet's document has them."""
+    pools: dict[str, list[Instance]] = {}
+    for instance in scheduler.instances:
+        pools.setdefault(whatif.pool_of(instance), []).append(instance)
+    return pools
 
 
 def _file_handler(name: str, content_type: str) -> Handler:

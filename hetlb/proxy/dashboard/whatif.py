@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hetlb.config.fleet import Fleet
-from hetlb.config.profile import Profile
+from hetlb.config.profile import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
@@ -71,7 +71,7 @@ class WhatIf:
             raise InputError("a replay is running; wait for it or cancel it")
         if policy not in POLICIES:
             raise InputError(f"policy: expected one of {', '.join(POLICIES)}, got {policy[:80]!r}")
-        models = list(dict.fromkeys(map(_pool, self._source.scheduler.instances)))
+        models = list(dict.fromkeys(map(pool_of, self._source.scheduler.instances)))
         if model is None and models:
             model = models[0]
         if model not in models:
@@ -92,12 +92,15 @@ class WhatIf:
         instances, _ = _simulated(self._source.scheduler, model)
         if not instances:
             return "no instance of the model is routable"
-        profiles = self._source.fleet.profiles
-        missing = [instance.name for instance in instances if instance.name not in profiles]
-        if missing:
+        unseen = [
+            each.name
+            for each in instances
+            if each.name not in self._source.fleet.profiles and not each.profiled and not each.learnt
+        ]
+        if unseen:
             return (
-                f"a simulation needs a latency profile of every instance; {_listed(missing)} without one "
-                "(hetlb profile --url makes one)"
+                f"a simulation needs a profile or a learnt speed of every instance; {_listed(unseen)} "
+                "without one until a longer answer has ended there"
             )
         unknown = [instance.name for instance in instances if instance.capacity.kv_cache_tokens is None]
         if unknown:
@@ -129,7 +132,7 @@ class _Replay:
         self._names = {model, *(name for instance in instances for name in instance.served or ())}
         self._fleet = _fleet_document(fleet, model, instances)
         self._profiles = {
-            instance.name: _profile_document(fleet.profiles[instance.name], instance)
+            instance.name: _profile_document(fleet.profiles.get(instance.name) or _learnt(instance), instance)
             for instance in instances
         }
         self._policies = list(dict.fromkeys((scheduler.policy_name, policy)))
@@ -139,6 +142,7 @@ class _Replay:
             "policy": policy,
             "instances": [instance.name for instance in instances],
             "left_out": left_out,
+            "learnt": [each.name for each in instances if each.name not in fleet.profiles],
         }
 
     async def run(self) -> dict[str, Any]:
@@ -214,14 +218,14 @@ class _Replay:
         return runs
 
 
-def _pool(instance: Instance) -> str:
+def pool_of(instance: Instance) -> str:
     """The name under which the fleet page lists an instance."""
     return instance.spec.model or (instance.served or ("",))[0]
 
 
 def _simulated(scheduler: Scheduler, model: str) -> tuple[list[Instance], dict[str, str]]:
     """The instances of a model that take requests now, and why each other one is left out."""
-    pool = [instance for instance in scheduler.instances if _pool(instance) == model]
+    pool = [instance for instance in scheduler.instances if pool_of(instance) == model]
     left_out = {
         instance.name: (
             instance.admin.value if instance.admin is not AdminState.READY else Health.EJECTED.value
@@ -269,6 +273,17 @@ def _engine_names(instance: Instance) -> list[str]:
 
 def _profile_name(instance: str) -> str:
     return f"{instance}.profile.yaml"
+
+
+def _learnt(instance: Instance) -> Profile:
+    """A profile of what the answers of an instance have shown of its speed."""
+    model = instance.latency
+    return Profile(
+        version=1,
+        name=instance.name,
+        prefill=PrefillCoefficients(k1=model.k1, k2=model.k2, k3=model.k3, k4=model.k4),
+        decode=DecodeCoefficients(k5=model.k5, k6=model.k6, k7=model.k7, k8=model.k8),
+    )
 
 
 def _profile_document(profile: Profile, instance: Instance) -> Any:

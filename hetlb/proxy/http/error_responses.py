@@ -47,6 +47,7 @@ BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream"
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
+RATE_LIMITED = Answer(Outcome.REJECTED_FULL, 429, "RateLimitError", "rate_limit_exceeded", True)
 LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
@@ -66,11 +67,16 @@ def bad_request(status: int, code: str | None = None) -> Answer:
 
 
 class Refusal(GateError):
-    """A request that is not let in through no fault of its own: it may come again."""
+    """A request that is not let in through no fault of its own: it may come again after `retry_after_s`.
 
-    def __init__(self, answer: Answer, message: str) -> None:
+    `lines` are header lines of the answer.
+    """
+
+    def __init__(self, answer: Answer, message: str, retry_after_s: float = 1.0, lines: bytes = b"") -> None:
         super().__init__(answer.status, message)
         self.answer = answer
+        self.retry_after_s = retry_after_s
+        self.lines = lines
 
 
 REASONS = {
@@ -83,18 +89,35 @@ REASONS = {
 }  # fmt: skip
 
 
-def error_body(answer: Answer, message: str) -> bytes:
-    """OpenAI's error document."""
+#: Anthropic's types of errors by status; others below 500 are `invalid_request_error`.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def speaks_anthropic(path: str) -> bool:
+    """True if clients of a path expect errors in the form of Anthropic's Messages API."""
+    return path.startswith("/v1/messages")
+
+
+def error_body(answer: Answer, message: str, path: str = "") -> bytes:
+    """The error document: OpenAI's, or Anthropic's on its paths."""
+    if speaks_anthropic(path):
+        status = answer.status
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     error = {"message": message, "type": answer.error_type, "code": answer.code, "param": None}
     return msgspec.json.encode({"error": error})
 
 
-def error_event(answer: Answer, message: str) -> bytes:
+def error_event(answer: Answer, message: str, path: str = "") -> bytes:
     """The same as an event of a stream that has begun."""
-    return b"data: " + error_body(answer, message) + b"\n\n"
+    name = b"event: error\n" if speaks_anthropic(path) else b""
+    return name + b"data: " + error_body(answer, message, path) + b"\n\n"
 
 
-def upstream_error_event(status: int, body: bytes) -> bytes:
+def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
     """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
     try:
         document = msgspec.json.decode(body)
@@ -105,7 +128,10 @@ def upstream_error_event(status: int, body: bytes) -> bytes:
     if not isinstance(document, dict) or not document.get("error"):
         text = f"The instance answered with status {status}."
         document = {"error": {"message": text, "type": "UpstreamError", "code": status, "param": None}}
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+        if speaks_anthropic(path):
+            document = {"type": "error", "error": {"type": "api_error", "message": text}}
+    name = b"event: error\n" if speaks_anthropic(path) else b""
+    return name + b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 def response(
@@ -125,6 +151,12 @@ def response(
         lines.append(b"connection: close")
     head = b"\r\n".join(lines) + b"\r\n\r\n"
     return head if head_only else head + body
+
+
+def header_pairs(lines: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Header lines, each with its line end, as pairs of name and value."""
+    pairs = [line.partition(b": ") for line in lines.split(b"\r\n") if line]
+    return tuple((name, value) for name, _, value in pairs)
 
 
 def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:

@@ -82,6 +82,15 @@ class RequestHead:
         self.forwarded: dict[bool, bytes] = {}
         self.forward_rules: object = None
 
+    def closing(self) -> RequestHead:
+        """The same head of a request after which the connection ends."""
+        head = RequestHead()
+        head.method, head.path, head.query = self.method, self.path, self.query
+        head.headers, head.fields, head.content_type = self.headers, self.fields, self.content_type
+        head.http11, head.keep_alive, head.sized = self.http11, False, self.sized
+        head.chunked, head.expects = self.chunked, self.expects
+        return head
+
 
 class ResponseHead:
     """The head of one response of an engine, but for its length. Not to be changed: it is shared.

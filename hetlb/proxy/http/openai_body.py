@@ -58,7 +58,8 @@ class Call:
 
     __slots__ = (
         "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
-        "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "stream",
+        "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
+        "stream",
         "text", "text_bytes", "tools",
     )  # fmt: skip
 
@@ -80,6 +81,8 @@ class Call:
         self.ids: bytes = b""
         self.ids_nested = False
         self.cache_salt: str | None = None
+        #: Whether it asked for an alias, or for a model that another stands in for.
+        self.renamed = False
 
 
 def _invalid(message: str) -> GateError:

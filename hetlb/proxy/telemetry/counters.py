@@ -35,6 +35,7 @@ CLOCK_S: Final = 0.001
 #: Models with series of their own (engines may list many adapters); further ones are `other`.
 MODELS_MAX: Final = 64
 OTHER_MODELS: Final = "other"
+OTHER_TENANTS: Final = "other"
 
 
 #: Attributes of the totals of a model and of an instance that can be added up.
@@ -44,6 +45,11 @@ INSTANCE_COUNTS = (
     "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens",
     "prefill_expected_s", "prefill_seen_s", "prompt_tokens", "served_s",
 )  # fmt: skip
+
+
+ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
+#: Accounts of their own (a header may name tenants); further ones are `other`.
+ACCOUNTS_MAX: Final = 4096
 
 
 class ModelTotals:
@@ -119,10 +125,21 @@ class InstanceTotals:
         self.requests[name] = self.requests.get(name, 0) + 1
 
 
+class AccountTotals:
+    """Use of one model by one tenant."""
+
+    __slots__ = ACCOUNT_COUNTS
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.cached_prompt_tokens = self.output_tokens = 0
+        self.queue_s = 0.0
+
+
 class Totals:
     """All counters of one process. The driver increments them."""
 
     __slots__ = (
+        "accounts",
         "arrival",
         "decisions",
         "end",
@@ -145,6 +162,8 @@ class Totals:
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
         self.instances: dict[str, InstanceTotals] = {}
+        #: By tenant ("" without one) and model.
+        self.accounts: dict[tuple[str, str], AccountTotals] = {}
         #: Seconds of the scheduler's calls: for a request that arrived, for one that ended.
         self.arrival = Histogram(DECISION_S)
         self.end = Histogram(DECISION_S)
@@ -165,6 +184,16 @@ class Totals:
         if totals is None:
             totals = self.instances[name] = InstanceTotals()
         return totals
+
+    def account(self, tenant: str | None, model: str) -> AccountTotals:
+        """Use of a model by a tenant."""
+        key = (tenant or "", model)
+        account = self.accounts.get(key)
+        if account is None:
+            if len(self.accounts) >= ACCOUNTS_MAX:
+                key = (OTHER_TENANTS, OTHER_MODELS)
+            account = self.accounts.setdefault(key, AccountTotals())
+        return account
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
         """A lease on an instance ended and its request is retried."""
@@ -201,8 +230,14 @@ class Totals:
         request, lease, ttft_s = record.request, record.lease, record.ttft_s
         model = self.model(request.model)
         model.queue.observe(record.queue_s)
+        account = self.account(request.tenant, request.model)
+        account.requests += 1
+        account.queue_s += record.queue_s
         if lease is None:
             return
+        account.prompt_tokens += record.prompt_tokens_total
+        account.cached_prompt_tokens += record.cached_tokens or 0
+        account.output_tokens += lease.output_tokens
         instance = self.instance(lease.instance)
         instance.ended(outcome)
         instance.output_tokens += lease.output_tokens

@@ -14,6 +14,8 @@ import queue
 import threading
 from collections.abc import Iterator
 
+from hetlb.proxy.telemetry.events import FORMATTERS
+
 _FLUSH_S = 0.2
 #: Batches that may wait for a slow reader.
 _MAX_BATCHES = 500
@@ -105,11 +107,12 @@ class LogHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def logging_to_stderr() -> Iterator[None]:
-    """Send what is logged to stderr without ever waiting for who reads it."""
+def logging_to_stderr(style: str = "keyvalue") -> Iterator[None]:
+    """Send events to stderr without ever waiting for the reader; `style` is `proxy.request_log_format`."""
     writer = LogWriter(_STDERR, "log")
     handler = LogHandler(writer)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    handler.setFormatter(FORMATTERS[style]())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         yield
     finally:

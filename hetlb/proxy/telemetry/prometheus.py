@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -22,7 +22,7 @@ from hetlb.build import compiled
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
-from hetlb.proxy.telemetry.counters import InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
 from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,6 +55,8 @@ class MetricsSource(Protocol):
     def lost_lines(self) -> int: ...
     @property
     def workers(self) -> Sequence[WorkerState]: ...
+    @property
+    def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
     def now(self) -> float: ...
 
 
@@ -121,7 +123,25 @@ class MetricsPage:
             [source.lost_lines],
         )  # fmt: skip
         queue = scheduler.queue
-        yield _family("hetlb_queue_requests", "gauge", "Requests waiting for an instance.", [len(queue)])
+        models = _model_load(scheduler)
+        yield _family(
+            "hetlb_queue_requests", "gauge", "Requests waiting for an instance, by model.",
+            [f'{{model="{_escape(each.model)}"}} {each.queued}' for each in models],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_model_instances", "gauge", "Instances of the model that take requests.",
+            [f'{{model="{_escape(each.model)}"}} {each.instances}' for each in models],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_model_saturation_ratio", "gauge",
+            "Sequences running and requests waiting, over the places there are; KV cache promised, if more.",
+            [f'{{model="{_escape(each.model)}"}} {each.saturation!r}' for each in models],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_model_free_places", "gauge", "Sequences that could run at once besides those that do.",
+            [f'{{model="{_escape(each.model)}"}} {each.free_places}' for each in models],
+        )  # fmt: skip
+        yield from _accounts(totals)
         yield _family("hetlb_queue_bytes", "gauge", "Bytes of the bodies waiting.", [queue.bytes])
         oldest_at = queue.oldest_at()
         yield _family(
@@ -129,6 +149,8 @@ class MetricsPage:
             [0.0 if oldest_at is None else now - oldest_at],
         )  # fmt: skip
         yield from self._models(totals)
+        if source.stages:
+            yield from self._stages(source)
         calls = {"arrival": totals.arrival, "end": totals.end}
         yield _family(
             "hetlb_decision_seconds", "histogram", "Time of one call of the scheduler, by what happened.",
@@ -155,6 +177,26 @@ class MetricsPage:
             [f'{{worker="{each.number}"}} {each.hangs}' for each in workers],
         )  # fmt: skip
         yield generate_latest(self._process).decode()
+
+    def _stages(self, source: MetricsSource) -> Iterator[Piece]:
+        """Series of the workers that instances made of stages have."""
+        found = [
+            (f'{{server="{_escape(server)}",stage="{_escape(stage["name"])}"}}', stage)
+            for server, documents in source.stages.items()
+            for stage in documents()
+        ]
+        yield _family(
+            "hetlb_stage_up", "gauge", "1 while a stage is used.",
+            [f"{labels} {int(stage['state'] == 'up')}" for labels, stage in found],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_stage_in_flight", "gauge", "Requests whose path crosses a stage.",
+            [f"{labels} {stage['in_flight']}" for labels, stage in found],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_stage_kv_reserved_token_layers", "gauge", "KV cache booked on a stage.",
+            [f"{labels} {stage['kv_reserved_token_layers']}" for labels, stage in found],
+        )  # fmt: skip
 
     def _models(self, totals: Totals) -> Iterator[Piece]:
         families: tuple[tuple[str, str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
@@ -349,6 +391,71 @@ class MetricsPage:
             if len(known) > len(names):
                 for name in known.keys() - names:
                     del known[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Load of the instances of one model. `saturation` may exceed 1: requests wait."""
+
+    model: str
+    instances: int
+    queued: int
+    free_places: int
+    saturation: float
+
+
+def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
+    """The load of every model that is served or waited for."""
+    queued: dict[str, int] = {}
+    for entry in scheduler.queue:
+        queued[entry.request.model] = queued.get(entry.request.model, 0) + 1
+    loads = []
+    for model in dict.fromkeys([*scheduler.models, *queued]):
+        able = [each for each in scheduler.instances if each.routable and each.serves(model)]
+        places = sum(each.max_num_seqs for each in able)
+        running = sum(each.sequences for each in able)
+        waiting = queued.get(model, 0)
+        promised = sum(each.kv_tokens for each in able)
+        cache = sum(each.kv_cache_tokens for each in able)
+        used = max((running + waiting) / places, promised / cache) if able else float(waiting)
+        loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used))
+    return loads
+
+
+def _accounts(totals: Totals) -> Iterator[Piece]:
+    """Use of each model by each tenant."""
+    families: tuple[tuple[str, str, Callable[[AccountTotals], Number]], ...] = (
+        ("hetlb_tenant_requests_total", "Requests of the tenant that ended.", lambda each: each.requests),
+        (
+            "hetlb_tenant_prompt_tokens_total",
+            "Prompt tokens of its requests.",
+            lambda each: each.prompt_tokens,
+        ),
+        ("hetlb_tenant_output_tokens_total", "Tokens generated for it.", lambda each: each.output_tokens),
+        ("hetlb_tenant_queue_seconds_total", "Time that its requests waited.", lambda each: each.queue_s),
+    )
+    accounts = list(totals.accounts.items())
+    for name, help_text, of in families:
+        yield _family(name, "counter", help_text, [
+            f'{{tenant="{_escape(tenant)}",model="{_escape(model)}"}} {of(each)!r}'
+            for (tenant, model), each in accounts
+        ])  # fmt: skip
+
+
+def usage_document(totals: Totals) -> list[dict[str, Any]]:
+    """The entries of `GET /v1/usage`: one for every tenant and model."""
+    return [
+        {
+            "tenant": tenant or None,
+            "model": model,
+            "requests": each.requests,
+            "prompt_tokens": each.prompt_tokens,
+            "cached_prompt_tokens": each.cached_prompt_tokens,
+            "output_tokens": each.output_tokens,
+            "queue_s": each.queue_s,
+        }
+        for (tenant, model), each in sorted(totals.accounts.items())
+    ]
 
 
 def _head(name: str, kind: str, help_text: str) -> Piece:

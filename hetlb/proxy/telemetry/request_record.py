@@ -9,6 +9,7 @@ from __future__ import annotations
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.limits import Ticket
 from hetlb.proxy.telemetry.trace_context import Trace
 
 
@@ -25,7 +26,7 @@ class RequestRecord:
         "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
         "outcome", "path", "prefill_instance", "prompts", "request", "retries", "status", "streamed",
-        "tenant", "trace", "usage_prompt_tokens",
+        "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,8 @@ class RequestRecord:
         self.label = label
         #: Name of the client's API key, None where none is needed.
         self.tenant = tenant
+        #: What its key's limits reserved for it, None without limits.
+        self.ticket: Ticket | None = None
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None
         #: Phase in which it got its outcome.

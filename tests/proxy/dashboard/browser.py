@@ -101,7 +101,7 @@ class Fleet:
             ],
         }
         for name, table in tables.items():
-            document[name] = {**document.get(name, {}), **table}
+            document[name] = {**document.get(name, {}), **table} if isinstance(table, dict) else table
         if token is not None:
             (self._folder / "token").write_text(token)
             document["admin"]["token_file"] = str(self._folder / "token")

@@ -74,7 +74,7 @@ async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:
         for mine, theirs in zip(
             shown["models"][0]["instances"], fleet["models"][0]["instances"], strict=True
         ):
-            assert mine.pop("health_reason") == "probe answered"
+            assert mine["health_reason"] == "probe answered"
             assert set(mine.pop("model_factors")) == {"prefill", "mixed", "decode"}
             assert mine.keys() == theirs.keys()
         assert shown["queue"] == {"requests": 0, "bytes": 0, "models": {}, "oldest_s": None}
@@ -84,9 +84,11 @@ async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:
         assert "candidates" not in snapshot["decisions"]["last"][0]
         assert snapshot["accuracy"]["instances"] == ["i0", "i1"]
         assert snapshot["what_if"]["state"] == "idle"
-        assert (
-            "latency profile of every instance; i0, i1 are without" in snapshot["what_if"]["obstacles"]["m"]
-        )
+        assert "learnt speed of every instance; i0, i1 are without" in snapshot["what_if"]["obstacles"]["m"]
+        [balance] = snapshot["balance"]
+        assert (balance["model"], balance["balanced"]) == ("m", True)
+        assert sum(each["work_share"] for each in balance["instances"]) == pytest.approx(1.0, abs=1e-3)
+        assert sum(each["speed_share"] for each in balance["instances"]) == pytest.approx(1.0, abs=1e-3)
 
 
 async def test_what_waits_is_counted_by_model_and_age(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ async def test_without_profiles_or_instances_it_says_why(tmp_path: Path) -> None
         async with serving(tmp_path, tables) as running:
             reply = await running.admin("POST", "/v1/what-if", {"policy": "rr"})
             assert reply.message == (
-                "a simulation needs a latency profile of every instance; i1 is without one "
-                "(hetlb profile --url makes one)"
+                "a simulation needs a profile or a learnt speed of every instance; i1 is "
+                "without one until a longer answer has ended there"
             )
             for name in ("i0", "i1"):
                 await running.admin("PUT", f"/v1/fleet/instances/{name}/state", {"state": "maint"})

@@ -1,0 +1,112 @@
+"""The keys of a fleet file under `discovery:` and `profiles:`: sources of instances, profiles by label."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from hetlb.config.yaml_file import NonNegative, Port, Positive
+from hetlb.errors import ConfigError
+
+
+class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A name that stands for servers: one for each address (A, else AAAA), or for each SRV record.
+
+    Asked again when the answer's TTL is over, and after `interval_s` at the latest. `servers` are name
+    servers (`host` or `host:port`), the system's where there are none.
+    """
+
+    name: str
+    type: Literal["A", "SRV"] = "A"
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    scheme: Literal["http", "https"] = "http"
+    model: str | None = None
+    labels: dict[str, str] = {}
+    interval_s: Positive = 1.0
+    servers: tuple[str, ...] = ()
+
+
+class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pods by label, or the EndpointSlices of a service, watched at the API server.
+
+    `port` is a number or the name of a container's port. `model_label` names the label that holds the model.
+    Without `namespace`, `api_server`, `token_file` and `ca_file` those of hetlb's own pod are used.
+    """
+
+    resource: Literal["pods", "endpointslices"] = "pods"
+    namespace: str | None = None
+    selector: str = ""
+    service: str | None = None
+    port: Port | str = 8000
+    scheme: Literal["http", "https"] = "http"
+    model: str | None = None
+    model_label: str | None = None
+    api_server: str | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+
+
+class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sources of instances besides `models`.
+
+    `files` are files or folders of files with `models`, as in a fleet file; the fleet file itself may be one
+    of them and is then reloaded when it changes. `poll_s`: how often files are looked at where the kernel
+    does not tell of changes. `ttl_s`: for how long a registration holds that does not say so, 0 for ever.
+    """
+
+    files: tuple[str, ...] = ()
+    dns: tuple[DnsTable | str, ...] = ()
+    kubernetes: KubernetesTable | tuple[KubernetesTable, ...] = ()
+    poll_s: Positive = 1.0
+    ttl_s: NonNegative = 0.0
+
+    @property
+    def names(self) -> tuple[DnsTable, ...]:
+        """The DNS names as tables."""
+        return tuple(DnsTable(name=each) if isinstance(each, str) else each for each in self.dns)
+
+    @property
+    def clusters(self) -> tuple[KubernetesTable, ...]:
+        """The Kubernetes sources."""
+        return (self.kubernetes,) if isinstance(self.kubernetes, KubernetesTable) else self.kubernetes
+
+
+#: Labels under which Kubernetes says what GPU a node has: nodes bear them, and pods select by them.
+GPU_LABELS = ("gpu", "nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+_SELECTOR = re.compile(r"[A-Za-z0-9._/-]+(?:=[^,=]*)?(?:,[A-Za-z0-9._/-]+=[^,=]*)*")
+
+
+def parse_selector(text: str, key: str) -> dict[str, str]:
+    """`gpu=H100,tp=2` as a mapping; a word alone names a GPU. Raises `ConfigError`."""
+    if _SELECTOR.fullmatch(text) is None:
+        raise ConfigError(f"{key}: expected labels like gpu=H100,tp=2 or the name of a GPU, got {text!r}")
+    if "=" not in text:
+        return {"gpu": text}
+    return dict(part.split("=", 1) for part in text.split(","))
+
+
+def gpu_of(labels: Mapping[str, str]) -> str:
+    """The GPU that labels name, "" where none does."""
+    return next((labels[name] for name in GPU_LABELS if labels.get(name)), "")
+
+
+def select_profile(labels: Mapping[str, str], profiles: Mapping[str, str]) -> str | None:
+    """The profile of the selector that fits the labels and names most of them; of several the first."""
+    best: tuple[int, str] | None = None
+    for text, profile in profiles.items():
+        wanted = parse_selector(text, "profiles")
+        fits = all(_fits(name, value, labels) for name, value in wanted.items())
+        if fits and (best is None or len(wanted) > best[0]):
+            best = len(wanted), profile
+    return None if best is None else best[1]
+
+
+def _fits(name: str, value: str, labels: Mapping[str, str]) -> bool:
+    if name != "gpu":
+        return labels.get(name) == value
+    # Nodes say NVIDIA-H100-80GB-HBM3 where a file says H100.
+    gpu = gpu_of(labels).lower()
+    return value.lower() == gpu or value.lower() in re.split(r"[-_ ]", gpu)

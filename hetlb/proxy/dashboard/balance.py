@@ -1,0 +1,144 @@
+"""True if the work is shared as the speeds say, by model: figures per instance and one sentence.
+
+Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
+instance should have is its speed at the mean request over that of all that take requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetlb.core.demand import PROMPT_WEIGHT
+from hetlb.core.instance import Instance
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import AdminState, Health
+from hetlb.proxy.telemetry.history import History, Row
+
+#: Requests that ended within so many seconds count.
+WINDOW_S: Final = 60.0
+#: Shares that differ by no more than this are alike.
+NEAR: Final = 0.1
+#: An instance with less than this share of the work is idle.
+IDLE: Final = 0.02
+#: Below this share of the places in use the load is light.
+LIGHT: Final = 0.5
+_BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One instance: its share of the work and of the speed (0 to 1), and how full it is.
+
+    `out` says why it takes no requests, "" where it does. `tokens_per_s` are output tokens; `busy` is the
+    share of its places in use.
+    """
+
+    name: str
+    work_share: float
+    speed_share: float
+    tokens_per_s: float
+    busy: float
+    out: str = ""
+
+
+def sentence(parts: Sequence[Part], waiting: int, policy: str, requests: int = 1 << 30) -> tuple[bool, str]:
+    """True if the work is shared as it should be, and a sentence that says so.
+
+    Of few `requests` one more or less is a large share.
+    """
+    able = [part for part in parts if not part.out]
+    out = "; ".join(f"{part.name} is {part.out}" for part in parts if part.out)
+    tail = f" ({out})" if out else ""
+    if not able:
+        return False, f"No instance takes requests{tail}."
+    if not any(part.work_share for part in parts):
+        return True, f"No request ended in the last minute{tail}."
+    if len(able) == 1:
+        return True, f"{able[0].name} is the only one that takes requests{tail}."
+    off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
+    if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
+        worst = round(100 * abs(off.work_share - off.speed_share))
+        return True, f"Balanced: each has the share of its speed, within {worst} points{tail}."
+    less = min(able, key=lambda part: part.work_share - part.speed_share)
+    more = max(able, key=lambda part: part.work_share - part.speed_share)
+    state = "idle" if less.work_share < IDLE else "less busy than its speed"
+    begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
+    if policy not in _BY_SPEED:
+        return False, f"{begin}the policy {policy} does not go by speed{tail}."
+    if not waiting and more.busy < LIGHT:
+        return True, f"{begin}the load is light, and a request ends soonest there{tail}."
+    if waiting:
+        return False, f"{begin}{waiting} wait, and are too large for it or wait for a faster one{tail}."
+    return False, f"{begin}look at the last decisions to see why{tail}."
+
+
+def _of(part: Part) -> str:
+    return f"{100 * part.work_share:.0f} % of the work, {100 * part.speed_share:.0f} % of the speed"
+
+
+def parts(
+    instances: Sequence[Instance], rows: Iterable[Row], speed: dict[str, float], span_s: float
+) -> list[Part]:
+    """The figures of the instances of one model, from the requests that ended in `span_s` seconds."""
+    work = {instance.name: 0.0 for instance in instances}
+    tokens = dict(work)
+    for row in rows:
+        if row.instance in work:
+            work[row.instance] += PROMPT_WEIGHT * row.prompt_tokens_total + row.output_tokens
+            tokens[row.instance] += row.output_tokens
+    whole = sum(work.values())
+    fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
+    return [
+        Part(
+            each.name,
+            work[each.name] / whole if whole else 0.0,
+            speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,
+            tokens[each.name] / span_s,
+            each.sequences / each.max_num_seqs,
+            _out(each),
+        )
+        for each in instances
+    ]
+
+
+def _out(instance: Instance) -> str:
+    """Reason for which an instance takes no requests, "" where it does."""
+    if instance.admin is not AdminState.READY:
+        return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
+    if instance.health.state is Health.EJECTED:
+        return "ejected"
+    return "asleep" if instance.asleep else ""
+
+
+def documents(
+    scheduler: Scheduler, history: History, pools: dict[str, list[Instance]], now: float
+) -> list[dict[str, Any]]:
+    """The part of a snapshot that says whether each model's work is balanced."""
+    rows = list(history.between(now - WINDOW_S, now + 1.0))
+    waiting = scheduler.queue.by_model()
+    found = []
+    for model, instances in pools.items():
+        speed = scheduler.speeds(model, instances)
+        each = parts(instances, rows, speed, WINDOW_S)
+        names = {instance.name for instance in instances}
+        requests = sum(row.instance in names for row in rows)
+        balanced, text = sentence(each, waiting.get(model, 0), scheduler.policy_name, requests)
+        found.append(
+            {
+                "model": model,
+                "balanced": balanced,
+                "sentence": text,
+                "instances": [
+                    {
+                        "name": part.name,
+                        "work_share": round(part.work_share, 4),
+                        "speed_share": round(part.speed_share, 4),
+                        "output_tokens_per_s": round(part.tokens_per_s, 2),
+                    }
+                    for part in each
+                ],
+            }
+        )
+    return found

@@ -1,0 +1,100 @@
+"""Instances behind a DNS name: one for each address, or for each SRV record of the best priority.
+
+A name that does not exist has no instances; a name server that does not answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from hetlb.config.discovery import DnsTable
+from hetlb.errors import ConfigError
+from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
+
+#: How long an answer may take.
+_TIMEOUT_S = 2.0
+#: A TTL of 0 is asked again after so long.
+_LEAST_S = 0.1
+
+
+def check_installed(where: str) -> None:
+    """Raise `ConfigError` unless the resolver is there."""
+    try:
+        import dns.asyncresolver  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}discovery.dns: expected dnspython: pip install 'hetlb[discovery]'"
+        ) from error
+
+
+class DnsSource:
+    """The servers of one name."""
+
+    def __init__(self, table: DnsTable) -> None:
+        from dns.asyncresolver import Resolver
+
+        self.name = f"dns {table.name}"
+        self._table = table
+        self._resolver = Resolver(configure=not table.servers)
+        if table.servers:
+            first = [
+                server.rpartition(":") if server.count(":") == 1 else (server, "", "53")
+                for server in table.servers
+            ]
+            self._resolver.nameservers = [host for host, _, _ in first]
+            self._resolver.nameserver_ports = {host: int(port) for host, _, port in first}
+        self._resolver.cache = None
+        self._resolver.lifetime = _TIMEOUT_S
+
+    async def run(self, publish: Publish) -> None:
+        """Publish the servers of the name; ask again when the answer is too old."""
+        while True:
+            found, ttl_s = await self._ask()
+            publish(found)
+            await asyncio.sleep(max(_LEAST_S, min(ttl_s, self._table.interval_s)))
+
+    async def _ask(self) -> tuple[list[Found], float]:
+        """The servers there are now, and for how many seconds the answer holds."""
+        table = self._table
+        if table.type == "SRV":
+            records, ttl_s = await self._records("SRV")
+            best = min((record.priority for record in records), default=0)
+            pairs = [
+                (f"{str(record.target).rstrip('.')}:{record.port}", max(1, record.weight))
+                for record in records
+                if record.priority == best
+            ]
+        else:
+            records, ttl_s = await self._records("A")
+            if not records:
+                records, ttl_s = await self._records("AAAA")
+            pairs = [
+                (
+                    f"[{text}]:{table.port}"
+                    if ":" in (text := str(record.address))
+                    else f"{text}:{table.port}",
+                    1,
+                )
+                for record in records
+            ]
+        return [
+            Found(where, f"{table.scheme}://{where}", table.model or "", table.labels, weight=weight)
+            for where, weight in sorted(pairs)
+        ], ttl_s
+
+    async def _records(self, kind: str) -> tuple[Sequence, float]:  # type: ignore[type-arg]
+        from dns.exception import DNSException
+        from dns.resolver import NXDOMAIN
+
+        try:
+            answer = await self._resolver.resolve(
+                self._table.name, kind, raise_on_no_answer=False, search=True
+            )
+        except NXDOMAIN:
+            return [], self._table.interval_s
+        except DNSException as error:
+            raise SourceFailedError(f"no answer: {' '.join(str(error).split())[:200]}") from error
+        if answer.rrset is None:
+            return [], self._table.interval_s
+        return list(answer.rrset), float(answer.rrset.ttl)

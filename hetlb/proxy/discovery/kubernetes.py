@@ -1,0 +1,379 @@
+"""Instances in Kubernetes: pods by label, or the EndpointSlices of a service, listed once and then watched.
+
+`Watch` keeps the objects of one resource (API concepts, "Efficient detection of changes"): it asks for a
+list, then for what changed since its `resourceVersion`; a connection that ends is resumed from the last
+version or bookmark; an expired version (410) begins with a list again. `KubernetesSource` makes servers of
+the objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+
+from hetlb.config.discovery import GPU_LABELS, KubernetesTable
+from hetlb.errors import ConfigError
+from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
+
+#: Where a pod finds its own token, authority and namespace.
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+#: A watch is ended by the server after so long, and given up when nothing comes for a little longer.
+WATCH_S: Final = 60
+_CONNECT_S: Final = 5.0
+_LIST_S: Final = 30.0
+#: A connection that ended is made again after so long.
+_AGAIN_S: Final = 0.2
+#: Objects of one page of a list.
+_PAGE: Final = 500
+#: A longer line is no object.
+_MOST_BYTES: Final = 16 << 20
+
+
+class Metadata(msgspec.Struct, rename="camel"):
+    """`metadata` of an object or a list."""
+
+    name: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = {}
+    deletion_timestamp: str | None = None
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class Item(msgspec.Struct, rename="camel"):
+    """Part of a pod or an EndpointSlice: what is read of either."""
+
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
+    spec: PodSpec | None = None
+    status: PodStatus | None = None
+    endpoints: list[Endpoint] | None = None
+    ports: list[SlicePort] | None = None
+
+
+class ContainerPort(msgspec.Struct, rename="camel"):
+    """One port of a container."""
+
+    container_port: int
+    name: str = ""
+
+
+class Container(msgspec.Struct):
+    """One container."""
+
+    ports: list[ContainerPort] = []
+
+
+class PodSpec(msgspec.Struct, rename="camel"):
+    """`spec` of a pod."""
+
+    node_selector: dict[str, str] = {}
+    containers: list[Container] = []
+
+
+class Condition(msgspec.Struct):
+    """One condition of a pod."""
+
+    type: str
+    status: str
+
+
+class PodStatus(msgspec.Struct, rename="camel"):
+    """`status` of a pod."""
+
+    pod_ip: str = msgspec.field(default="", name="podIP")
+    phase: str = ""
+    conditions: list[Condition] = []
+
+
+class Target(msgspec.Struct):
+    """The object behind an endpoint."""
+
+    name: str = ""
+
+
+class Conditions(msgspec.Struct):
+    """Conditions of an endpoint; `ready` None counts as ready (EndpointSlice v1)."""
+
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class Endpoint(msgspec.Struct, rename="camel"):
+    """One endpoint of a slice."""
+
+    addresses: list[str] = []
+    conditions: Conditions = msgspec.field(default_factory=Conditions)
+    target_ref: Target | None = None
+
+
+class SlicePort(msgspec.Struct):
+    """One port of a slice."""
+
+    name: str | None = None
+    port: int | None = None
+
+
+class ItemList(msgspec.Struct):
+    """An answer to a list."""
+
+    metadata: Metadata
+    items: list[Item] | None = None
+
+
+class WatchEvent(msgspec.Struct):
+    """One line of a watch."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class Status(msgspec.Struct):
+    """An error of the API server."""
+
+    code: int = 0
+    message: str = ""
+
+
+class ExpiredError(Exception):
+    """The server does not know the version any more (410)."""
+
+
+class ApiServer:
+    """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
+
+    def __init__(self, table: KubernetesTable, base: Path) -> None:
+        host, port = (
+            os.environ.get("KUBERNETES_SERVICE_HOST"),
+            os.environ.get("KUBERNETES_SERVICE_PORT", "443"),
+        )
+        if table.api_server is None and not host:
+            raise ConfigError(
+                "discovery.kubernetes.api_server: expected a URL outside of a cluster, but the key is missing"
+            )
+        in_cluster = f"https://[{host}]:{port}" if host and ":" in host else f"https://{host}:{port}"
+        self.url = (table.api_server or in_cluster).rstrip("/")
+        own = table.api_server is None
+        self._token = self._path(table.token_file, base, ACCOUNT / "token" if own else None)
+        self._ca = self._path(table.ca_file, base, ACCOUNT / "ca.crt" if own else None)
+        self.namespace = table.namespace or self._own_namespace()
+
+    @staticmethod
+    def _path(name: str | None, base: Path, default: Path | None) -> Path | None:
+        return default if name is None else base / name
+
+    @staticmethod
+    def _own_namespace() -> str:
+        with contextlib.suppress(OSError):
+            return (ACCOUNT / "namespace").read_text().strip() or "default"
+        return "default"
+
+    def tls(self) -> ssl.SSLContext | bool:
+        """The authorities that may have signed its certificate. Raises `SourceFailedError`."""
+        if self._ca is None:
+            return True
+        try:
+            return ssl.create_default_context(cafile=self._ca)
+        except OSError as error:
+            raise SourceFailedError(f"{self._ca}: expected PEM certificates: {error.strerror}") from error
+
+    def headers(self) -> dict[str, str]:
+        """The token as a header. Raises `SourceFailedError`."""
+        if self._token is None:
+            return {}
+        try:
+            return {"authorization": f"Bearer {self._token.read_text().strip()}"}
+        except OSError as error:
+            raise SourceFailedError(f"{self._token}: expected a token: {error.strerror}") from error
+
+
+class Watch:
+    """Keeps the objects at a path; `changed` gets all of them, by name, after every change."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        path: str,
+        selector: str,
+        changed: Callable[[Mapping[str, Item]], None],
+    ) -> None:
+        self._api = api
+        self._path = path
+        self._query = {"labelSelector": selector} if selector else {}
+        self._changed = changed
+        self._items: dict[str, Item] = {}
+        self._version = ""
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises `SourceFailedError` or `aiohttp.ClientError` where a list fails."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=WATCH_S + 15)
+        connector = aiohttp.TCPConnector(ssl=self._api.tls())
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            while True:
+                async with asyncio.timeout(_LIST_S):
+                    await self._list(session)
+                self._changed(self._items)
+                with contextlib.suppress(ExpiredError):
+                    while True:
+                        await self._resume(session)
+
+    async def _resume(self, session: aiohttp.ClientSession) -> None:
+        """One connection of the watch, until it ends. Raises `ExpiredError`."""
+        try:
+            async for event in self._events(session):
+                self._take(event)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            pass  # whatever broke: what was seen until then is known, and the version with it
+        await asyncio.sleep(_AGAIN_S)
+
+    async def _list(self, session: aiohttp.ClientSession) -> None:
+        items: dict[str, Item] = {}
+        page = ""
+        while True:
+            query = {**self._query, "limit": str(_PAGE), **({"continue": page} if page else {})}
+            async with session.get(self._url(query), headers=self._api.headers()) as reply:
+                body = await reply.read()
+                if reply.status == 410 and page:  # the pages are too old: from the beginning
+                    items, page = {}, ""
+                    continue
+                if reply.status != 200:
+                    raise SourceFailedError(f"{self._path} answers {reply.status}: {_message(body)}")
+            try:
+                part = msgspec.json.decode(body, type=ItemList)
+            except msgspec.DecodeError as error:
+                raise SourceFailedError(f"{self._path}: expected a list of objects: {error}") from error
+            items.update((each.metadata.name, each) for each in part.items or ())
+            page = part.metadata.continue_
+            if not page:
+                self._items, self._version = items, part.metadata.resource_version
+                return
+
+    async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[WatchEvent]:
+        query = {
+            **self._query,
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(WATCH_S),
+        }
+        async with session.get(self._url(query), headers=self._api.headers()) as reply:
+            if reply.status == 410:
+                raise ExpiredError
+            if reply.status != 200:
+                raise SourceFailedError(
+                    f"{self._path} answers {reply.status}: {_message(await reply.read())}"
+                )
+            rest = b""
+            async for piece in reply.content.iter_any():
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > _MOST_BYTES:
+                    raise SourceFailedError(f"{self._path}: a line has more than {_MOST_BYTES} bytes")
+                for line in lines:
+                    if line.strip():
+                        yield msgspec.json.decode(line, type=WatchEvent)
+
+    def _take(self, event: WatchEvent) -> None:
+        """One change. Raises `ExpiredError`."""
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=Status)
+            if status.code == 410:
+                raise ExpiredError
+            raise SourceFailedError(f"{self._path}: {status.message or status.code}")
+        item = msgspec.json.decode(event.object, type=Item)
+        self._version = item.metadata.resource_version or self._version
+        if event.type == "BOOKMARK":
+            return
+        if event.type == "DELETED":
+            self._items.pop(item.metadata.name, None)
+        else:
+            self._items[item.metadata.name] = item
+        self._changed(self._items)
+
+    def _url(self, query: Mapping[str, str]) -> str:
+        return f"{self._api.url}{self._path}?{urlencode(query)}"
+
+
+def _message(body: bytes) -> str:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(body, type=Status).message[:200]
+    return "no reason given"
+
+
+class KubernetesSource:
+    """The servers of one selector or service."""
+
+    def __init__(self, table: KubernetesTable, base: Path) -> None:
+        self._table = table
+        self._api = ApiServer(table, base)
+        namespace = self._api.namespace
+        self.name = f"kubernetes {table.resource} {table.service or table.selector} in {namespace}"
+        selector = table.selector
+        if table.resource == "pods":
+            self._path = f"/api/v1/namespaces/{namespace}/pods"
+        else:
+            self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+            if table.service:
+                named = f"kubernetes.io/service-name={table.service}"
+                selector = f"{selector},{named}" if selector else named
+        self._selector = selector
+
+    async def run(self, publish: Publish) -> None:
+        """Publish the servers that are ready, after every change."""
+        servers = self._of_pods if self._table.resource == "pods" else self._of_slices
+        watch = Watch(self._api, self._path, self._selector, lambda items: publish(servers(items)))
+        try:
+            await watch.run()
+        except aiohttp.ClientError as error:
+            raise SourceFailedError(f"{self._api.url}: {error}") from error
+
+    def _of_pods(self, items: Mapping[str, Item]) -> list[Found]:
+        return [found for item in items.values() if (found := self._of_pod(item)) is not None]
+
+    def _of_pod(self, item: Item) -> Found | None:
+        """The server of a pod that is ready and not about to end."""
+        status, spec, meta = item.status or PodStatus(), item.spec or PodSpec(), item.metadata
+        ready = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
+        if not status.pod_ip or not ready or meta.deletion_timestamp is not None:
+            return None
+        port = self._table.port
+        if isinstance(port, str):
+            ports = [each for container in spec.containers for each in container.ports if each.name == port]
+            if not ports:
+                return None
+            port = ports[0].container_port
+        node = {name: value for name, value in spec.node_selector.items() if name in GPU_LABELS}
+        return self._found(meta.name, status.pod_ip, port, {**node, **meta.labels})
+
+    def _of_slices(self, items: Mapping[str, Item]) -> list[Found]:
+        """The servers of all slices, each once: two slices may hold one endpoint while it moves."""
+        servers: dict[str, Found] = {}
+        for item in items.values():
+            port = self._slice_port(item)
+            for endpoint in item.endpoints or ():
+                conditions = endpoint.conditions
+                if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
+                    continue
+                name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
+                found = self._found(name, endpoint.addresses[0], port, item.metadata.labels)
+                servers[found.name] = found
+        return list(servers.values())
+
+    def _slice_port(self, item: Item) -> int | None:
+        wanted = self._table.port
+        for each in item.ports or ():
+            if wanted in (each.port, each.name):
+                return each.port
+        return wanted if isinstance(wanted, int) else None
+
+    def _found(self, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
+        table = self._table
+        where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        model = labels.get(table.model_label, "") if table.model_label else ""
+        return Found(name or where, f"{table.scheme}://{where}", model or table.model or "", dict(labels))

@@ -1,0 +1,65 @@
+"""systemd's two protocols: sockets that it listens on for us, and what we tell it of our state.
+
+`sd_listen_fds(3)`: descriptors from 3 on, with names in `LISTEN_FDNAMES`; `sd_notify(3)`: datagrams to
+`NOTIFY_SOCKET`. Both are a few lines and need no library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Final
+
+_FIRST_FD: Final = 3
+#: The name of the admin listener's socket (`FileDescriptorName=admin`); all others are for clients.
+ADMIN: Final = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Sockets that listen already: those for clients, those of the admin listener. Empty: bind new ones."""
+
+    main: tuple[socket.socket, ...] = ()
+    admin: tuple[socket.socket, ...] = ()
+
+
+NO_LISTENERS: Final = Listeners()
+
+
+def inherited() -> Listeners:
+    """The sockets that systemd listens on for this process; the variables are taken out."""
+    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
+    count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
+    if pid != str(os.getpid()) or not count.isdigit():
+        return Listeners()
+    main: list[socket.socket] = []
+    admin: list[socket.socket] = []
+    for index in range(int(count)):
+        one = socket.socket(fileno=_FIRST_FD + index)
+        os.set_inheritable(one.fileno(), False)
+        one.setblocking(False)
+        (admin if index < len(names) and names[index] == ADMIN else main).append(one)
+    return Listeners(tuple(main), tuple(admin))
+
+
+def notify(*lines: str) -> None:
+    """Tell systemd of our state: `READY=1`, `STOPPING=1`. Without systemd it does nothing."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    address = "\0" + path[1:] if path.startswith("@") else path
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.sendto("\n".join(lines).encode(), address)
+
+
+@contextlib.contextmanager
+def reloading():  # type: ignore[no-untyped-def]
+    """Tell systemd that a reload begins, and when it is over (`Type=notify-reload`)."""
+    notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+    try:
+        yield
+    finally:
+        notify("READY=1")

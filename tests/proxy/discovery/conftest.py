@@ -1,0 +1,216 @@
+"""Name servers, API servers and fleets for tests of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import dns.flags
+import dns.message
+import dns.rcode
+import dns.rrset
+import msgspec
+import pytest_asyncio
+import uvloop
+from aiohttp import web
+from proxy.conftest import turns_until
+from proxy.services import Engine, Running
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of `hetlb serve`."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers with `records`, (name, type) to texts of records; a name without any does not exist."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[str, str], list[str]] = {}
+        self.ttl = 1
+        self.silent = False
+        self.queries = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    @property
+    def address(self) -> str:
+        host, port = self._transport.get_extra_info("sockname")[:2]
+        return f"{host}:{port}"
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        self.queries += 1
+        if self.silent:
+            return
+        query = dns.message.from_wire(data)
+        [question] = query.question
+        name, kind = question.name.to_text(omit_final_dot=True), dns.rdatatype.to_text(question.rdtype)
+        answer = dns.message.make_response(query)
+        answer.flags |= dns.flags.RA
+        if texts := self.records.get((name, kind)):
+            answer.answer.append(dns.rrset.from_text(question.name, self.ttl, "IN", kind, *texts))
+        elif not any(known == name for known, _ in self.records):
+            answer.set_rcode(dns.rcode.NXDOMAIN)
+        self._transport.sendto(answer.to_wire(), addr)
+
+
+@pytest_asyncio.fixture
+async def name_server() -> AsyncIterator[NameServer]:
+    transport, server = await asyncio.get_running_loop().create_datagram_endpoint(
+        NameServer, local_addr=("127.0.0.1", 0)
+    )
+    yield server
+    transport.close()
+
+
+class ApiServer:
+    """The part of a Kubernetes API server that a watch sees, as its documentation describes it.
+
+    Objects have a `resourceVersion` that grows; a watch gets what came after its version, bookmarks, and 410
+    where its version is older than `oldest`. `cut` ends all open watches without a word.
+    """
+
+    def __init__(self) -> None:
+        self.version = 100
+        self.oldest = 0
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.history: list[tuple[int, str, dict[str, Any]]] = []
+        self.changed = asyncio.Condition()
+        self.lists = 0
+        self.watches: list[str] = []
+        self.tokens: list[str | None] = []
+        self._open: set[asyncio.Task[Any]] = set()
+
+    async def put(self, item: dict[str, Any]) -> None:
+        name = item["metadata"]["name"]
+        await self._happen("MODIFIED" if name in self.objects else "ADDED", item)
+        self.objects[name] = item
+
+    async def delete(self, name: str) -> None:
+        await self._happen("DELETED", self.objects.pop(name))
+
+    async def bookmark(self) -> None:
+        await self._happen("BOOKMARK", {"metadata": {}})
+
+    async def error(self, code: int) -> None:
+        """Say in the stream that something failed."""
+        await self._happen("ERROR", {"kind": "Status", "code": code, "message": "too old resource version"})
+
+    async def _happen(self, kind: str, item: dict[str, Any]) -> None:
+        self.version += 1
+        if kind != "ERROR":
+            item["metadata"]["resourceVersion"] = str(self.version)
+        async with self.changed:
+            self.history.append((self.version, kind, msgspec.json.decode(msgspec.json.encode(item))))
+            self.changed.notify_all()
+
+    def expire(self) -> None:
+        """Forget what has happened: watches must begin with a list."""
+        self.oldest = self.version + 1
+
+    async def cut(self) -> None:
+        """End the connections of all watches."""
+        for task in list(self._open):
+            task.cancel()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("authorization"))
+        if request.query.get("watch") == "1":
+            return await self._watch(request)
+        self.lists += 1
+        first = int(request.query.get("continue", 0))
+        names = sorted(self.objects)
+        page = names[first : first + 2]  # small pages: a client must ask for the rest
+        more = str(first + 2) if first + 2 < len(names) else ""
+        items = [self.objects[name] for name in page]
+        return web.json_response(
+            {"metadata": {"resourceVersion": str(self.version), "continue": more}, "items": items}
+        )
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        since = int(request.query["resourceVersion"])
+        assert request.query["allowWatchBookmarks"] == "true"
+        self.watches.append(request.query["resourceVersion"])
+        if since < self.oldest:
+            return web.json_response({"kind": "Status", "code": 410, "message": "expired"}, status=410)
+        reply = web.StreamResponse(headers={"content-type": "application/json"})
+        await reply.prepare(request)
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            while True:
+                if not any(version > since for version, _, _ in self.history):
+                    async with self.changed:
+                        await self.changed.wait()
+                for version, kind, item in list(self.history):
+                    if version > since:
+                        line = msgspec.json.encode({"type": kind, "object": item}) + b"\n"
+                        for at in range(0, len(line), 40):  # lines come in pieces
+                            await reply.write(line[at : at + 40])
+                        since = version
+        finally:
+            self._open.discard(task)
+            if request.transport is not None:
+                request.transport.abort()
+
+
+@pytest_asyncio.fixture
+async def api_server() -> AsyncIterator[tuple[ApiServer, str]]:
+    server = ApiServer()
+    app = web.Application()
+    app.router.add_get("/{tail:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await server.cut()
+    await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def engines() -> AsyncIterator[list[Engine]]:
+    """Eight engines."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(Engine()) for _ in range(8)]  # type: ignore[misc]
+
+
+@contextlib.asynccontextmanager
+async def load(running: Running) -> AsyncIterator[list[int]]:
+    """Requests without a pause in the background; yields their statuses. All must be 200."""
+    statuses: list[int] = []
+    over = False
+
+    async def ask() -> None:
+        while not over:
+            statuses.append((await running.ask()).status)
+
+    tasks = [asyncio.create_task(ask()) for _ in range(4)]
+    try:
+        yield statuses
+    finally:
+        over = True
+        await asyncio.gather(*tasks)
+    assert set(statuses) == {200}
+
+
+def port(url: str) -> int:
+    """The port of a URL."""
+    return int(url.rpartition(":")[2])
+
+
+async def converged(running: Running, engines: list[Engine], used: int) -> None:
+    """The fleet is the first `used` engines: each of them gets requests, and the others none from now on."""
+    ports = {port(engine.url) for engine in engines[:used]}
+    await turns_until(lambda: {port(each.spec.url) for each in running.scheduler.instances} == ports)
+    names = set(running.names)
+    open_ = running.service.driver.exchanges
+    await turns_until(lambda: all(x.lease is None or x.lease.instance in names for x in open_.values()))
+    before = [len(engine.asked) for engine in engines]
+    await turns_until(lambda: all(len(e.asked) > n for e, n in zip(engines[:used], before, strict=False)))
+    assert [len(engine.asked) for engine in engines[used:]] == before[used:]

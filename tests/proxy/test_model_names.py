@@ -1,0 +1,122 @@
+"""Aliases and fallbacks: the engine gets a name that it knows, and everything else as it came."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy.conftest import turns_until
+from proxy.services import Engine, Running, serving
+
+from hetlb.config.fleet import load_fleet
+from hetlb.errors import ConfigError
+from hetlb.proxy.model_names import rename_in_form, rename_in_json
+
+
+def fleet(large: Engine, small: Engine, **more: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "scrape": {"interval_s": 0.05},
+        "models": [
+            {"name": "large", "aliases": ["gpt-4o"], "fallback": "small",
+             "instances": [{"name": "l", "url": large.url}]},
+            {"name": "small", "instances": [{"name": "s", "url": small.url}]},
+        ],
+        **more,
+    }  # fmt: skip
+
+
+async def ask(running: Running, model: str, key: str = "") -> tuple[int, str | None]:
+    url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
+    body = {"model": model, "messages": [{"role": "user", "content": "\u00e9"}], "max_tokens": 5}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as reply:
+        return reply.status, reply.headers.get("x-hetlb-instance")
+
+
+async def test_an_alias_and_a_model_that_stands_in(tmp_path: Path) -> None:
+    async with Engine() as large, Engine() as small:
+        large.served, small.served = "large", "small"
+        async with serving(tmp_path, fleet(large, small)) as running:
+            assert await ask(running, "gpt-4o") == (200, "l")
+            sent = msgspec.json.decode(large.asked[0].body)
+            assert sent == {
+                "model": "large", "messages": [{"role": "user", "content": "\u00e9"}], "max_tokens": 5,
+            }  # fmt: skip
+            url = f"http://127.0.0.1:{running.port}/v1/models"
+            async with aiohttp.ClientSession() as session, session.get(url) as reply:
+                entries = {each["id"]: each for each in (await reply.json())["data"]}
+            assert set(entries) == {"large", "small", "gpt-4o"}
+            assert entries["gpt-4o"]["root"] == "large"
+            await running.admin("PUT", "/v1/fleet/instances/l/state", {"state": "drain"})
+            assert await ask(running, "gpt-4o") == (200, "s")
+            assert await ask(running, "large") == (200, "s")
+            assert msgspec.json.decode(small.asked[-1].body)["model"] == "small"
+            await running.admin("PUT", "/v1/fleet/instances/l/state", {"state": "ready"})
+            assert await ask(running, "large") == (200, "l")
+            assert (await ask(running, "gpt-5"))[0] == 404
+
+
+async def test_the_right_to_an_alias(tmp_path: Path) -> None:
+    rows = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "models": [model]}
+        for name, model in (("a", "gpt-4o"), ("b", "large"), ("c", "small"))
+    ]
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(rows))
+    async with Engine() as large, Engine() as small:
+        large.served, small.served = "large", "small"
+        tables = fleet(large, small, proxy={"api_keys_file": "keys.yaml"})
+        async with serving(tmp_path, tables) as running:
+            await turns_until(lambda: len(running.scheduler.models) == 2)
+            statuses = {(key, model): (await ask(running, model, key))[0]
+                        for key in "abc" for model in ("gpt-4o", "large", "small")}  # fmt: skip
+    assert {pair for pair, status in statuses.items() if status == 200} == {
+        ("a", "gpt-4o"), ("b", "gpt-4o"), ("b", "large"), ("c", "small"),
+    }  # fmt: skip
+    assert set(statuses.values()) == {200, 403}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 60), 1 << 60) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(st.dictionaries(st.text(), values), st.text(), st.text())
+def test_nothing_but_the_model_changes(document: dict[str, Any], asked: str, model: str) -> None:
+    document["model"] = asked
+    renamed = msgspec.json.decode(rename_in_json(msgspec.json.encode(document), model))
+    assert renamed == {**document, "model": model}
+    assert list(renamed) == list(document)
+
+
+def test_the_field_of_a_form() -> None:
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\ngpt-4o\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\ngpt-4o\r\n--b--\r\n'
+    )
+    assert rename_in_form(body, "gpt-4o", "large") == body.replace(b"gpt-4o", b"large", 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"aliases": ["m"]}, r"models\[0\].aliases: expected names used once, got 'm' again"),
+        ({"fallback": "m"}, r"models\[0\].fallback: expected another model of this file, got 'm'"),
+        ({"fallback": "none"}, r"models\[0\].fallback: expected another model of this file, got 'none'"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    table = {"name": "m", "instances": [{"url": "http://h:1"}], **model}
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"version": 1, "models": [table]}))
+    with pytest.raises(ConfigError, match=message):
+        load_fleet(tmp_path / "fleet.yaml")
