@@ -27,11 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Pick until stopped."""
     try:
-        from hetlb.pick.service import PickService
+        from hetlb.pick.service import PickService, check_pick
     except ImportError as error:
         raise InputError(f"expected the extra `pick` (pip install 'hetlb[pick]'): {error}") from error
     fleet = _fleet_of(args)
     require_urls(fleet)
+    check_pick(fleet)
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0

@@ -83,7 +83,7 @@ class PickServer:
         self.router = Router(driver, view)
         self.state = PickerState(driver, self.router, fleet.pick, driver.access)
         self.configure(driver.table)
-        self._credentials = _credentials(fleet)
+        self._credentials = read_credentials(fleet)
         #: None without TLS, as the line of a listener that is ready shows it.
         self.tls: object | None = self._credentials
         self._server: grpc.aio.Server | None = None
@@ -188,8 +188,11 @@ class PickServer:
             await server.stop(0.0)
 
 
-def _credentials(fleet: Fleet) -> grpc.ServerCredentials | None:
-    """Certificate of the listener, None without TLS; it is read again for each connection."""
+def read_credentials(fleet: Fleet) -> grpc.ServerCredentials | None:
+    """Certificate of the listener, None without TLS; it is read again for each connection.
+
+    Raises `ConfigError`.
+    """
     table, where, base = fleet.pick.tls, fleet.where, fleet.base
     if table is None:
         if fleet.pick.client_ca_file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -162,19 +163,22 @@ async def test_fairness_objective_and_subset_reach_the_scheduler(tmp_path: Path)
         )
         hints(envoy)
 
+    log = tmp_path / "events"
     tables = {"pick": {"objectives": {"critical": 7}}}
-    async with rig(tmp_path, change=learn, **tables) as made:
-        seen: list[Any] = []
-        arrive = made.picker.scheduler.on_arrival
-        made.picker.scheduler.on_arrival = lambda r, now: (seen.append(r), arrive(r, now))[1]  # type: ignore
+    async with rig(tmp_path, change=learn, event_log=log, **tables) as made:
         headers = {"x-gateway-inference-objective": "critical", "x-gateway-inference-fairness-id": "team"}
         for _ in range(3):
             assert (await made.ask(headers=headers)).headers["x-hetlb-instance"] == "i1"
-        assert [(each.priority, each.tenant, each.subset) for each in seen] == [(-7, "team", ("i1",))] * 3
         made.picker.change(_drain("i1"))
         reply = await made.ask()
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_instance")
         assert not made.engines[0].bodies
+    with log.open() as lines:
+        facts = list(Replay(lines))
+    assert all(fact.same for fact in facts)
+    with log.open() as lines:
+        seen = [json.loads(line)["request"] for line in lines if '"kind":"arrival"' in line]
+    assert [(each["priority"], each["tenant"], each["subset"]) for each in seen] == [(-7, "team", ["i1"])] * 3
 
 
 async def test_keys_of_clients_are_checked_and_engines_get_their_own(tmp_path: Path) -> None:
