@@ -119,7 +119,7 @@ def test_the_table_names_every_node(config: Path, capsys: pytest.CaptureFixture[
         ("model.json", '"num_layers": 4', '"num_layers": 0', "num_layers: expected a whole number from 1"),
         ("model.json", "{", "[", "expected valid JSON"),
         ("model.json", '"num_layers": 4', '"num_layers": 13', "expected room for 13 layers, got 12"),
-        ("place.yaml", "model: model.json", "modell: x", "modell: unknown key"),
+        ("place.yaml", "model: model.json", "model: model.json\nmodell: x", "modell: unknown key"),
     ],
 )
 def test_bad_files_are_one_line(

@@ -53,7 +53,7 @@ turned_away(
 )
 turned_away("J1", "lone-surrogate", b'{"model":"m","prompt":"\\ud800"}')
 turned_away("J2", "deep", b"[" * 100_000, b'{"model":"m","x":' + b"[" * 100_000, b'{"a":' * 50_000)
-turned_away("J2", "ten-million", b"[" * 10_000_000, status=(413,))
+turned_away("J2", "seventy-million", b"[" * 70_000_000, status=(413,))
 turned_away("J2", "eight-million", b"[" * 8_000_000)
 turned_away(
     "J3",
@@ -166,7 +166,7 @@ closes(
     "J6",
     "chunks-over-the-limit",
     413,
-    HEAD + CHUNKED + b"\r\n" + (b"10000\r\n" + b"x" * 65536 + b"\r\n") * 130,
+    HEAD + CHUNKED + b"\r\n" + (b"100000\r\n" + b"x" * 1048576 + b"\r\n") * 65,
 )
 closes(
     "J6",

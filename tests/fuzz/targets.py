@@ -53,6 +53,7 @@ def _facts(found: Any) -> dict[str, Any]:
     """
     head = _head_of(found)
     facts = {name: getattr(head, name) for name in dir(head) if not name.startswith("__")}
+    facts = {name: value for name, value in facts.items() if not callable(value)}
     facts["headers"] = [(name, value) for name, value in head.headers if name != b"content-length"]
     if "fields" in facts:
         facts["fields"] = {name: value for name, value in head.fields.items() if name != b"content-length"}

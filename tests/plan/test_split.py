@@ -367,7 +367,7 @@ def test_a_wrong_file_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(FILE.replace(old, new))
+    path.write_text(FILE.replace(old, new, 1))
     assert main(["split", "--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
