@@ -100,7 +100,9 @@ ROWS = {
         "a slow start; what it had cached is forgotten",
     ),
     "M8": Row("all restart together", "waits, then in order of arrival; 503 after the limit", "drains"),
-    "M9": Row("two names for one address; a new address", "no error", "refused with a line; a new incarnation"),
+    "M9": Row(
+        "two names for one address; a new address", "no error", "refused with a line; a new incarnation"
+    ),
     "C1": Row("leaves before the first byte", "", "the engine's connection closes; no failure"),
     "C2": Row("leaves in the middle of a stream", "", "two more chunks at most"),
     "C3": Row("closes its sending side", "taken for gone", "as C1 and C2"),
