@@ -6,6 +6,7 @@
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
+#   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (fifteen minutes)
 #   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
@@ -22,7 +23,7 @@ BIN := .venv/bin
 # Tests wait for sockets and processes half of their time: one process more than there are cores.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm fuzz soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm test-vllm-slow fuzz soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -71,7 +72,11 @@ format: .venv/.dev
 
 test-vllm: .venv/.dev
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
-	$(BIN)/python -m pytest -m vllm tests/vllm
+	$(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
+
+test-vllm-slow: .venv/.dev
+	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+	$(BIN)/python -m pytest -m 'vllm and slow' tests/vllm
 
 .venv/.build: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check build

@@ -14,7 +14,7 @@ from engines import REPO_ROOT, VENV_PYTHON
 
 from hetlb.config.profile import load_profile
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = REPO_ROOT / "profiling" / "live.py"
 #: A wrapper that takes hetlb from this Python and vLLM from its own.
