@@ -1,4 +1,4 @@
-"""What compiling each group of modules costs and brings.
+"""Cost and gain of compiling each group of modules.
 
 `python bench/compile_modules.py build NAME` compiles the groups up to and including NAME (in the order of
 `GROUPS`) into `.cache/compile/NAME` and prints CPU seconds and sizes; `build NAME --opt 2` with gcc's -O2.

@@ -1,4 +1,4 @@
-"""What an installation weighs and how fast it starts: an empty environment, without a compiler.
+"""Size and start time of an installation: an empty environment, without a compiler.
 
 `python bench/install.py [WHEEL_OR_FOLDER]` (default: this repository) installs into a new virtual environment
 whose PATH has no compiler, prints the size of the installed tree and the time of `hetlb --help`, starts

@@ -276,7 +276,7 @@ def _show_case(case: Mapping[str, Any]) -> str:
 
 
 def orderings(document: Mapping[str, Any]) -> list[list[str]]:
-    """What the paper says of each section, seed by seed: claim, how many seeds hold, the figures."""
+    """Claims of the paper for each section, seed by seed: claim, how many seeds hold, the figures."""
     case = document["closest"]
     found = []
 

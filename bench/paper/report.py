@@ -38,7 +38,7 @@ def write_result(name: str, document: dict[str, Any]) -> None:
 
 
 def read_result(name: str) -> dict[str, Any]:
-    """What `write_result` wrote."""
+    """The document that `write_result` wrote."""
     found: dict[str, Any] = json.loads((RESULTS / f"paper-{name}.json").read_text())
     return found
 

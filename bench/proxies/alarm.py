@@ -1,6 +1,6 @@
 """A kernel timer (timerfd) for an event loop: finer than the millisecond that uvloop's own timers have.
 
-Promise: `Alarm` calls back at the time it was set for, as late as the loop is busy and no later. Times are
+`Alarm` calls back at the time it was set for, as late as the loop is busy and no later. Times are
 seconds of `time.monotonic()`. Linux only.
 """
 

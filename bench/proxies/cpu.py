@@ -1,6 +1,6 @@
 """CPU and memory of a program from outside: the scheduler's own nanosecond counts, over all its threads.
 
-Promise: `cpu_ns` is the time that the scheduler counted for all threads of a program, nothing sampled and
+`cpu_ns` is the time that the scheduler counted for all threads of a program, nothing sampled and
 nothing asked of the program. It is read through the processes' CPU clocks: the first fields of
 `/proc/PID/task/*/schedstat` summed, together with what threads that ended had run (LiteLLM ends some).
 """

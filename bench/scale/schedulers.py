@@ -18,7 +18,7 @@ from hetlb.sim.shared import SharedSimulation
 
 
 def figures(result: Any) -> dict[str, float]:
-    """What is compared."""
+    """The pairs that are compared."""
     summary = result.summary()
     return {
         key: summary[key]

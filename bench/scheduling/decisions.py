@@ -1,4 +1,4 @@
-"""What a decision costs: `python bench/scheduling/decisions.py --data DIR`, interpreted or compiled.
+"""Cost of a decision: `python bench/scheduling/decisions.py --data DIR`, interpreted or compiled.
 
 Microseconds of an arrival and of the end of an answer, medians, in a simulation of 2, 8 and 64 instances:
 half full, and with all requests at once. Prompts share nothing.

@@ -1,4 +1,4 @@
-"""Whether splitting is chosen well, request by request: mixed roles against fixed ones and against none.
+"""Choice of splitting, request by request: mixed roles against fixed ones and against none.
 
     python bench/split/per_request.py [--fleets A,B] [--requests 600] [--out FILE]
 

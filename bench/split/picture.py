@@ -1,4 +1,4 @@
-"""Where splitting gains and where it loses: the part `regions` of the results as one picture.
+"""Picture of where splitting gains and loses: the part `regions` of the results as one picture.
 
 python bench/split/picture.py [--results bench/results/split.json] [--out docs/img/split-regions.png]
 """

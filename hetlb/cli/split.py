@@ -1,6 +1,6 @@
 """`hetlb split`: groups of GPUs for prefill and for decode, their parallelism, and the KV flows between them.
 
-Promise: the plan passed `plan/check.py`. It is beside the best plan whose groups all do both, and says so
+The plan passed `plan/check.py`. It is beside the best plan whose groups all do both, and says so
 where that one is better. Ctrl-C prints the best plan so far. Exit status 2 and one line where no group holds
 the model.
 """

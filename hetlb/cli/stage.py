@@ -1,6 +1,6 @@
 """`hetlb stage`: a worker that holds some layers of a model, for `hetlb serve` with `stages:`.
 
-Promise: one line on stdout once it accepts connections; Ctrl-C or SIGTERM ends it at once with status 0.
+One line on stdout once it accepts connections; Ctrl-C or SIGTERM ends it at once with status 0.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Instance:
         self.busy_slots = 0
         self.admin = AdminState.READY
         self.removed = False
-        #: Whether its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
+        #: True if its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
         self.asleep = False
         self.profiled = spec.latency is not None
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.

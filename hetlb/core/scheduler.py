@@ -229,7 +229,7 @@ class _Attempts:
     def __init__(self) -> None:
         self.tried: list[str] = []
         self.runs = 0
-        #: Whether it is not to be split: a hand-over has failed.
+        #: True if it is not to be split: a hand-over has failed.
         self.whole = False
         #: Of the runs, those that ended with an engine saying that it is busy.
         self.turned_away = 0

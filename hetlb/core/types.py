@@ -477,7 +477,7 @@ class EngineSample(PickleByFields):
     invalid: tuple[str, ...] = ()
     preemptions: int | None = None
     kv_usage_max: float | None = None
-    #: Whether one of its engines sleeps (vLLM's sleep mode).
+    #: True if one of its engines sleeps (vLLM's sleep mode).
     asleep: bool | None = None
 
 

@@ -1,6 +1,6 @@
 """An emulated vLLM server, ready to start in this process or as `hetlb engine`.
 
-Promise: `async with EmulatedEngine(profile) as engine` accepts at `engine.url` from entry to exit, and
+`async with EmulatedEngine(profile) as engine` accepts at `engine.url` from entry to exit, and
 leaves no socket, timer or task behind. Several may run in one loop.
 """
 

@@ -110,7 +110,7 @@ class Sharing:
         )
         self._channel = f"{table.group}:leases"
         self._leader_key, self._epoch_key = f"{table.group}:leader", f"{table.group}:epoch"
-        #: Whether this picker leads, and the number of the last time that it became the leader.
+        #: True if this picker leads, and the number of the last time that it became the leader.
         self.leads = False
         self._epoch = 0
         self._heard_at: dict[str, float] = {}

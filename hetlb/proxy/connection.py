@@ -72,7 +72,7 @@ class Clients:
         self.held_bytes = 0
         #: True if each connection ends with the answer it is at.
         self.stopping = False
-        #: Whether connections are still served, each with one more answer that says that it is the last.
+        #: True if connections are still served, each with one more answer that says that it is the last.
         self.leaving = False
         #: Those with more to read than one turn takes, in the order in which they asked for another.
         self._turns: deque[ClientConnection] = deque()

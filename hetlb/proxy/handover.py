@@ -228,7 +228,7 @@ class HandOver:
         self.params: bytes | None = None
         self.body = body
         self.until = float("inf")
-        #: Whether the prompt has been read; whether the decode leg was sent without waiting for that.
+        #: True if the prompt has been read; whether the decode leg was sent without waiting for that.
         self.read = self.sent = False
         self._pending: bytes = b""
         self._pending_end = False

@@ -687,7 +687,7 @@ class Service(FleetService):
             self._leave,
         )
         self._takeover: Takeover | None = None
-        #: Whether another process accepts in place of this one.
+        #: True if another process accepts in place of this one.
         self.replaced = False
         self._kv_events = KvEventReader(self.driver.kv_events)
         self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)

@@ -1,6 +1,6 @@
 """Continuous batching of one stage: passes that wait, and the batch that runs next.
 
-Promise: passes of a lease run in order, at most one of them per batch; a batch holds at most
+Passes of a lease run in order, at most one of them per batch; a batch holds at most
 `max_num_batched_tokens` tokens and `max_num_seqs` passes (longer passes are cut: chunked prefill). First
 come, first served. Where KV blocks are missing, the youngest lease gives its blocks up if it is younger than
 the one that needs them, so the oldest always proceeds.

@@ -1,6 +1,6 @@
 """One authenticated connection between coordinator and stage, or stage and stage: a WebSocket of aiohttp.
 
-Promise: frames arrive whole and in order, or the connection ends. Nothing is accepted before both sides
+Frames arrive whole and in order, or the connection ends. Nothing is accepted before both sides
 proved that they have the key.
 """
 

@@ -1,6 +1,6 @@
 """A model's folder as it is downloaded: config.json and safetensors files.
 
-Promise: what loads is a model that `stage.model` computes exactly; anything else is one `ConfigError` line.
+What loads is a model that `stage.model` computes exactly; anything else is one `ConfigError` line.
 Only tensors of the wanted layers are read.
 """
 
@@ -84,7 +84,8 @@ class ModelConfig:
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError`."""
     try:
         raw = json.loads(path.read_bytes())
     except OSError as error:
@@ -134,7 +135,7 @@ class _Keys:
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json of a model. Raises `ConfigError`."""
     path = folder / "config.json"
-    keys = _Keys(path, _read_json(path))
+    keys = _Keys(path, read_json(path))
     raw = keys.raw
     family = raw.get("model_type")
     if family not in FAMILIES:
@@ -254,7 +255,7 @@ def tensor_files(folder: Path, names: list[str]) -> Iterator[tuple[Path, list[st
     if not index.exists():
         yield folder / "model.safetensors", names
         return
-    files = _read_json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ConfigError(f"{index}: weight_map: expected a mapping from tensors to files")
     by_file: dict[str, list[str]] = {}

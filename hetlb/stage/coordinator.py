@@ -1,6 +1,6 @@
 """Driver of `core.paths`: sends sequences over paths of stages and hands their tokens out.
 
-Promise: a sequence gets its tokens in order and one end: finished by its receiver, failed, or cancelled. A
+A sequence gets its tokens in order and one end: finished by its receiver, failed, or cancelled. A
 path that breaks is replayed elsewhere from the tokens so far. Every stage of a path is told when its lease
 ended. A worker that is not there is tried again until it is; one that comes back is used at once.
 """

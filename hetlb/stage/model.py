@@ -1,6 +1,6 @@
 """Layers [first, end) of a Llama-type model in torch, over the paged KV cache of `stage.kv`.
 
-Promise: the same arithmetic as transformers' Llama, Mistral, Qwen2 and Qwen3 (norms in float32, rotary
+The same arithmetic as transformers' Llama, Mistral, Qwen2 and Qwen3 (norms in float32, rotary
 embedding by halves). A batch mixes prompts and single tokens of requests that enter and leave at different
 layers. Shapes: T tokens, D decoding requests, S cached tokens, H heads, K key-value heads, E values per head.
 """

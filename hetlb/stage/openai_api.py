@@ -1,6 +1,6 @@
 """The OpenAI API in front of a coordinator, with vLLM's further fields: completions and chat.
 
-Promise: a field that is not supported and would change the answer is refused with a sentence, never ignored.
+A field that is not supported and would change the answer is refused with a sentence, never ignored.
 A client that leaves ends its sequences at once.
 """
 

@@ -1,6 +1,6 @@
 """Tokenizer and chat template of a model's folder, and the text of an answer as its tokens come.
 
-Promise: pieces of a stream joined are the text of the whole; nothing of a stop string leaves before it is
+Pieces of a stream joined are the text of the whole; nothing of a stop string leaves before it is
 certain that it is none.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from hetlb.errors import ConfigError, InputError
+from hetlb.stage.checkpoint import read_json
 from hetlb.stage.messages import Token
 
 #: Defaults of vLLM that a model's generation_config.json may change.
@@ -31,18 +31,9 @@ class TemplateError(Exception):
     """Messages that the chat template refuses."""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        raw = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable file: {os.strerror(error.errno or 0)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the file: expected a mapping of keys, got {str(raw)[:60]!r}")
-    return raw
+def _optional_json(path: Path) -> dict[str, Any]:
+    """The object in a file, empty where there is none. Raises `ConfigError`."""
+    return read_json(path) if path.exists() else {}
 
 
 class TextModel:
@@ -63,18 +54,18 @@ class TextModel:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path}: expected a tokenizer file: {error}") from error
         self._decode_stream: Callable[..., Any] = tokenizers.decoders.DecodeStream
-        config = _json(folder / "tokenizer_config.json")
+        config = _optional_json(folder / "tokenizer_config.json")
         self._special = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in config.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
-        generation = _json(folder / "generation_config.json")
+        generation = _optional_json(folder / "generation_config.json")
         self.defaults = {
             key: generation[key] if isinstance(generation.get(key), int | float) else default
             for key, default in DEFAULTS.items()
         }
-        self.eos = self._eos(generation, _json(folder / "config.json"))
+        self.eos = self._eos(generation, _optional_json(folder / "config.json"))
         self._template = self._read_template(folder, config, jinja2.sandbox)
 
     def _eos(self, *configs: dict[str, Any]) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """A stage: takes passes from coordinators and other stages, computes its layers, sends on what comes out.
 
-Promise: only who has the key is listened to. What a lease holds is freed when its coordinator closes it, when
+Only who has the key is listened to. What a lease holds is freed when its coordinator closes it, when
 the coordinator's connection ends, and when the stage itself gives it up, of which the coordinator is told.
 Neither the input that waits nor the output that has not left grows without bound.
 """

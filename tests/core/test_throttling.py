@@ -173,7 +173,7 @@ def test_who_comes_back_is_given_more_as_time_passes(how: str) -> None:
         scheduler.on_instance(AdminStateSet("b", AdminState.MAINT), 1.0)
         scheduler.on_instance(AdminStateSet("b", AdminState.READY), 10.0)
     saturate(scheduler, 0, 10.0)
-    assert instance(scheduler, "a").in_flight == FULL, "nobody else is throttled"
+    assert instance(scheduler, "a").in_flight == FULL, "no other is throttled"
     taken = [instance(scheduler, "b").in_flight]
     for second in range(11, 41):
         scheduler.on_tick(float(second))

@@ -1,6 +1,6 @@
 """A client that takes nothing for granted: raw requests out, and an answer with the way in which it ended.
 
-Promise: `end` tells a clean end from a cut one, as a client must be able to: `clean` (the framing was
+`end` tells a clean end from a cut one, as a client must be able to: `clean` (the framing was
 finished), `closed` (delimited by the close alone, nothing told that it is whole), `cut` (the connection ended
 inside), `reset`. Nothing is interpreted but the framing.
 """

@@ -28,7 +28,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Publisher:
-    """What vLLM's publisher does: numbered batches, the last of them again for who asks."""
+    """The publisher of vLLM: numbered batches, the last of them again for who asks."""
 
     def __init__(self, folder: str) -> None:
         self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"

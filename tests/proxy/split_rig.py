@@ -54,7 +54,7 @@ class Rig:
 
     @property
     def handovers(self) -> dict[str, int]:
-        """What came of the hand-overs, those results that occurred."""
+        """Results of the hand-overs, those results that occurred."""
         return {name: count for name, count in self.service.driver.totals.handovers.items() if count}
 
     async def idle(self) -> None:

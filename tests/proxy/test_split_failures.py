@@ -123,7 +123,7 @@ async def test_the_prefill_instance_does_not_accept_connections(tmp_path: Path, 
 
 @STREAMS
 async def test_the_decode_instance_does_not_accept_connections(tmp_path: Path, stream: bool) -> None:
-    """What the prefill instance keeps is released by way of another one; nothing waits for the lease."""
+    """KV that the prefill instance keeps is released by way of another one; nothing waits for the lease."""
     async with rig(tmp_path, roles=("prefill", "decode", "decode"), lease_s=60.0) as fleet:
         await fleet.engines.pop("e1").close()
         for _ in range(3):

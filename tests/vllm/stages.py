@@ -96,7 +96,7 @@ class StageProcess:
         self.ready()
 
     def kv_usage(self) -> float:
-        """What it says of its KV cache."""
+        """Its report of its KV cache."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
             text = page.read().decode()
         return float(re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.MULTILINE)[0])

@@ -94,7 +94,7 @@ async def text_of(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> 
 
 
 async def alone(client: httpx.AsyncClient, running: Running, body: dict[str, Any]) -> str:
-    """What one server says that computes all of the prompt itself."""
+    """Answer of one server that computes all of the prompt itself."""
     salted = {**body, "stream": False, "cache_salt": os.urandom(8).hex()}
     return (await text_of(client, running.reader.url, salted))[0]
 

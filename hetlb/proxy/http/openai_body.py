@@ -81,7 +81,7 @@ class Call:
         self.ids: bytes = b""
         self.ids_nested = False
         self.cache_salt: str | None = None
-        #: Whether it asked for an alias, or for a model that another stands in for.
+        #: True if it asked for an alias, or for a model that another stands in for.
         self.renamed = False
 
 

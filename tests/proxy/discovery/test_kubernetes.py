@@ -42,7 +42,7 @@ def pod(name: str, **more: Any) -> dict[str, Any]:
 
 
 class Seen:
-    """What a source published last."""
+    """The last publication of a source."""
 
     def __init__(self) -> None:
         self.found: list[Found] = []
@@ -92,7 +92,7 @@ async def test_a_connection_that_ends_is_resumed_from_the_last_version(
         await server.put(pod("c"))
         await turns_until(lambda: seen.names == ["a", "b", "c"])
         await server.cut()
-        await server.delete("a")  # while nobody watches
+        await server.delete("a")  # while there is no watch
         await turns_until(lambda: seen.names == ["b", "c"])
         assert server.lists == 1  # nothing was asked for twice
         assert server.watches[-1] == "104"
