@@ -9,6 +9,7 @@ at before the others have their turn; its time limits run from the first byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import sys
@@ -70,6 +71,9 @@ class Clients:
         self.open: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
+        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
+        self.parting: set[ClientConnection] = set()
+        self.all_parted: asyncio.Future[None] | None = None
         #: True if each connection ends with the answer it is at.
         self.stopping = False
         #: True if connections are still served, each with one more answer that says that it is the last.
@@ -93,6 +97,11 @@ class Clients:
     def left(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.open.pop(connection, None)
+        if connection in self.parting:
+            self.parting.remove(connection)
+            waiter = self.all_parted
+            if not self.parting and waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     def have_turn(self, connection: ClientConnection) -> None:
         """A connection has more to read: it goes on when those before it have, a few in each turn."""
@@ -140,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
         "_decoder", "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_partial", "_paused",
-        "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
+        "_raw", "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
         "_transport",
     )  # fmt: skip
 
@@ -167,6 +176,8 @@ class ClientConnection(asyncio.Protocol):
         self._decoder: ChunkedDecoder | None = None
         self._form: FormReader | None = None
         self._exchange: Exchange | None = None
+        #: Takes what comes once the connection has another protocol than HTTP.
+        self._raw: Callable[[bytes], None] | None = None
         self._now = clients.driver.now
         self._closing = False
         self._paused = False
@@ -198,6 +209,9 @@ class ClientConnection(asyncio.Protocol):
                 self._clients.driver.loop.call_soon(self._throw_away)
             return
         if self._exchange is not None or self._paused or self._scheduled:
+            if self._raw is not None:
+                self._raw(data)
+                return
             self._backlog += data
             self._bound_reading()
             return
@@ -256,6 +270,29 @@ class ClientConnection(asyncio.Protocol):
         """Sends bytes of an answer."""
         return _nowhere if self._transport is None else self._transport.write
 
+    def upgraded(self, take: Callable[[bytes], None]) -> None:
+        """The connection has another protocol from now on: `take` gets all that comes."""
+        early = self._buffer[self._at :] + bytes(self._backlog)
+        self._buffer, self._at = b"", 0
+        self._backlog.clear()
+        self._raw = take
+        self._bound_reading()
+        if early:
+            take(early)
+
+    def hold(self, held: bool) -> None:
+        """Read nothing while the engine has no room for it."""
+        if (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and held is not self._reading_paused
+        ):
+            self._reading_paused = held
+            if held:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
@@ -271,7 +308,14 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
-        self._close()
+        if self._raw is not None:
+            self._raw = None
+            if self._transport is not None:
+                self._clients.parting.add(self)
+                self._transport.resume_reading()
+            self._linger()  # the client may still be sending: a reset would lose the Close frame
+        else:
+            self._close()
 
     # --- from the listener ---
 
@@ -569,7 +613,8 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._transport.can_write_eof():
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self._transport.write_eof()
         else:
             self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 

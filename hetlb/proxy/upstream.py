@@ -348,6 +348,7 @@ class EngineConnection(asyncio.Protocol):
         "_held",
         "_interim",
         "_left",
+        "_on_room",
         "_pool",
         "_rest",
         "_rest_at",
@@ -358,6 +359,7 @@ class EngineConnection(asyncio.Protocol):
         "exchange",
         "head",
         "idle_since",
+        "may_upgrade",
         "usable",
     )  # fmt: skip
 
@@ -383,6 +385,9 @@ class EngineConnection(asyncio.Protocol):
         self._scheduled = False
         #: True if the client is slow: nothing more is read for it.
         self._held = False
+        #: True if the request asks for another protocol; then who is told whether there is room to write.
+        self.may_upgrade = False
+        self._on_room: Callable[[bool], None] | None = None
 
     # --- the exchange's side ---
 
@@ -392,7 +397,7 @@ class EngineConnection(asyncio.Protocol):
         self.head = None
         self._decoder = None
         self._reused = reused
-        self._answered = self._held = self._unread = False
+        self._answered = self._held = self._unread = self.may_upgrade = False
         self._interim = 0
         self._buffer.clear()
         pool = self._pool
@@ -407,6 +412,16 @@ class EngineConnection(asyncio.Protocol):
             transport.write(head + body[0])
         else:
             transport.writelines((head, *body))
+
+    def relay(self, on_room: Callable[[bool], None]) -> Callable[[bytes], None]:
+        """The way for bytes of the other protocol, once that was agreed on.
+
+        `on_room` is told when there is no room for more (False) and when there is again.
+        """
+        transport = self._transport
+        assert transport is not None, "expected a connection that was made"
+        self._on_room = on_room
+        return transport.write
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -527,7 +542,10 @@ class EngineConnection(asyncio.Protocol):
                 if head.status >= 200:
                     break
                 if head.status == 101:
-                    raise GateError(502, "The engine switched protocols.")
+                    if not self.may_upgrade:
+                        raise GateError(502, "The engine switched protocols.")
+                    length = None  # what follows ends with the connection
+                    break
                 self._interim += 1
                 if self._interim > MAX_INTERIM:
                     raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
@@ -608,7 +626,11 @@ class EngineConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The engine has not read the request yet. (It was written in one go: nothing to hold back.)"""
         self._unread = True
+        if self._on_room is not None:
+            self._on_room(False)
 
     def resume_writing(self) -> None:
         """The engine has read it, but for the last few bytes."""
         self._unread = False
+        if self._on_room is not None:
+            self._on_room(True)
