@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Final
 
+from hetlb.config.api_keys import LimitsTable
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -36,8 +37,10 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.driver import EMITS_S, SWEEP_S
+from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.limits import Limiter, Limiters, Ticket
 from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduling import (
     Decisions,
@@ -66,6 +69,7 @@ from hetlb.workers.protocol import (
     ModelsRead,
     Prepared,
     Report,
+    Used,
     request_of,
 )
 from hetlb.workers.relay_driver import ID_BITS
@@ -102,15 +106,17 @@ class RelayLink:
 class _Open:
     """A request that has not ended: its relay, and its lease with the number that the relay knows it by."""
 
-    __slots__ = ("lease", "lease_number", "link", "named", "request")
+    __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
 
-    def __init__(self, link: RelayLink, request: Request, named: bool) -> None:
+    def __init__(self, link: RelayLink, request: Request, named: bool, ticket: Ticket | None = None) -> None:
         self.link = link
         self.request = request
         #: True if it named its model.
         self.named = named
         self.lease: Lease | None = None
         self.lease_number = 0
+        #: What the limits of its key reserved for it, None without limits.
+        self.ticket = ticket
 
 
 class RelayHost:
@@ -151,6 +157,9 @@ class RelayHost:
         self._stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
+        #: The limits of keys by their names, and what was used of them by all relays.
+        self.limits: Mapping[str, LimitsTable] = {}
+        self._limiters = Limiters()
         #: True if requests wait, as the relays know it.
         self._waiting = False
         self._ticker: asyncio.TimerHandle | None = None
@@ -252,6 +261,8 @@ class RelayHost:
                 self._on_loop(message.instance)
             elif isinstance(message, ModelsRead):
                 self._on_models(message.instance, message.body)
+            elif isinstance(message, Used):
+                self._used(message, now)
             elif isinstance(message, Prepared):
                 self._answered(link, -message.number, message.error)
         if self._ticker is None:
@@ -286,7 +297,9 @@ class RelayHost:
             )
             lease = self.scheduler.restore(facts, now)
             if lease is not None:
-                found = self._open[request.id] = _Open(link, request, True)
+                limiter = self._limiter(live.request.owner)
+                ticket = None if limiter is None else limiter.adopt(now)
+                found = self._open[request.id] = _Open(link, request, True, ticket)
                 found.lease, found.lease_number = lease, live.lease
         self._awaited.discard(link.life)
         if not self._awaited:
@@ -313,11 +326,47 @@ class RelayHost:
                 link.send(protocol.Refused(arrival.id, error.status, error.message))
                 return
         request = request_of(arrival, model, pinned)
-        self._open[request.id] = _Open(link, request, bool(arrival.model))
+        try:
+            ticket = self._admit(arrival.owner, request, now)
+        except Refusal as refusal:
+            link.send(
+                protocol.Refused(
+                    arrival.id, refusal.status, refusal.message, refusal.retry_after_s, refusal.lines
+                )
+            )
+            return
+        self._open[request.id] = _Open(link, request, bool(arrival.model), ticket)
         started = perf_counter()
         commands = self.scheduler.on_arrival(request, now)
         self._arrival_s.append(perf_counter() - started)
         self.carry_out(commands)
+
+    def _limiter(self, owner: str | None) -> Limiter | None:
+        limits = None if owner is None else self.limits.get(owner)
+        return None if owner is None or limits is None else self._limiters.of(owner, limits)
+
+    def _admit(self, owner: str | None, request: Request, now: float) -> Ticket | None:
+        """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
+        limiter = self._limiter(owner)
+        if limiter is None:
+            return None
+        return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
+
+    def _used(self, message: Used, now: float) -> None:
+        found = self._open.get(message.request)
+        if found is None or found.ticket is None:
+            return
+        if message.last:
+            found.ticket.ended(message.prompt_tokens, message.output_tokens, now)
+            found.ticket = None
+        else:
+            found.ticket.used(message.prompt_tokens, message.output_tokens, now)
+
+    def _settle_ticket(self, found: _Open, now: float) -> None:
+        """A request has ended that no engine has answered, as far as is known here."""
+        ticket, found.ticket = found.ticket, None
+        if ticket is not None:
+            ticket.ended(_prompt_tokens(found.request), 0, now)
 
     def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
         """The model and the instance of a request about an earlier answer. Raises `GateError`."""
@@ -374,6 +423,7 @@ class RelayHost:
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]
+            self._settle_ticket(found, now)
         if lease is None:
             self.carry_out(self.scheduler.on_cancelled(found.request.id, now))
             return
@@ -430,7 +480,10 @@ class RelayHost:
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
+        asleep = [each.asleep for each in self.scheduler.instances]
         self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+        if [each.asleep for each in self.scheduler.instances] != asleep:
+            self._on_view()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
         """An engine published what its cache holds."""
@@ -452,6 +505,7 @@ class RelayHost:
                 self._dispatch(command)
             elif isinstance(command, Reject):
                 open_request = self._open.pop(command.request_id)
+                self._settle_ticket(open_request, self.now())
                 again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
                 open_request.link.send(
                     protocol.Rejected(command.request_id, command.reason, command.detail, again_s)
@@ -484,6 +538,7 @@ class RelayHost:
                 "" if found.named else found.request.model,
                 first_s,
                 mixed,
+                None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
             )
         )
 
@@ -518,3 +573,8 @@ class RelayHost:
         """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
         self.settle()
         return self._totals
+
+
+def _prompt_tokens(request: Request) -> int:
+    """Tokens of all prompts of a request, as known at its arrival."""
+    return request.prompt_tokens * (request.sequences // max(1, request.samples))
