@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import quote
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.pick.http2 import Fields, Http2Connection, Http2Stream
 
 #: Status codes of gRPC that are used here.
@@ -31,6 +33,7 @@ _OK: Final = _literal(b"grpc-status", b"0")
 _NOT_GRPC: Final = _literal(b":status", b"415")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GrpcCall(Http2Stream):
     """A call. `largest`: bytes of a message, at most."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias, cast
 
 import hpack
-import hpack.table
+from mypy_extensions import mypyc_attr
 
 Fields: TypeAlias = list[tuple[bytes, bytes]]
 
@@ -90,16 +90,7 @@ class ConnectionFailure(Exception):
         self.reason = reason
 
 
-class _Table(hpack.table.HeaderTable):
-    """A dynamic table that says when it changed: what was decoded before may mean something else then."""
-
-    changed = False
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self.changed = True
-        super().add(name, value)
-
-
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Http2Stream:
     """One stream, that is one request: subclasses take what comes."""
 
@@ -160,8 +151,6 @@ class Http2Connection:
         self._block: list[bytes] = []
         self._block_bytes = 0
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_LIST)
-        self._table = _Table()
-        self._decoder.header_table = self._table
         self._known: dict[bytes, Fields | None] = {}
         # Flow control: what the peer may send, and what may be sent to it.
         self._credit = CONNECTION_WINDOW
@@ -406,8 +395,7 @@ class Http2Connection:
         known = self._known
         if block in known:
             return known[block]
-        table = self._table
-        table.changed = False
+        newest = self._newest_entry()
         try:
             fields = cast(Fields, [(name, value) for name, value in self._decoder.decode(block, raw=True)])
         except hpack.OversizedHeaderListError as error:
@@ -416,11 +404,17 @@ class Http2Connection:
             raise ConnectionFailure(COMPRESSION_ERROR, "a header block cannot be decoded") from error
         read = None if _malformed(fields) else fields
         resized = len(block) > 0 and block[0] & 0xE0 == 0x20
-        if table.changed or resized or len(known) >= _MOST_KNOWN:
+        changed = resized or self._newest_entry() is not newest
+        if changed or len(known) >= _MOST_KNOWN:
             known.clear()
-        if not table.changed and not resized:
+        if not changed:
             known[block] = read
         return read
+
+    def _newest_entry(self) -> object:
+        """Newest entry of the dynamic table: another one after each change but of the table's size."""
+        entries = self._decoder.header_table.dynamic_entries
+        return entries[0] if entries else None
 
     def _rst_stream(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -462,7 +456,7 @@ class Http2Connection:
 
     def _resize_windows(self, initial: int) -> None:
         grows = initial > self._initial
-        self._count_light(len(self.streams))  # every window is looked at
+        self._count_light(len(self.streams) // 100)  # every window is looked at
         self._initial = initial
         for stream in list(self.streams.values()):
             if initial + stream.window > _MAX_WINDOW:

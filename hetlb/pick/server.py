@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
-from google.protobuf.message import DecodeError
 
 from hetlb.config.fleet import Fleet, ProxyTable
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
+from hetlb.pick.calls import CheckCall, ProcessCall
 from hetlb.pick.driver import PickDriver
-from hetlb.pick.grpc_call import INTERNAL, INVALID_ARGUMENT, NOT_FOUND, GrpcCall, Methods
-from hetlb.pick.http2 import MAX_FRAME, Http2Connection
-from hetlb.pick.stream import FAIRNESS, HttpStream, PickerState
+from hetlb.pick.grpc_call import GrpcCall, Methods
+from hetlb.pick.http2 import Http2Connection
+from hetlb.pick.stream import FAIRNESS, PickerState
 from hetlb.proxy.access import Access, server_context
 from hetlb.proxy.router import FleetView, Router
 
@@ -32,68 +32,6 @@ _SWEEP_S: Final = 1.0
 _INCOMPLETE_S: Final = 10.0
 #: A gateway with open streams that has said nothing for so long is asked for a sign of life, and has as long.
 _SILENT_S: Final = 30.0
-
-
-class _ProcessCall(GrpcCall):
-    """A stream of external processing: one HTTP request."""
-
-    def __init__(self, connection: Http2Connection, number: int, server: PickServer) -> None:
-        super().__init__(connection, number, server.largest)
-        self._streams = server.streams
-        self._stream = HttpStream(server.state, self.send)
-        self._streams.add(self._stream)
-
-    def on_message(self, data: bytes) -> None:
-        stream = self._stream
-        try:
-            stream.receive(messages.ProcessingRequest.FromString(data))
-            if stream.ended:
-                self.finish()
-        except DecodeError:
-            self.finish(INVALID_ARGUMENT, "expected a ProcessingRequest")
-        except Exception:  # an error of ours ends this request, not all of the connection
-            logger.exception("a request of a gateway failed")
-            self.finish(INTERNAL, "the endpoint picker failed")
-        if self.finished:
-            self.on_reset()
-
-    def on_end(self) -> None:
-        self.on_reset()
-        self.finish()
-
-    def on_reset(self) -> None:
-        self._streams.discard(self._stream)
-        self._stream.closed()
-
-
-class _CheckCall(GrpcCall):
-    """A health check."""
-
-    def __init__(
-        self, connection: Http2Connection, number: int, serves: Callable[[str], bool | None]
-    ) -> None:
-        super().__init__(connection, number, MAX_FRAME)
-        self._serves = serves
-
-    def on_message(self, data: bytes) -> None:
-        try:
-            service = messages.HealthCheckRequest.FromString(data).service
-        except DecodeError:
-            self.finish(INVALID_ARGUMENT, "expected a HealthCheckRequest")
-            return
-        serving = self._serves(service)
-        if serving is None:
-            self.finish(NOT_FOUND, "unknown service")
-            return
-        status = messages.SERVING if serving else messages.NOT_SERVING
-        self.send(messages.HealthCheckResponse(status=status).SerializeToString())
-        self.finish()
-
-    def on_end(self) -> None:
-        self.finish(INVALID_ARGUMENT, "expected a HealthCheckRequest")
-
-    def on_reset(self) -> None:
-        """Nothing to do."""
 
 
 class _GatewayConnection(asyncio.Protocol):
@@ -190,8 +128,7 @@ class PickServer:
                 b"/%s/Check" % messages.HEALTH_SERVICE.encode("ascii"): self._check,
             }
         )
-        #: Requests and connections that are open.
-        self.streams: set[HttpStream] = set()
+        #: Connections that are open.
         self.gateways: set[_GatewayConnection] = set()
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.TimerHandle | None = None
@@ -201,9 +138,10 @@ class PickServer:
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
-        #: Bytes of a message, and bytes that may wait for windows of one connection, at most.
-        self.largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
-        self.most_pending = max(table.max_held_bytes, self.largest)
+        state = self.state
+        state.largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
+        #: Bytes that may wait for windows of one connection.
+        self.most_pending = max(table.max_held_bytes, state.largest)
 
     def secure(self, access: Access) -> None:
         """Clients' keys that hold from now on; the certificate is read again when its files change."""
@@ -212,7 +150,7 @@ class PickServer:
     @property
     def connections(self) -> Collection[object]:
         """Streams that are open."""
-        return self.streams
+        return self.state.streams
 
     @property
     def stopping(self) -> bool:
@@ -248,10 +186,10 @@ class PickServer:
         return name[0], name[1]
 
     def _process(self, connection: Http2Connection, number: int) -> GrpcCall:
-        return _ProcessCall(connection, number, self)
+        return ProcessCall(connection, number, self.state)
 
     def _check(self, connection: Http2Connection, number: int) -> GrpcCall:
-        return _CheckCall(connection, number, self._serves)
+        return CheckCall(connection, number, self._serves)
 
     def _serves(self, service: str) -> bool | None:
         """Answer to a health check, None where there is no such service."""
@@ -323,7 +261,7 @@ def gateway_context(fleet: Fleet) -> ssl.SSLContext | None:
 
 
 def _stamps(fleet: Fleet) -> list[tuple[int, int, int]]:
-    """What changes when a file of the listener's TLS is replaced."""
+    """Times, sizes and numbers of the files of the listener's TLS: others once one is replaced."""
     table = fleet.pick.tls
     if table is None:
         return []
