@@ -18,7 +18,7 @@ from typing import Any
 from fleets import MEAN_OUTPUT, QWEN_14B, Layout, a800_14b, make_study, sample, sharegpt, v100
 from report import IMAGES, table
 
-from hetlb.plots import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure, tidy
 from hetlb.sim.fleet import FleetSimulation
 from hetlb.sim.sweep import Cell, run_sweep
 
@@ -337,8 +337,7 @@ def draw(document: Mapping[str, Any]) -> None:
     right.set_ylabel("thousand tokens/s, whole run", fontsize=8)
     for axis in (left, right):
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=7)
     save_figure(figure, IMAGES / f"paper-{document['section']}.png")
