@@ -1,6 +1,6 @@
 """One real vLLM server on CPU: profiled live, loaded, and its log held against the profile.
 
-    python bench/cpu_server.py [--budget 2m] [--rates 2,4,inf] [--runs 3] [--out FILE.json]
+    python bench/cpu_server.py [--budget 2m] [--rates 2,4,inf] [--runs 3] [--own] [--out FILE.json]
 
 It needs the machine for itself: what else runs on the cores is in the error. Every run sends Poisson arrivals
 of each rate one after the other with `hetlb bench --save-detailed` and replays them with `hetlb simulate
@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--rates", default="2,4,inf")
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--own", action="store_true", help="without the run of vllm bench serve")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     if not (real.MODELS / TINY_FAST.model / "config.json").is_file():
@@ -126,9 +127,10 @@ def main() -> int:
                     )
                     found.append({"run": number, "rate": rate, "load": os.getloadavg()[0], **errors})
                     print(found[-1], said["verdict"])
-            said = vllm_bench_serve(server.url, folder, profile)
-            found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})
-            print(found[-1])
+            if not args.own:
+                said = vllm_bench_serve(server.url, folder, profile)
+                found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})
+                print(found[-1])
     for rate in args.rates.split(","):
         own = [each for each in found if each.get("rate") == rate]
         for metric in METRICS if own else ():
