@@ -6,19 +6,12 @@ figure that is missing has no run that counts: `void` says that there were runs 
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from peers import ROOT, peer
+from document import number_text, replace_sections, table
+from peers import ROOT
 from scenarios import COALESCED_EVENTS, STREAMS
 
 PAGE = ROOT / "docs" / "proxies.md"
@@ -172,12 +165,12 @@ def _sections(figures: Figures) -> list[str]:
         return [[name, *cells(name)] for name in figures.proxies]
 
     def cost(name: str, scenario: str) -> str:
-        return _number(figures.median(lambda number: figures.cost_us(name, scenario, number)), 1)
+        return number_text(figures.median(lambda number: figures.cost_us(name, scenario, number)), 1)
 
     found = [
         "CPU per plain request and per event, us (median of the rounds, idle CPU taken off):",
         "",
-        _table(
+        table(
             ["", *costs, *chunks],
             rows(lambda name: [cost(name, scenario) for scenario in [*costs, *chunks]]),
         ),
@@ -187,10 +180,10 @@ def _sections(figures: Figures) -> list[str]:
         found += [
             "hetlb's CPU against the other's in the same round (median of the ratios; below 1 is cheaper):",
             "",
-            _table(
+            table(
                 ["against", *costs, *chunks],
                 (
-                    [other, *(_number(figures.ratio("hetlb", other, s), 2) for s in [*costs, *chunks])]
+                    [other, *(number_text(figures.ratio("hetlb", other, s), 2) for s in [*costs, *chunks])]
                     for other in figures.proxies
                     if other != "hetlb"
                 ),
@@ -201,7 +194,7 @@ def _sections(figures: Figures) -> list[str]:
         "Latency added to a plain request (ms, against the same load without a proxy), requests a second "
         "with 32 connections, CPU while idle, memory:",
         "",
-        _table(
+        table(
             [
                 "",
                 "lone p50",
@@ -215,12 +208,12 @@ def _sections(figures: Figures) -> list[str]:
             ],
             rows(
                 lambda name: [
-                    *(_number(figures.added_ms(name, "plain@1", q), 3) for q in ("p50", "p99")),
-                    *(_number(figures.added_ms(name, "half", q), 3) for q in ("p50", "p99")),
-                    _number(figures.rate(name), 0),
+                    *(number_text(figures.added_ms(name, "plain@1", q), 3) for q in ("p50", "p99")),
+                    *(number_text(figures.added_ms(name, "half", q), 3) for q in ("p50", "p99")),
+                    number_text(figures.rate(name), 0),
                     _percent(figures.median(lambda n: _idle_share(figures, name, n))),
-                    _number(_scaled(figures.of(name, "plain@1", "idle_rss"), 1 << 20), 1),
-                    _number(figures.stream_kib(name), 1),
+                    number_text(_scaled(figures.of(name, "plain@1", "idle_rss"), 1 << 20), 1),
+                    number_text(figures.stream_kib(name), 1),
                 ]
             ),
         ),
@@ -228,7 +221,7 @@ def _sections(figures: Figures) -> list[str]:
         "What clients saw: answers checked (status, every event, order, finish, `[DONE]`, framing), wrong "
         "ones, separate reads per event against no proxy, growth of the median gap between reads:",
         "",
-        _table(
+        table(
             [
                 "",
                 "answers",
@@ -241,10 +234,10 @@ def _sections(figures: Figures) -> list[str]:
             rows(
                 lambda name: [
                     *map(str, figures.answers(name)),
-                    _number(figures.reads_share(name, "paced5@32"), 2),
-                    _number(figures.reads_share(name, "paced20@512"), 2),
-                    _number(figures.added_ms(name, "paced5@32", "p50", "gap_ms"), 3),
-                    _number(figures.added_ms(name, "paced20@32", "p50", "gap_ms"), 3),
+                    number_text(figures.reads_share(name, "paced5@32"), 2),
+                    number_text(figures.reads_share(name, "paced20@512"), 2),
+                    number_text(figures.added_ms(name, "paced5@32", "p50", "gap_ms"), 3),
+                    number_text(figures.added_ms(name, "paced20@32", "p50", "gap_ms"), 3),
                 ]
             ),
         ),
@@ -268,51 +261,24 @@ def verdicts(document: dict[str, Any]) -> str:
                 lines.append(
                     [
                         f"{instances} instances: CPU per {what} at most {most} x {other}",
-                        f"{_number(ratio, 2)} x",
+                        f"{number_text(ratio, 2)} x",
                     ]
                 )
         lines += [
             [
                 f"{instances} instances: lone request, at most 0.25 ms added at p50",
-                f"{_number(figures.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms",
+                f"{number_text(figures.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms",
             ],
             [
                 f"{instances} instances: separate reads, at least 0.8 x",
-                f"{_number(figures.reads_share('hetlb', 'paced5@32'), 2)} x",
+                f"{number_text(figures.reads_share('hetlb', 'paced5@32'), 2)} x",
             ],
             [
                 f"{instances} instances: median gap at 32 streams, at most 1 ms more",
-                f"{_number(figures.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms",
+                f"{number_text(figures.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms",
             ],
         ]
-    return _table(["asked", "measured"], lines) + "\n"
-
-
-def about(script: str, names: Sequence[str]) -> dict[str, Any]:
-    """What was run, where, with what."""
-    sha = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "hetlb"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "command": f"python bench/proxies/{script} " + shlex.join(sys.argv[1:]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": sha + (" with changes" if dirty else ""),
-        "machine": f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, "
-        f"Python {platform.python_version()}",
-        "load_average": os.getloadavg(),
-        "proxies": {name: {"version": peer(name).version(), "log": peer(name).log} for name in names},
-    }
+    return table(["asked", "measured"], lines) + "\n"
 
 
 def setup(document: dict[str, Any]) -> str:
@@ -321,31 +287,16 @@ def setup(document: dict[str, Any]) -> str:
     rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
     return (
         f"```\n{told['command']}\n```\n\n{told['date']}, {told['machine']}; hetlb at {told['commit']}.\n\n"
-        + _table(["proxy", "version", "log and policy"], rows)
+        + table(["proxy", "version", "log and policy"], rows)
         + "\n"
     )
 
 
-def save(document: dict[str, Any], path: Path) -> None:
-    """One run a line, numbers with what precision they have."""
-    lines = ",\n".join(json.dumps(_rounded(run)) for run in document["runs"])
-    path.write_text(f'{{"about": {json.dumps(document["about"], indent=1)},\n"runs": [\n{lines}\n]}}\n')
-
-
 def write_page(document: dict[str, Any]) -> None:
     """Renew the tables of docs/proxies.md."""
-    text = PAGE.read_text()
-    for name, new in (
-        ("setup", setup(document)),
-        ("verdicts", verdicts(document)),
-        ("tables", tables(document)),
-    ):
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- end {name} -->")
-        if not (begin and end):
-            raise RuntimeError(f"{PAGE}: expected <!-- {name} --> ... <!-- end {name} -->")
-        text = before + begin + new + end + after
-    PAGE.write_text(text)
+    replace_sections(
+        PAGE, {"setup": setup(document), "verdicts": verdicts(document), "tables": tables(document)}
+    )
 
 
 def _idle_share(figures: Figures, name: str, number: Turn) -> float | None:
@@ -357,22 +308,5 @@ def _scaled(value: float | None, by: float) -> float | None:
     return None if value is None else value / by
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return value
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

@@ -1,0 +1,356 @@
+"""Routing head to head: the same load through hetlb and its peers in front of the same unequal engines.
+
+`python bench/head_to_head/run.py --page` starts the engines of each fleet, measures them alone, starts all
+routers in front of them and sends every load through each in turn, in another order each round. The engines
+are emulated and slowed: the routers' choices are compared, not their own CPU. The record says how full the
+machine was. `--resume` goes on with a record; `--minutes` begins no run after so many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proxies"))
+
+import cpu
+from document import about, save
+from fleets import FLEETS, OUTPUT_TOKENS, PREEMPTIONS, VLLM, Fleet, Serving, serving
+from peers import PEERS, ROOT, RUN, Peer, Running, hetlb
+from rig import cores, free_ports, one_at_a_time
+from tables import show, write_pages
+from traffic import TRAFFIC, Spec, Traffic
+
+from hetlb.loadtest.runs import measure
+
+OUT = ROOT / "bench" / "results" / "head-to-head.json"
+#: hetlb's own two: with a measured profile of each engine, and with none.
+HETLB = {"hetlb": "measured profiles", "hetlb-no-profiles": "no profiles: speeds are learnt from answers"}
+ROUTERS = (
+    *HETLB, "vllm-router", "vllm-router-rr", "vllm-router-p2c", "sglang-router", "sglang-router-p2c",
+    "envoy", "haproxy", "nginx", "litellm",
+)  # fmt: skip
+#: Requests before the first run of a round, at half load, not measured: speeds and lengths are learnt.
+WARM_UP = 60
+#: A run of real servers has fewer requests.
+AT_ONCE, AT_ONCE_REAL = 320, 100
+_KEPT = (
+    "completed", "failed", "duration", "output_throughput", "total_token_throughput", "mean_ttft_ms",
+    "p99_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "request_rate", "num_prompts", "plan_sha256",
+)  # fmt: skip
+
+
+def router(name: str, serving: Serving | None = None) -> Peer:
+    """The router of this name in front of a fleet. hetlb is this checkout, interpreted: CPU is no matter."""
+    if name not in HETLB:
+        return PEERS[name]
+    profiles: Sequence[Path | None] = ()
+    if serving is not None:
+        profiles = serving.profiles if name == "hetlb" else [None] * len(serving.ports)
+    command = hetlb(Path(sys.executable), "hetlb", profiles=profiles)
+    return replace(PEERS["hetlb-interpreted"], name=name, command=command, log=HETLB[name])
+
+
+def main() -> int:
+    """Run what is asked for and not recorded yet; print and record."""
+    args = _arguments()
+    if args.page_only:
+        write_pages(json.loads(args.out.read_text()))
+        return 0
+    document: dict[str, Any] = {"about": {}, "alone": [], "runs": []}
+    if args.resume and args.out.is_file():
+        document = json.loads(args.out.read_text())
+    for name in args.routers:
+        router(name).install()
+    document["about"] = about("bench/head_to_head/run.py", map(router, args.routers))
+    document["about"]["idle_machine"] = _busy_share(args.cores, 2.0)
+    deadline = time.monotonic() + 60 * args.minutes
+    with one_at_a_time():
+        for kind, row in _lanes(args, document, deadline):
+            document[kind].append(row)
+            save(document, args.out)
+            print(_line(kind, row), flush=True)
+    print(show(document))
+    if args.page:
+        write_pages(document)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = {**FLEETS, VLLM.name: VLLM}
+    listed = functools.partial(_listed, parser)
+    parser.add_argument("--fleets", default="pair,four", help=f"of {', '.join(known)}; at the same time")
+    parser.add_argument("--traffic", default=",".join(TRAFFIC), help=f"of {', '.join(TRAFFIC)}")
+    parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join([*HETLB, *PEERS])}")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--resume", action="store_true", help="keep the runs in --out, do the others")
+    parser.add_argument("--cores", type=cores, default=sorted(os.sched_getaffinity(0)), metavar="CORES")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--page", action="store_true", help="renew the tables of docs and README")
+    parser.add_argument("--page-only", action="store_true", help="renew them from the recorded result")
+    args = parser.parse_args()
+    args.fleets = [known[name] for name in listed("--fleets", args.fleets, known)]
+    args.traffic = [TRAFFIC[name] for name in listed("--traffic", args.traffic, TRAFFIC)]
+    args.routers = listed("--routers", args.routers, {**HETLB, **PEERS})
+    return args
+
+
+def _listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Any) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            parser.error(f"{flag}: expected some of {', '.join(known)}, got {name!r}")
+    return names
+
+
+# --- lanes: one process for each fleet ----------------------------------------------------------------------
+
+
+def _lanes(
+    args: argparse.Namespace, document: dict[str, Any], deadline: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of all fleets as they come."""
+    context = multiprocessing.get_context("spawn")
+    recorded = {(run["fleet"], run["traffic"], run["router"], run["round"]) for run in document["runs"]}
+    receivers = []
+    for fleet in args.fleets:
+        receiver, sender = context.Pipe(duplex=False)
+        lane = _Lane(fleet, args.traffic, args.routers, args.rounds, args.cores, recorded, deadline)
+        process = context.Process(target=lane.run, args=(sender,), daemon=True)
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+    while receivers:
+        for receiver in multiprocessing.connection.wait(receivers):
+            assert isinstance(receiver, multiprocessing.connection.Connection)
+            try:
+                yield receiver.recv()
+            except EOFError:
+                receivers.remove(receiver)
+
+
+class _Lane:
+    """All runs of one fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        traffic: Sequence[Traffic],
+        routers: Sequence[str],
+        rounds: int,
+        cores: Sequence[int],
+        recorded: set[tuple[str, str, str, int]],
+        deadline: float,
+    ) -> None:
+        self._fleet, self._traffic, self._routers, self._rounds = fleet, traffic, routers, rounds
+        self._cores, self._recorded, self._deadline = cores, recorded, deadline
+
+    def run(self, sender: multiprocessing.connection.Connection) -> None:
+        """Every round; rows go to `sender`."""
+        cpu.become_measured(self._cores)
+        cpu.prefer(os.getpid())
+        self._sender = sender
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self._runner = runner
+            for number in range(self._rounds):
+                missing = [each for each in self._traffic if self._missing(each, number)]
+                if missing and time.monotonic() < self._deadline:
+                    self._round(number, missing)
+
+    def _missing(self, traffic: Traffic, number: int) -> list[str]:
+        """The routers whose run is not recorded, in the order of this round."""
+        first = (list(TRAFFIC).index(traffic.name) + number * 5) % len(self._routers)
+        order = [*self._routers[first:], *self._routers[:first]]
+        return [
+            name for name in order if (self._fleet.name, traffic.name, name, number) not in self._recorded
+        ]
+
+    def _round(self, number: int, traffic: Sequence[Traffic]) -> None:
+        wanted = [name for name in self._routers if any(name in self._missing(t, number) for t in traffic)]
+        RUN.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=f"head-{self._fleet.name}-", dir=RUN) as scratch,
+            serving(self._fleet, Path(scratch), self._cores) as engines,
+        ):
+            self._engines = engines
+            capacity = {}
+            for rows in {each.rows: each for each in traffic}.values():
+                capacity[rows.rows] = self._alone(rows, number)
+            with _Placed(wanted, engines, Path(scratch), self._cores) as placed:
+                for each in traffic:
+                    for name in self._missing(each, number):
+                        if time.monotonic() > self._deadline:
+                            return
+                        self._warm_up(placed, name, number, capacity[each.rows])
+                        row = self._one(placed[name], name, each, number, capacity[each.rows])
+                        self._sender.send(("runs", row))
+
+    def _alone(self, traffic: Traffic, number: int) -> float:
+        """Requests per second that all engines reach alone, each with as many at once as fill it."""
+        specs = []
+        for name, port, count in zip(
+            self._engines.names, self._engines.ports, self._engines.requests, strict=True
+        ):
+            rows = traffic.rows(count, random.Random(number))
+            specs.append((name, self._spec(f"http://127.0.0.1:{port}", rows, f"alone/{name}/{number}")))
+
+        async def all_at_once() -> list[dict[str, Any]]:
+            done = await asyncio.gather(*(measure(spec, math.inf) for _, spec in specs))
+            return [each.run for each in done]
+
+        runs = self._runner.run(all_at_once())
+        kinds = [each.name for each in self._traffic if each.rows is traffic.rows]
+        for (name, _), run in zip(specs, runs, strict=True):
+            row = {"fleet": self._fleet.name, "engine": name, "round": number, "traffic": kinds}
+            row |= {key: run[key] for key in ("completed", "failed", "total_token_throughput")}
+            row["request_throughput"] = run["request_throughput"]
+            self._sender.send(("alone", row))
+        return float(sum(run["request_throughput"] for run in runs))
+
+    def _spec(self, url: str, rows: Any, salt: str, **more: Any) -> Spec:
+        return Spec(
+            url=url, model="tiny", rows=rows, num_prompts=len(rows), salt=f"{time.time_ns()}/{salt}",
+            text=True, real=self._fleet is VLLM, **more,
+        )  # fmt: skip
+
+    def _warm_up(self, placed: _Placed, name: str, number: int, capacity_rps: float) -> None:
+        if name in placed.warm:
+            return
+        placed.warm.add(name)
+        rows = TRAFFIC["half"].rows(WARM_UP, random.Random(f"warm-up/{number}"))
+        spec = self._spec(placed[name].url, rows, f"{name}/warm-up")
+        self._runner.run(measure(spec, capacity_rps / 2))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the engines have nothing to do, and a second more: every view of them is fresh then."""
+        while not self._engines.idle():
+            time.sleep(0.1)
+        time.sleep(1.0)
+
+    def _one(
+        self, running: _Router, name: str, traffic: Traffic, number: int, capacity_rps: float
+    ) -> dict[str, Any]:
+        """One load through one router."""
+        at_once = AT_ONCE_REAL if self._fleet is VLLM else AT_ONCE
+        rate, count = traffic.rate_and_count(capacity_rps, at_once)
+        rows = traffic.rows(count, random.Random(f"{traffic.name}/{number}"))
+        # The same arrivals and lengths for every router of a round, prompts of its own for each run.
+        spec = self._spec(running.url, rows, f"{name}/{traffic.name}", waves=traffic.waves, seed=number)
+        engines = self._engines
+        before = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
+        busy_s, proxy_ns, began = cpu.busy_s(self._cores), cpu.cpu_ns(running.pids), time.monotonic()
+        run = self._runner.run(measure(spec, rate)).run
+        wall_s = time.monotonic() - began
+        busy_s, proxy_ns = cpu.busy_s(self._cores) - busy_s, cpu.cpu_ns(running.pids) - proxy_ns
+        self._settle()
+        after = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
+        tokens, preemptions = (
+            [new - old for old, new in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
+        )
+        row: dict[str, Any] = {
+            "fleet": self._fleet.name,
+            "traffic": traffic.name,
+            "router": name,
+            "round": number,
+        }
+        row |= {key: run[key] for key in _KEPT}
+        row["shares"] = {
+            each: got / (sum(tokens) or 1) for each, got in zip(engines.names, tokens, strict=True)
+        }
+        row["preemptions"] = sum(preemptions)
+        row["router_core"] = proxy_ns / 1e9 / wall_s
+        row["machine_busy"] = busy_s / wall_s / len(self._cores)
+        row["client_core"] = run["client"]["cpu_share"]
+        row["client_lag_ms"] = run["client"]["p99_loop_lag_ms"]
+        row["client"] = run["client"]["reasons"]
+        row["errors"] = run["error_examples"]
+        return row
+
+
+class _Router:
+    """A started router."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.url = f"http://127.0.0.1:{running.port}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return self._running.pids
+
+
+class _Placed(dict[str, _Router]):
+    """Routers in front of one fleet, started one after the other; `warm` are those that were used."""
+
+    def __init__(self, names: Sequence[str], engines: Serving, folder: Path, cores: Sequence[int]) -> None:
+        super().__init__()
+        self.warm: set[str] = set()
+        self._started: list[Running] = []
+        try:
+            for name in names:
+                port, admin_port = free_ports(2)
+                running = Running(router(name, engines), port, admin_port, engines.ports, cores, folder)
+                self._started.append(running)
+                self[name] = _Router(running)
+            for running in self._started:
+                running.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all of them."""
+        for running in self._started:
+            running.stop()
+
+    def __enter__(self) -> _Placed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+
+def _busy_share(cores: Sequence[int], seconds: float) -> float:
+    """Share of these cores that others use."""
+    before = cpu.busy_s(cores)
+    time.sleep(seconds)
+    return (cpu.busy_s(cores) - before) / seconds / len(cores)
+
+
+def _line(kind: str, row: dict[str, Any]) -> str:
+    if kind == "alone":
+        return f"{row['fleet']} {row['engine']} alone: {row['total_token_throughput']:,.0f} tokens/s"
+    shares = " ".join(f"{share:.0%}" for share in row["shares"].values())
+    return (
+        f"{row['fleet']:5s} {row['traffic']:7s} {row['round']} {row['router']:18s} "
+        f"{row['total_token_throughput']:7,.0f} tokens/s  TTFT {row['mean_ttft_ms'] / 1e3:6.2f} "
+        f"p99 {row['p99_ttft_ms'] / 1e3:6.2f}  E2E p99 {row['p99_e2el_ms'] / 1e3:6.2f} s  {shares}  "
+        f"failed {row['failed']}  machine {row['machine_busy']:.0%} router {row['router_core']:.0%} "
+        f"{' '.join(row['client'])}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
