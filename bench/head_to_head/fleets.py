@@ -52,7 +52,7 @@ FLEETS = {
         "pair",
         "two engines, 3 to 1 (those of `hetlb demo`)",
         (Engine("fast", _DEMO / "fast.yaml", 300), Engine("slow", _DEMO / "slow.yaml", 100)),
-        2.5,
+        2.0,
     ),
     "four": Fleet(
         "four",
@@ -63,7 +63,7 @@ FLEETS = {
             Engine("l40s", _OWN / "l40s.yaml", 40),
             Engine("v100", _OWN / "v100.yaml", 30),
         ),
-        3.5,
+        2.0,
     ),
 }
 #: Real vLLM on CPU (`tests/vllm`): the servers take both cores, so a router's own CPU is in every figure.
@@ -79,6 +79,8 @@ class Serving:
     profiles: tuple[Path, ...]
     #: Requests at once that fill each engine.
     requests: tuple[int, ...]
+    #: Their processes.
+    pids: tuple[int, ...] = ()
 
     def counters(self, series: str) -> list[float]:
         """A series of each engine's metrics page."""
@@ -97,10 +99,11 @@ def serving(fleet: Fleet, folder: Path, cores: Sequence[int]) -> Iterator[Servin
             yield served
         return
     with contextlib.ExitStack() as stack:
-        ports = tuple(_start(engine, fleet.time_scale, cores, stack) for engine in fleet.engines)
+        started = [_start(engine, fleet.time_scale, cores, stack) for engine in fleet.engines]
+        ports, pids = (tuple(each) for each in zip(*started, strict=True))
         profiles = _profiled(fleet.engines, ports, folder)
         names = tuple(engine.name for engine in fleet.engines)
-        yield Serving(names, ports, profiles, tuple(engine.requests for engine in fleet.engines))
+        yield Serving(names, ports, profiles, tuple(engine.requests for engine in fleet.engines), pids)
 
 
 def hetlb_command(*arguments: str) -> list[str]:
@@ -108,7 +111,10 @@ def hetlb_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "hetlb", *arguments]
 
 
-def _start(engine: Engine, time_scale: float, cores: Sequence[int], stack: contextlib.ExitStack) -> int:
+def _start(
+    engine: Engine, time_scale: float, cores: Sequence[int], stack: contextlib.ExitStack
+) -> tuple[int, int]:
+    """Port and process."""
     command = hetlb_command(
         "engine", "--profile", str(engine.profile), "--time-scale", str(time_scale),
         "--served-model-name", MODEL, "--port", "0", "--enable-prefix-caching",
@@ -127,7 +133,7 @@ def _start(engine: Engine, time_scale: float, cores: Sequence[int], stack: conte
     line = process.stdout.readline()
     if "ready on" not in line:
         raise RuntimeError(f"{engine.name} did not start")
-    return int(line.strip().rpartition(":")[2])
+    return int(line.strip().rpartition(":")[2]), process.pid
 
 
 def _profiled(engines: Sequence[Engine], ports: Sequence[int], folder: Path) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -49,7 +50,7 @@ ROUTERS = (
 #: Requests before the first run of a round, at half load, not measured: speeds and lengths are learnt.
 WARM_UP = 60
 #: A run of real servers has fewer requests.
-AT_ONCE, AT_ONCE_REAL = 320, 100
+AT_ONCE, AT_ONCE_REAL = 300, 100
 _KEPT = (
     "completed", "failed", "duration", "output_throughput", "total_token_throughput", "mean_ttft_ms",
     "p99_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "request_rate", "num_prompts", "plan_sha256",
@@ -79,7 +80,7 @@ def main() -> int:
     for name in args.routers:
         router(name).install()
     document["about"] = about("bench/head_to_head/run.py", map(router, args.routers))
-    document["about"]["idle_machine"] = _busy_share(args.cores, 2.0)
+    document["about"]["lanes"] = len(args.fleets) * args.rounds
     deadline = time.monotonic() + 60 * args.minutes
     with one_at_a_time():
         for kind, row in _lanes(args, document, deadline):
@@ -123,7 +124,7 @@ def _listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Any) -
     return names
 
 
-# --- lanes: one process for each fleet ----------------------------------------------------------------------
+# --- lanes: one process for each fleet and round ------------------------------------------------------------
 
 
 def _lanes(
@@ -133,9 +134,9 @@ def _lanes(
     context = multiprocessing.get_context("spawn")
     recorded = {(run["fleet"], run["traffic"], run["router"], run["round"]) for run in document["runs"]}
     receivers = []
-    for fleet in args.fleets:
+    for fleet, number in itertools.product(args.fleets, range(args.rounds)):
         receiver, sender = context.Pipe(duplex=False)
-        lane = _Lane(fleet, args.traffic, args.routers, args.rounds, args.cores, recorded, deadline)
+        lane = _Lane(fleet, number, args.traffic, args.routers, args.cores, recorded, deadline)
         process = context.Process(target=lane.run, args=(sender,), daemon=True)
         process.start()
         sender.close()
@@ -150,64 +151,59 @@ def _lanes(
 
 
 class _Lane:
-    """All runs of one fleet."""
+    """All runs of one fleet in one round, with engines and routers of its own."""
 
     def __init__(
         self,
         fleet: Fleet,
+        number: int,
         traffic: Sequence[Traffic],
         routers: Sequence[str],
-        rounds: int,
         cores: Sequence[int],
         recorded: set[tuple[str, str, str, int]],
         deadline: float,
     ) -> None:
-        self._fleet, self._traffic, self._routers, self._rounds = fleet, traffic, routers, rounds
+        self._fleet, self._number, self._traffic, self._routers = fleet, number, traffic, routers
         self._cores, self._recorded, self._deadline = cores, recorded, deadline
 
     def run(self, sender: multiprocessing.connection.Connection) -> None:
-        """Every round; rows go to `sender`."""
+        """All that is not recorded; rows go to `sender`."""
         cpu.become_measured(self._cores)
         cpu.prefer(os.getpid())
         self._sender = sender
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            self._runner = runner
-            for number in range(self._rounds):
-                missing = [each for each in self._traffic if self._missing(each, number)]
-                if missing and time.monotonic() < self._deadline:
-                    self._round(number, missing)
-
-    def _missing(self, traffic: Traffic, number: int) -> list[str]:
-        """The routers whose run is not recorded, in the order of this round."""
-        first = (list(TRAFFIC).index(traffic.name) + number * 5) % len(self._routers)
-        order = [*self._routers[first:], *self._routers[:first]]
-        return [
-            name for name in order if (self._fleet.name, traffic.name, name, number) not in self._recorded
+        wanted = [
+            name for name in self._routers if any(name in self._missing(each) for each in self._traffic)
         ]
-
-    def _round(self, number: int, traffic: Sequence[Traffic]) -> None:
-        wanted = [name for name in self._routers if any(name in self._missing(t, number) for t in traffic)]
+        if not wanted:
+            return
         RUN.mkdir(parents=True, exist_ok=True)
         with (
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as self._runner,
             tempfile.TemporaryDirectory(prefix=f"head-{self._fleet.name}-", dir=RUN) as scratch,
-            serving(self._fleet, Path(scratch), self._cores) as engines,
+            serving(self._fleet, Path(scratch), self._cores) as self._engines,
         ):
-            self._engines = engines
             capacity = {}
-            for rows in {each.rows: each for each in traffic}.values():
-                capacity[rows.rows] = self._alone(rows, number)
-            with _Placed(wanted, engines, Path(scratch), self._cores) as placed:
-                for each in traffic:
-                    for name in self._missing(each, number):
+            for each in {traffic.rows: traffic for traffic in self._traffic}.values():
+                capacity[each.rows] = self._alone(each)
+            with _Placed(wanted, self._engines, Path(scratch), self._cores) as placed:
+                for each in self._traffic:
+                    for name in self._missing(each):
                         if time.monotonic() > self._deadline:
                             return
-                        self._warm_up(placed, name, number, capacity[each.rows])
-                        row = self._one(placed[name], name, each, number, capacity[each.rows])
-                        self._sender.send(("runs", row))
+                        self._warm_up(placed, name, capacity[each.rows])
+                        self._sender.send(("runs", self._one(placed[name], name, each, capacity[each.rows])))
 
-    def _alone(self, traffic: Traffic, number: int) -> float:
+    def _missing(self, traffic: Traffic) -> list[str]:
+        """The routers whose run is not recorded, in the order of this round and load."""
+        turn = list(TRAFFIC).index(traffic.name) + 5 * self._number + 3 * len(self._fleet.engines)
+        first = turn % len(self._routers)
+        order = [*self._routers[first:], *self._routers[:first]]
+        case = (self._fleet.name, traffic.name)
+        return [name for name in order if (*case, name, self._number) not in self._recorded]
+
+    def _alone(self, traffic: Traffic) -> float:
         """Requests per second that all engines reach alone, each with as many at once as fill it."""
-        specs = []
+        specs, number = [], self._number
         for name, port, count in zip(
             self._engines.names, self._engines.ports, self._engines.requests, strict=True
         ):
@@ -233,11 +229,11 @@ class _Lane:
             text=True, real=self._fleet is VLLM, **more,
         )  # fmt: skip
 
-    def _warm_up(self, placed: _Placed, name: str, number: int, capacity_rps: float) -> None:
+    def _warm_up(self, placed: _Placed, name: str, capacity_rps: float) -> None:
         if name in placed.warm:
             return
         placed.warm.add(name)
-        rows = TRAFFIC["half"].rows(WARM_UP, random.Random(f"warm-up/{number}"))
+        rows = TRAFFIC["half"].rows(WARM_UP, random.Random(f"warm-up/{self._number}"))
         spec = self._spec(placed[name].url, rows, f"{name}/warm-up")
         self._runner.run(measure(spec, capacity_rps / 2))
         self._settle()
@@ -248,10 +244,9 @@ class _Lane:
             time.sleep(0.1)
         time.sleep(1.0)
 
-    def _one(
-        self, running: _Router, name: str, traffic: Traffic, number: int, capacity_rps: float
-    ) -> dict[str, Any]:
+    def _one(self, running: _Router, name: str, traffic: Traffic, capacity_rps: float) -> dict[str, Any]:
         """One load through one router."""
+        number = self._number
         at_once = AT_ONCE_REAL if self._fleet is VLLM else AT_ONCE
         rate, count = traffic.rate_and_count(capacity_rps, at_once)
         rows = traffic.rows(count, random.Random(f"{traffic.name}/{number}"))
@@ -259,10 +254,13 @@ class _Lane:
         spec = self._spec(running.url, rows, f"{name}/{traffic.name}", waves=traffic.waves, seed=number)
         engines = self._engines
         before = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
-        busy_s, proxy_ns, began = cpu.busy_s(self._cores), cpu.cpu_ns(running.pids), time.monotonic()
+        pids = ([os.getpid()], running.pids, engines.pids)
+        began, used = time.monotonic(), [cpu.cpu_ns(each) for each in pids]
         run = self._runner.run(measure(spec, rate)).run
         wall_s = time.monotonic() - began
-        busy_s, proxy_ns = cpu.busy_s(self._cores) - busy_s, cpu.cpu_ns(running.pids) - proxy_ns
+        client, router, all_engines = (
+            (cpu.cpu_ns(each) - before_ns) / 1e9 / wall_s for each, before_ns in zip(pids, used, strict=True)
+        )
         self._settle()
         after = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
         tokens, preemptions = (
@@ -279,9 +277,7 @@ class _Lane:
             each: got / (sum(tokens) or 1) for each, got in zip(engines.names, tokens, strict=True)
         }
         row["preemptions"] = sum(preemptions)
-        row["router_core"] = proxy_ns / 1e9 / wall_s
-        row["machine_busy"] = busy_s / wall_s / len(self._cores)
-        row["client_core"] = run["client"]["cpu_share"]
+        row["cores"] = {"client": client, "router": router, "engines": all_engines}
         row["client_lag_ms"] = run["client"]["p99_loop_lag_ms"]
         row["client"] = run["client"]["reasons"]
         row["errors"] = run["error_examples"]
@@ -332,13 +328,6 @@ class _Placed(dict[str, _Router]):
         self.stop()
 
 
-def _busy_share(cores: Sequence[int], seconds: float) -> float:
-    """Share of these cores that others use."""
-    before = cpu.busy_s(cores)
-    time.sleep(seconds)
-    return (cpu.busy_s(cores) - before) / seconds / len(cores)
-
-
 def _line(kind: str, row: dict[str, Any]) -> str:
     if kind == "alone":
         return f"{row['fleet']} {row['engine']} alone: {row['total_token_throughput']:,.0f} tokens/s"
@@ -347,7 +336,7 @@ def _line(kind: str, row: dict[str, Any]) -> str:
         f"{row['fleet']:5s} {row['traffic']:7s} {row['round']} {row['router']:18s} "
         f"{row['total_token_throughput']:7,.0f} tokens/s  TTFT {row['mean_ttft_ms'] / 1e3:6.2f} "
         f"p99 {row['p99_ttft_ms'] / 1e3:6.2f}  E2E p99 {row['p99_e2el_ms'] / 1e3:6.2f} s  {shares}  "
-        f"failed {row['failed']}  machine {row['machine_busy']:.0%} router {row['router_core']:.0%} "
+        f"failed {row['failed']}  cores {sum(row['cores'].values()):.2f} router {row['cores']['router']:.2f} "
         f"{' '.join(row['client'])}"
     )
 

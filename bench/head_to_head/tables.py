@@ -88,7 +88,7 @@ def show(document: dict[str, Any]) -> str:
                 *(heading for _, heading, *_ in FIGURES),
                 f"share of {shares}",
                 "spread",
-                "machine, router",
+                "router's core",
             ]
             parts.append(table(headings, rows) + "\n")
             parts.append(_unfavourable(record, fleet.name, traffic.name) + "\n")
@@ -111,7 +111,7 @@ def _row(record: Record, fleet: str, traffic: str, name: str) -> list[str] | Non
     engines = runs[0]["shares"]
     shares = [f"{100 * statistics.median(run['shares'][each] for run in runs):.0f}" for each in engines]
     spread = max(_spread([run[figure] for run in runs]) for figure, *_ in FIGURES)
-    busy = f"{max(run['machine_busy'] for run in runs):.0%}, {max(run['router_core'] for run in runs):.0%}"
+    busy = f"{max(run['cores']['router'] for run in runs):.0%}"
     notes = _notes(runs)
     return [TITLES.get(name, name) + notes, *cells, " / ".join(shares) + " %", f"±{spread:.0%}", busy]
 
@@ -182,11 +182,11 @@ def setup(document: dict[str, Any]) -> str:
     """Command, machine, versions."""
     told = document["about"]
     rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
-    busy = [run["machine_busy"] for run in document["runs"]]
+    busy = [sum(run["cores"].values()) for run in document["runs"]]
     return (
         f"```\npython bench/head_to_head/run.py --page\n```\n\n{told['date']}, {told['machine']}; hetlb at "
-        f"{told['commit']}. The machine was {min(busy):.0%} to {max(busy):.0%} full in the runs, in the "
-        f"median {statistics.median(busy):.0%}.\n\n"
+        f"{told['commit']}. {told['lanes']} fleets ran side by side; engines, router and client of one used "
+        f"{statistics.median(busy):.2f} cores in the median, {max(busy):.2f} at most.\n\n"
         + table(["router", "version", "log and policy"], rows)
         + "\n"
     )

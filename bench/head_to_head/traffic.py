@@ -54,7 +54,7 @@ class Traffic:
     title: str
     rows: Callable[[int, random.Random], list[Row]]
     load: float | None
-    seconds: float = 12.0
+    seconds: float = 10.0
     waves: Waves | None = None
 
     def rate_and_count(self, capacity_rps: float, at_once: int) -> tuple[float, int]:
@@ -70,17 +70,17 @@ TRAFFIC = {
     each.name: each
     for each in (
         Traffic("once", "all at once", chat_lengths, None),
-        Traffic("half", "50 % load", chat_lengths, 0.5),
         Traffic("80", "80 % load", chat_lengths, 0.8),
         Traffic(
             "waves",
-            "waves: 2 s of traffic, 4 s of none, 60 % on average",
+            "waves: 1.5 s of traffic, 3 s of none, 60 % on average",
             chat_lengths,
             0.6,
-            18.0,
-            Waves(2.0, 4.0),
+            13.5,
+            Waves(1.5, 3.0),
         ),
         Traffic("shared", "shared prompts, 80 % load", agents, 0.8),
+        Traffic("half", "50 % load", chat_lengths, 0.5),
     )
 }
 

@@ -19,15 +19,19 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "envoy"
 
 
 def envoy_config(
-    port: int, admin_port: int, pickers: list[int], engines: list[int], shape: str = "static"
+    port: int, admin_port: int, pickers: list[int] | None, engines: list[int], shape: str = "static"
 ) -> dict[str, Any]:
-    """The shipped configuration with these ports on the loopback address."""
+    """The shipped configuration with these ports on the loopback address; `pickers` None: without one."""
     document: dict[str, Any] = yaml.safe_load((SHIPPED / f"{shape}.yaml").read_text())
     document["admin"]["address"]["socket_address"]["port_value"] = admin_port
     resources = document["static_resources"]
     resources["listeners"][0]["address"]["socket_address"]["port_value"] = port
+    if pickers is None:
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        del manager["http_filters"][0]
+        resources["clusters"] = [each for each in resources["clusters"] if each["name"] != "picker"]
     for cluster in resources["clusters"]:
-        ports = pickers if cluster["name"] == "picker" else engines
+        ports = (pickers or []) if cluster["name"] == "picker" else engines
         cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
             {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": each}}}}
             for each in ports

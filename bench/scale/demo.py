@@ -74,9 +74,9 @@ class Processes(contextlib.ExitStack):
 
 
 def envoy(
-    processes: Processes, folder: Path, pickers: list[int], engines: list[int], shape: str = "static"
+    processes: Processes, folder: Path, pickers: list[int] | None, engines: list[int], shape: str = "static"
 ) -> tuple[Any, str]:
-    """An Envoy with the shipped configuration; its address when it takes requests."""
+    """An Envoy with the shipped configuration (`pickers` None: without one) and its address, once ready."""
     port, admin = free_port(), free_port()
     path = folder / f"envoy-{port}.yaml"
     path.write_text(yaml.safe_dump(envoy_config(port, admin, pickers, engines, shape)))
