@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     )
     known = {**FLEETS, VLLM.name: VLLM}
     listed = functools.partial(_listed, parser)
-    parser.add_argument("--fleets", default="pair,four", help=f"of {', '.join(known)}; at the same time")
+    parser.add_argument("--fleets", default="pair,four", help=f"of {', '.join(known)}")
     parser.add_argument("--traffic", default=",".join(TRAFFIC), help=f"of {', '.join(TRAFFIC)}")
     parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join([*HETLB, *PEERS])}")
     parser.add_argument("--rounds", type=int, default=2)
@@ -130,15 +130,23 @@ def _listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Any) -
 def _lanes(
     args: argparse.Namespace, document: dict[str, Any], deadline: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of all fleets as they come."""
-    context = multiprocessing.get_context("spawn")
+    """The rows of all fleets as they come; the real servers need the machine for themselves."""
     recorded = {(run["fleet"], run["traffic"], run["router"], run["round"]) for run in document["runs"]}
-    receivers = []
+    emulated, real = [], []
     for fleet, number in itertools.product(args.fleets, range(args.rounds)):
-        receiver, sender = context.Pipe(duplex=False)
         lane = _Lane(fleet, number, args.traffic, args.routers, args.cores, recorded, deadline)
-        process = context.Process(target=lane.run, args=(sender,), daemon=True)
-        process.start()
+        (real if fleet.name == VLLM.name else emulated).append(lane)
+    for lanes in (emulated, *([lane] for lane in real)):
+        yield from _side_by_side(lanes)
+
+
+def _side_by_side(lanes: Sequence[_Lane]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of lanes that run at the same time, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    receivers = []
+    for lane in lanes:
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=lane.run, args=(sender,), daemon=True).start()
         sender.close()
         receivers.append(receiver)
     while receivers:
@@ -226,7 +234,7 @@ class _Lane:
     def _spec(self, url: str, rows: Any, salt: str, **more: Any) -> Spec:
         return Spec(
             url=url, model="tiny", rows=rows, num_prompts=len(rows), salt=f"{time.time_ns()}/{salt}",
-            text=True, real=self._fleet is VLLM, **more,
+            text=True, real=self._fleet.name == VLLM.name, **more,
         )  # fmt: skip
 
     def _warm_up(self, placed: _Placed, name: str, capacity_rps: float) -> None:
@@ -247,7 +255,7 @@ class _Lane:
     def _one(self, running: _Router, name: str, traffic: Traffic, capacity_rps: float) -> dict[str, Any]:
         """One load through one router."""
         number = self._number
-        at_once = AT_ONCE_REAL if self._fleet is VLLM else AT_ONCE
+        at_once = AT_ONCE_REAL if self._fleet.name == VLLM.name else AT_ONCE
         rate, count = traffic.rate_and_count(capacity_rps, at_once)
         rows = traffic.rows(count, random.Random(f"{traffic.name}/{number}"))
         # The same arrivals and lengths for every router of a round, prompts of its own for each run.
