@@ -133,8 +133,13 @@ def _lanes(
     """The rows of all fleets as they come; the real servers need the machine for themselves."""
     recorded = {(run["fleet"], run["traffic"], run["router"], run["round"]) for run in document["runs"]}
     emulated, real = [], []
+    alone: dict[tuple[str, int, str], float] = {}
+    for row in document["alone"]:
+        for traffic in row["traffic"]:
+            key = (row["fleet"], row["round"], traffic)
+            alone[key] = alone.get(key, 0.0) + row["request_throughput"]
     for fleet, number in itertools.product(args.fleets, range(args.rounds)):
-        lane = _Lane(fleet, number, args.traffic, args.routers, args.cores, recorded, deadline)
+        lane = _Lane(fleet, number, args.traffic, args.routers, args.cores, recorded, alone, deadline)
         (real if fleet.name == VLLM.name else emulated).append(lane)
     for lanes in (emulated, *([lane] for lane in real)):
         yield from _side_by_side(lanes)
@@ -169,10 +174,11 @@ class _Lane:
         routers: Sequence[str],
         cores: Sequence[int],
         recorded: set[tuple[str, str, str, int]],
+        alone: dict[tuple[str, int, str], float],
         deadline: float,
     ) -> None:
         self._fleet, self._number, self._traffic, self._routers = fleet, number, traffic, routers
-        self._cores, self._recorded, self._deadline = cores, recorded, deadline
+        self._cores, self._recorded, self._recorded_alone, self._deadline = cores, recorded, alone, deadline
 
     def run(self, sender: multiprocessing.connection.Connection) -> None:
         """All that is not recorded; rows go to `sender`."""
@@ -192,7 +198,9 @@ class _Lane:
         ):
             capacity = {}
             for each in {traffic.rows: traffic for traffic in self._traffic}.values():
-                capacity[each.rows] = self._alone(each)
+                # A round that goes on has the rates that it began with.
+                known = self._recorded_alone.get((self._fleet.name, self._number, each.name))
+                capacity[each.rows] = self._alone(each) if known is None else known
             with _Placed(wanted, self._engines, Path(scratch), self._cores) as placed:
                 for each in self._traffic:
                     for name in self._missing(each):
@@ -223,7 +231,7 @@ class _Lane:
             return [each.run for each in done]
 
         runs = self._runner.run(all_at_once())
-        kinds = [each.name for each in self._traffic if each.rows is traffic.rows]
+        kinds = [each.name for each in TRAFFIC.values() if each.rows is traffic.rows]
         for (name, _), run in zip(specs, runs, strict=True):
             row = {"fleet": self._fleet.name, "engine": name, "round": number, "traffic": kinds}
             row |= {key: run[key] for key in ("completed", "failed", "total_token_throughput")}
