@@ -175,7 +175,13 @@ def summary(document: dict[str, Any]) -> str:
         [TITLES.get(name, name), *(cell(t, name, f, x, d) for t, f, x, d in columns)]
         for name in record.routers
     ]
-    return table(headings, rows) + "\n"
+    rounds = len({run["round"] for run in document["runs"]})
+    caption = (
+        "The same requests through each router, two engines behind it, one three times as fast (`python "
+        f"bench/head_to_head/run.py`, medians of {rounds} rounds; how, four engines and where hetlb is "
+        "behind: [docs/head-to-head.md](docs/head-to-head.md)):"
+    )
+    return f"{caption}\n\n{table(headings, rows)}\n"
 
 
 def setup(document: dict[str, Any]) -> str:
