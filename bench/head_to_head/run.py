@@ -104,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join([*HETLB, *PEERS])}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--wait-while", type=Path, metavar="FILE", help="begin no run while it exists")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out, do the others")
     parser.add_argument("--cores", type=cores, default=sorted(os.sched_getaffinity(0)), metavar="CORES")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -139,7 +140,7 @@ def _lanes(
             key = (row["fleet"], row["round"], traffic)
             alone[key] = alone.get(key, 0.0) + row["request_throughput"]
     for fleet, number in itertools.product(args.fleets, range(args.rounds)):
-        lane = _Lane(fleet, number, args.traffic, args.routers, args.cores, recorded, alone, deadline)
+        lane = _Lane(fleet, number, args, recorded, alone, deadline)
         (real if fleet.name == VLLM.name else emulated).append(lane)
     for lanes in (emulated, *([lane] for lane in real)):
         yield from _side_by_side(lanes)
@@ -170,15 +171,15 @@ class _Lane:
         self,
         fleet: Fleet,
         number: int,
-        traffic: Sequence[Traffic],
-        routers: Sequence[str],
-        cores: Sequence[int],
+        args: argparse.Namespace,
         recorded: set[tuple[str, str, str, int]],
         alone: dict[tuple[str, int, str], float],
         deadline: float,
     ) -> None:
-        self._fleet, self._number, self._traffic, self._routers = fleet, number, traffic, routers
-        self._cores, self._recorded, self._recorded_alone, self._deadline = cores, recorded, alone, deadline
+        self._fleet, self._number = fleet, number
+        self._traffic, self._routers, self._cores = args.traffic, args.routers, args.cores
+        self._wait_while, self._deadline = args.wait_while, deadline
+        self._recorded, self._recorded_alone = recorded, alone
 
     def run(self, sender: multiprocessing.connection.Connection) -> None:
         """All that is not recorded; rows go to `sender`."""
@@ -204,10 +205,16 @@ class _Lane:
             with _Placed(wanted, self._engines, Path(scratch), self._cores) as placed:
                 for each in self._traffic:
                     for name in self._missing(each):
-                        if time.monotonic() > self._deadline:
+                        if not self._go_on():
                             return
                         self._warm_up(placed, name, capacity[each.rows])
                         self._sender.send(("runs", self._one(placed[name], name, each, capacity[each.rows])))
+
+    def _go_on(self) -> bool:
+        """True when another run may begin, False if none may any more."""
+        while self._wait_while is not None and self._wait_while.exists():
+            time.sleep(1.0)
+        return time.monotonic() < self._deadline
 
     def _missing(self, traffic: Traffic) -> list[str]:
         """The routers whose run is not recorded, in the order of this round and load."""
