@@ -12,12 +12,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from hetlb.config.discovery import KubernetesTable
 from hetlb.config.fleet import Fleet, Listen
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
 from hetlb.pick.server import PickServer, gateway_context
 from hetlb.pick.sharing import Sharing, shared_url
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.discovery.inference_pool import ObjectiveSource
+from hetlb.proxy.discovery.source import Source
 from hetlb.proxy.service import Service
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
@@ -77,6 +80,12 @@ class PickService(Service):
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_addresses({**self.server.state.addresses, spec.name: address})
         super()._add(spec, access)
+
+    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
+        sources = super()._sources_of(table, base)
+        if table.resource == "inferencepools":
+            sources.append(ObjectiveSource(table, base, self.server.state.set_objectives))
+        return sources
 
     async def _resolve_for_ever(self) -> None:
         while True:

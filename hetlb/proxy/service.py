@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
+from hetlb.config.discovery import KubernetesTable
 from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, same_server
 from hetlb.config.profile import Profile
 from hetlb.config.yaml_file import convert, short
@@ -52,6 +53,7 @@ from hetlb.proxy.admin import make_app
 from hetlb.proxy.discovery import dns_names
 from hetlb.proxy.discovery.dns_names import DnsSource
 from hetlb.proxy.discovery.files import FileSource, FleetFileSource
+from hetlb.proxy.discovery.inference_pool import InferencePoolSource
 from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
@@ -244,9 +246,16 @@ class FleetService(ABC):
         if others := [each for each in paths if each not in own]:
             sources.append(FileSource(others, table.poll_s))
         sources += [DnsSource(each) for each in table.names]
-        sources += [KubernetesSource(each, base) for each in table.clusters]
+        for each in table.clusters:
+            sources += self._sources_of(each, base)
         self._sources = Sources(sources, self._members.found)
         await self._sources.start(most_s)
+
+    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
+        """What is watched in a cluster. Raises `ConfigError`."""
+        if table.resource == "inferencepools":
+            return [InferencePoolSource(table, base)]
+        return [KubernetesSource(table, base)]
 
     # --- the roster of instances that stand in no file ---
 
