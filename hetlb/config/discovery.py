@@ -29,7 +29,23 @@ class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     servers: tuple[str, ...] = ()
 
 
-class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the API server is reached: without these keys as hetlb's own pod does."""
+
+    namespace: str | None = None
+    api_server: str | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+
+
+class LeaseTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Lease of Kubernetes by which one process leads; free `duration_s` after its renewals end."""
+
+    name: str
+    duration_s: Annotated[int, msgspec.Meta(ge=1, le=600)] = 5
+
+
+class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
 
     `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
@@ -38,7 +54,6 @@ class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """
 
     resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"
-    namespace: str | None = None
     selector: str = ""
     service: str | None = None
     pool: str | None = None
@@ -46,9 +61,6 @@ class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     scheme: Literal["http", "https"] = "http"
     model: str | None = None
     model_label: str | None = None
-    api_server: str | None = None
-    token_file: str | None = None
-    ca_file: str | None = None
 
 
 class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

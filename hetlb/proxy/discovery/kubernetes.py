@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from hetlb.config.discovery import GPU_LABELS, KubernetesTable
+from hetlb.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
@@ -171,14 +171,15 @@ class ExpiredError(Exception):
 class ApiServer:
     """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
 
-    def __init__(self, table: KubernetesTable, base: Path) -> None:
+    def __init__(self, table: ClusterTable, base: Path, key: str = "discovery.kubernetes") -> None:
+        """`key` names the table in errors. Raises `ConfigError`."""
         host, port = (
             os.environ.get("KUBERNETES_SERVICE_HOST"),
             os.environ.get("KUBERNETES_SERVICE_PORT", "443"),
         )
         if table.api_server is None and not host:
             raise ConfigError(
-                "discovery.kubernetes.api_server: expected a URL outside of a cluster, but the key is missing"
+                f"{key}.api_server: expected a URL outside of a cluster, but the key is missing"
             )
         in_cluster = f"https://[{host}]:{port}" if host and ":" in host else f"https://{host}:{port}"
         self.url = (table.api_server or in_cluster).rstrip("/")
