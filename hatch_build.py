@@ -28,7 +28,7 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "connection", "driver", "ends", "exchange", "exchange_states", "limits", "predicted_duration",
-            "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
+            "prefix_keys", "router", "scheduling", "shared_driver", "token_estimator", "upstream",
         )
     ),
     *(

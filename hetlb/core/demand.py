@@ -125,6 +125,8 @@ class _Slots:
 MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
 _MIX_CHANGE: Final = 0.02
+#: Sequences of instances that are known again.
+_MOST_FLEETS: Final = 128
 
 
 class Costs:
@@ -212,8 +214,10 @@ class Mix:
     where they begin alike.
     """
 
-    __slots__ = ("_bookings", "_costs", "_count", "_fleet", "_measured", "_residual_weight", "booked", "long",
-                 "output", "prompt", "read", "residual")  # fmt: skip
+    __slots__ = (
+        "_bookings", "_costs", "_count", "_fleets", "_measured", "_residual_weight", "booked", "long",
+        "output", "prompt", "read", "residual",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.booked = self.read = 0.0
@@ -223,7 +227,8 @@ class Mix:
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
-        self._fleet: Fleet | None = None
+        #: By the identity of their instances, which they keep.
+        self._fleets: dict[int, Fleet] = {}
 
     @property
     def empty(self) -> bool:
@@ -254,7 +259,7 @@ class Mix:
         ):
             self._measured = (mean_prompt, mean_output, booked, read)
             self._costs.clear()
-            self._fleet = None
+            self._fleets.clear()
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
         """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
@@ -279,10 +284,12 @@ class Mix:
 
     def fleet(self, instances: Sequence[Instance]) -> Fleet:
         """Facts about all of them together. The sequence is known again by its identity: do not change it."""
-        known, changes = self._fleet, instances[0].changes.count
+        known, changes = self._fleets.get(id(instances)), instances[0].changes.count
         if known is None or known.instances is not instances or known.changes != changes:
             costs = [self.costs(instance) for instance in instances]
-            known = self._fleet = Fleet(instances, changes, costs)
+            if len(self._fleets) >= _MOST_FLEETS:
+                self._fleets.clear()
+            known = self._fleets[id(instances)] = Fleet(instances, changes, costs)
         return known
 
     def costs(self, instance: Instance) -> Costs:
