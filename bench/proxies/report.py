@@ -15,13 +15,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peers import ROOT, peer
 from scenarios import COALESCED_EVENTS, STREAMS
 
+from hetlb.plots import COLOURS, new_figure, save_figure, tidy
+
 PAGE = ROOT / "docs" / "proxies.md"
+PICTURE = ROOT / "docs" / "img" / "proxies.png"
 Run = dict[str, Any]
 #: The round and the repeat in it: what ran one right after the other.
 Turn = tuple[int, int]
@@ -150,8 +154,7 @@ class Figures:
 def tables(document: dict[str, Any]) -> str:
     """All tables, by number of instances."""
     parts = []
-    for instances in sorted({run["instances"] for run in document["runs"]}):
-        figures = Figures(run for run in document["runs"] if run["instances"] == instances)
+    for instances, figures in _by_instances(document).items():
         parts += [f"### {instances} instances", "", *_sections(figures)]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -258,34 +261,103 @@ def _sections(figures: Figures) -> list[str]:
 
 
 def verdicts(document: dict[str, Any]) -> str:
-    """What is asked of hetlb, and what was measured, per number of instances."""
-    lines = []
-    for instances in sorted({run["instances"] for run in document["runs"]}):
-        figures = Figures(run for run in document["runs"] if run["instances"] == instances)
-        for other, most in ASKED.items():
-            for scenario, what in (("plain@32", "plain request"), ("paced5@32", "5 ms-paced chunk")):
-                ratio = figures.ratio("hetlb", other, scenario)
-                lines.append(
-                    [
-                        f"{instances} instances: CPU per {what} at most {most} x {other}",
-                        f"{_number(ratio, 2)} x",
-                    ]
-                )
-        lines += [
-            [
-                f"{instances} instances: lone request, at most 0.25 ms added at p50",
-                f"{_number(figures.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms",
-            ],
-            [
-                f"{instances} instances: separate reads, at least 0.8 x",
-                f"{_number(figures.reads_share('hetlb', 'paced5@32'), 2)} x",
-            ],
-            [
-                f"{instances} instances: median gap at 32 streams, at most 1 ms more",
-                f"{_number(figures.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms",
-            ],
+    """What is asked of hetlb, and what was measured: a column for each number of instances."""
+    figures = _by_instances(document)
+    lines = [
+        [
+            f"CPU per {what} at most {most} x {other}",
+            *(f"{_number(each.ratio('hetlb', other, scenario), 2)} x" for each in figures.values()),
         ]
-    return _table(["asked", "measured"], lines) + "\n"
+        for other, most in ASKED.items()
+        for scenario, what in (("plain@32", "plain request"), ("paced5@32", "5 ms-paced chunk"))
+    ]
+    lines.append(
+        [
+            "lone request, at most 0.25 ms added at p50",
+            *(f"{_number(each.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms" for each in figures.values()),
+        ]
+    )
+    lines.append(
+        [
+            "separate reads, at least 0.8 x without a proxy",
+            *(f"{_number(each.reads_share('hetlb', 'paced5@32'), 2)} x" for each in figures.values()),
+        ]
+    )
+    lines.append(
+        [
+            "median gap at 32 streams, at most 1 ms more",
+            *(
+                f"{_number(each.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms"
+                for each in figures.values()
+            ),
+        ]
+    )
+    return _table(["asked", *(f"{count} instances" for count in figures)], lines) + "\n"
+
+
+def summary(document: dict[str, Any]) -> str:
+    """The figures that matter most, a line for each proxy; `a / b` for each number of instances."""
+    figures = _by_instances(document)
+    first = next(iter(figures.values()))
+
+    def each_of(figure: Callable[[Figures], float | None], digits: int) -> str:
+        return " / ".join(_number(figure(found), digits) for found in figures.values())
+
+    def cost(name: str, scenario: str) -> str:
+        return each_of(lambda f: f.median(partial(f.cost_us, name, scenario)), 1)
+
+    rows = [
+        [
+            name,
+            *(cost(name, scenario) for scenario in ("plain@32", "plain@512", "paced5@32", "paced20@512")),
+            each_of(lambda f, name=name: f.added_ms(name, "plain@1", "p50"), 3),  # type: ignore[misc]
+            each_of(lambda f, name=name: f.rate(name), 0),  # type: ignore[misc]
+            _percent(first.median(partial(_idle_share, first, name))),
+            _number(_scaled(first.of(name, "plain@1", "idle_rss"), 1 << 20), 0),
+            _number(first.stream_kib(name), 1),
+        ]
+        for name in first.proxies
+    ]
+    heads = (
+        "", "plain@32", "plain@512", "paced5@32", "paced20@512",
+        "lone p50, ms", "requests/s", "idle CPU", "RSS MiB", "KiB per stream",
+    )  # fmt: skip
+    checked = [found.answers(name) for found in figures.values() for name in found.proxies]
+    answers, wrong = (sum(column) for column in zip(*checked, strict=True))
+    void = sum(len(found.voids()) for found in figures.values())
+    return (
+        f"{_table(heads, rows)}\n\n"
+        f"{answers:,} answers checked, {wrong} wrong; {void} pairs of proxy and scenario had void runs (the "
+        "client was the busy one, or the proxy fell behind a paced stream), which count nowhere.\n"
+    )
+
+
+def draw(document: dict[str, Any]) -> None:
+    """Draw CPU per plain request and per paced chunk, a bar for each proxy."""
+    found = next(iter(_by_instances(document).values()))
+    drawn = new_figure(9.0, 3.4)
+    for axis, scenario, label in zip(
+        drawn.subplots(1, 2, sharey=True),
+        ("plain@32", "paced5@32"),
+        ("CPU per plain request (us)", "CPU per 5 ms-paced chunk (us)"),
+        strict=True,
+    ):
+        values = {
+            name: found.median(partial(found.cost_us, name, scenario)) for name in reversed(found.proxies)
+        }
+        shown = {name: value for name, value in values.items() if name != "litellm"}
+        colours = [COLOURS[0] if name.startswith("hetlb") else COLOURS[-1] for name in shown]
+        bars = axis.barh(list(shown), [value or 0.0 for value in shown.values()], color=colours)
+        axis.bar_label(bars, [_number(value, 1) for value in shown.values()], padding=3, fontsize=8)
+        axis.set_xlabel(label)
+        axis.margins(x=0.12)
+        tidy(axis)
+    save_figure(drawn, PICTURE)
+
+
+def _by_instances(document: dict[str, Any]) -> dict[int, Figures]:
+    counts = sorted({run["instances"] for run in document["runs"]})
+    return {count: Figures(run for run in document["runs"] if run["instances"] == count) for count in counts}
 
 
 def about(script: str, names: Sequence[str]) -> dict[str, Any]:
@@ -333,18 +405,19 @@ def save(document: dict[str, Any], path: Path) -> None:
 
 
 def write_page(document: dict[str, Any]) -> None:
-    """Renew the tables of docs/proxies.md."""
+    """Renew the tables of docs/proxies.md and its picture."""
     text = PAGE.read_text()
     for name, new in (
         ("setup", setup(document)),
         ("verdicts", verdicts(document)),
-        ("tables", tables(document)),
+        ("tables", summary(document)),
     ):
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- end {name} -->")
         if not (begin and end):
             raise RuntimeError(f"{PAGE}: expected <!-- {name} --> ... <!-- end {name} -->")
         text = before + begin + new + end + after
+    draw(document)
     PAGE.write_text(text)
 
 

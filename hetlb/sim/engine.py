@@ -376,6 +376,11 @@ class EngineModel:
         return len(self._waiting) + len(self._arriving) + len(self._fetching) + len(self._ready)
 
     @property
+    def caches_prefixes(self) -> bool:
+        """True if a prompt finds the blocks of earlier prompts that begin alike."""
+        return self._prefixes is not None
+
+    @property
     def running(self) -> int:
         """Sequences admitted and not finished."""
         return len(self._decoding) + len(self._completing) + (self._partial is not None)
