@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiplies every duration of the engine: 0.1 is ten times faster (default 1)",
     )
     parser.add_argument(
+        "--enable-prefix-caching",
+        action="store_true",
+        help="compute no KV block that an earlier prompt began with (default: each computes its own)",
+    )
+    parser.add_argument(
         "--kv-transfer",
         choices=("nixl", "mooncake", "shared-storage"),
         help="hand KV blocks over to other engines as this connector of vLLM does (default: no connector)",
@@ -118,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             args.kv_load_failure_policy,
             args.kv_folder,
         ),
+        prefix_caching=args.enable_prefix_caching,
     )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

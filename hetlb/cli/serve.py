@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
         )
+    _check_shared(fleet, replace=args.replace)
+    _warn_of_descriptors(fleet)
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
@@ -79,11 +82,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_shared(fleet: Fleet, *, replace: bool) -> None:
+    """Raise `InputError` where proxies cannot share what they know as the file says."""
+    if fleet.shared is None:
+        return
+    where = fleet.where
+    if fleet.proxy.workers > 1:
+        raise InputError(f"{where}proxy.workers: expected 1 with shared:, got {fleet.proxy.workers}")
+    if fleet.shared.mode != "active-active":
+        raise InputError(f"{where}shared.mode: expected active-active for proxies, got {fleet.shared.mode}")
+    if any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
+    if replace:
+        raise InputError("--replace: expected a fleet without shared:, whose other proxies serve meanwhile")
+
+
 def allow_many_connections() -> None:
     """Use as many file descriptors as this process may: the usual soft limit of 1024 is for select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _warn_of_descriptors(fleet: Fleet) -> None:
+    """Say where the configured clients need more descriptors than allowed: one each, and one to an engine."""
+    limit = fleet.proxy.max_connections
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:
+        print(
+            f"hetlb: {fleet.where}proxy.max_connections: {limit} clients need up to {2 * limit} file "
+            f"descriptors, this process may open {hard} (ulimit -Hn)",
+            file=sys.stderr,
+        )
 
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:

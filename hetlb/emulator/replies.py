@@ -185,6 +185,7 @@ class ReplyChoice(Choice):
 
     def __init__(self, reply: Reply, index: int, prompt: Prompt, output_tokens: int, reason: str) -> None:
         super().__init__(prompt.tokens, output_tokens, reason)
+        self.pieces = prompt.pieces
         self.reply = reply
         self.index = index
         self.prompt = prompt

@@ -1,6 +1,6 @@
 """The fault matrix itself: every row, what is promised there, and how much of it is run here.
 
-`docs/behaviour.md` holds exactly this table (a test compares; `python tests/faults/matrix.py` prints
+`MATRIX.md` holds exactly this table (a test compares; `python tests/faults/matrix.py` prints
 it), and every row has a case in this folder. Where only a part can be run, `reduced` says which and why.
 """
 

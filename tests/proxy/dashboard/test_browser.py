@@ -61,7 +61,7 @@ def test_there_is_one_stream_and_nothing_is_polled(look: Look, running: Fleet) -
     expect(look.page.locator("#decision-rows tr.decision").first).to_be_visible()
     expect(look.page.locator("#tiles")).not_to_have_text(before)
     paths = [url.removeprefix(running.admin) for url in look.requests if not url.startswith("data:")]
-    files = ["/", "/dashboard.css", "/dashboard.js", "/charts.js", "/dom.js"]
+    files = ["/", "/dashboard.css", "/dashboard.js", "/theme.css", "/charts.js", "/dom.js"]
     assert sorted(paths) == sorted([*files, "/v1/events"])
 
 

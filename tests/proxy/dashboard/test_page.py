@@ -25,6 +25,7 @@ FILES = {
     "/": "text/html; charset=utf-8",
     "/dashboard.css": "text/css; charset=utf-8",
     "/dashboard.js": "text/javascript; charset=utf-8",
+    "/theme.css": "text/css; charset=utf-8",
     "/charts.js": "text/javascript; charset=utf-8",
     "/dom.js": "text/javascript; charset=utf-8",
 }
