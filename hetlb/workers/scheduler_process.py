@@ -28,12 +28,12 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceSpec,
     Lease,
-    ModelsLearned,
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import only_model
+from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
@@ -129,7 +129,7 @@ class SchedulerProcess(FleetService):
         self.scraper.versions.update(state.versions)
         for name, entries in state.entries.items():
             self.scraper.models[name] = entries
-            driver.change(ModelsLearned(name, tuple(dict.fromkeys(entry["id"] for entry in entries))))
+            driver.change(models_learned(name, entries))
 
     # --- life ---
 
