@@ -6,11 +6,9 @@ fails, Envoy's retries go down the list that it got, and the lease follows.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
-from hetlb.config.fleet import ProxyTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import (
@@ -30,10 +28,8 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
 
 _REASONS: Final = {
@@ -45,19 +41,11 @@ _REASONS: Final = {
 class PickDriver(Driver):
     """The scheduler's driver over streams of Envoy."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(scheduler, setup)
         #: Streams of the requests that are open, by request.
         self.streams: dict[RequestId, Upstream] = {}
-        #: What other pickers of the fleet have booked, None where this one is alone.
+        #: Bookings of other pickers of the fleet, None where this one is alone.
         self.view: SharedView | None = None
         #: Called when there is something to tell them.
         self.on_change: Callable[[], None] | None = None
@@ -79,7 +67,7 @@ class PickDriver(Driver):
         if self.on_change is not None:
             self.on_change()
 
-    def _arrived(self, request: Request, now: float) -> list[Command]:
+    def decide(self, request: Request, now: float) -> list[Command]:
         view = self.view
         return self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
 

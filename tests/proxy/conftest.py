@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest_asyncio
 import uvloop
-from helpers import make_scheduler, spec
+from helpers import make_scheduler, spec, turns_until
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.scheduler import Scheduler
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
@@ -40,9 +40,8 @@ class Proxy:
 
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[Exchange] = []
-        self.driver = Driver(
-            scheduler, table, TokenEstimator(), asyncio.get_running_loop(), self._exchanges.extend
-        )
+        loop = asyncio.get_running_loop()
+        self.driver = Driver(scheduler, DriverSetup(table, TokenEstimator(), loop, self._exchanges.extend))
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0
@@ -98,10 +97,3 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         await turns_until(lambda p=proxy: not p.driver.engine_connections and not p.server.connections)
     # The fixture's own task is a new one after the test.
     await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))
-
-
-async def turns_until(holds: Callable[[], bool]) -> None:
-    """Let the event loop turn until a condition holds; the limit only ends a test that has failed."""
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0)
