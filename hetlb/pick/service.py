@@ -40,7 +40,7 @@ class PickService(Service):
             msgspec.structs.replace(fleet, listen=Listen(host=pick.host, port=pick.port)), event_log
         )
         self._resolver: asyncio.Task[None] | None = None
-        #: What other pickers of the fleet have, None where this one is alone.
+        #: Exchange with the other pickers of the fleet, None where this one is alone.
         self.sharing: Sharing | None = None
         if pick.shared is not None:
             url = shared_url(pick.shared, fleet.where)
