@@ -9,6 +9,7 @@ at before the others have their turn; its time limits run from the first byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import sys
@@ -34,6 +35,7 @@ from hetlb.proxy.connection_states import (
     SUBMITTED,
     TURN_TAKEN,
     UNUSED,
+    UPGRADED,
     ClientState,
     Reading,
 )
@@ -81,8 +83,11 @@ _HEAD: Final = ClientState.HEAD
 _BODY: Final = ClientState.BODY
 _READ: Final = ClientState.READ
 _ANSWERING: Final = ClientState.ANSWERING
+_UPGRADED: Final = ClientState.UPGRADED
 _CLOSING: Final = ClientState.CLOSING
 _CLOSED: Final = ClientState.CLOSED
+#: States in which requests are read.
+_READS: Final = (_IDLE, _HEAD, _BODY, _READ)
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
@@ -100,6 +105,9 @@ class Clients:
         self.open: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
+        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
+        self.parting: set[ClientConnection] = set()
+        self.all_parted: asyncio.Future[None] | None = None
         #: True if each connection ends with the answer it is at.
         self.stopping = False
         #: True if connections are still served, each with one more answer that says that it is the last.
@@ -123,6 +131,11 @@ class Clients:
     def left(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.open.pop(connection, None)
+        if connection in self.parting:
+            self.parting.remove(connection)
+            waiter = self.all_parted
+            if not self.parting and waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     def have_turn(self, connection: ClientConnection) -> None:
         """A connection has more to read: it goes on when those before it have, a few in each turn."""
@@ -169,7 +182,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_decoder",
-        "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_searched", "_since", "_small",
+        "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_raw", "_searched", "_since", "_small",
         "_stalled_since", "_tenant", "_transport", "reading", "state",
     )  # fmt: skip
 
@@ -194,6 +207,8 @@ class ClientConnection(asyncio.Protocol):
         self._decoder: ChunkedDecoder | None = None
         self._form: FormReader | None = None
         self._exchange: Exchange | None = None
+        #: Takes what comes once the connection has another protocol than HTTP.
+        self._raw: Callable[[bytes], None] | None = None
         self._now = clients.driver.now
         #: Time at which the body began, or its last piece came.
         self._fed_at = 0.0
@@ -222,6 +237,9 @@ class ClientConnection(asyncio.Protocol):
             if len(data) >= _LARGE_READ and transport is not None and not transport.is_closing():
                 transport.pause_reading()  # what is thrown away has its turn like anything else
                 self._clients.driver.loop.call_soon(self._throw_away)
+            return
+        if state is _UPGRADED and self._raw is not None:
+            self._raw(data)
             return
         if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
             self._backlog += data
@@ -281,9 +299,32 @@ class ClientConnection(asyncio.Protocol):
         """Sends bytes of an answer."""
         return _nowhere if self._transport is None else self._transport.write
 
+    def upgraded(self, take: Callable[[bytes], None]) -> None:
+        """The connection has another protocol from now on: `take` gets all that comes."""
+        early = self._buffer[self._at :] + bytes(self._backlog)
+        self._buffer, self._at = b"", 0
+        self._backlog.clear()
+        self._raw = take
+        self._enter(UPGRADED)
+        self.hold(False)
+        if early:
+            take(early)
+
+    def hold(self, held: bool) -> None:
+        """Read nothing while the engine has no room for it."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or held is not (self.reading is _OPEN):
+            return
+        if held:
+            self._enter_reading(HELD_BACK)
+            transport.pause_reading()
+        else:
+            self._enter_reading(READ_ON)
+            transport.resume_reading()
+
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
-        here = self.state is not _ANSWERING
+        here = self.state is _BODY or self.state is _READ
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._clients.stopping:
             self._close(LAST_HERE if here else LAST_ANSWERED)
@@ -295,7 +336,13 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
-        self._close(LAST_ANSWERED)
+        if self.state is _UPGRADED:
+            self._raw = None
+            if self._transport is not None:
+                self._clients.parting.add(self)
+            self._linger(LAST_ANSWERED)  # the client may still be sending: a reset would lose the Close frame
+        else:
+            self._close(LAST_ANSWERED)
 
     # --- states ---
 
@@ -375,7 +422,7 @@ class ClientConnection(asyncio.Protocol):
         table, state = self._clients.table, self.state
         if self._stalled_since is not None and now - self._stalled_since > table.write_timeout_s:
             self.abort()
-        elif state is _ANSWERING:
+        elif state is _ANSWERING or state is _UPGRADED:
             return
         elif state is _CLOSING:
             # A slow client may still be reading the end of its answer.
@@ -400,7 +447,7 @@ class ClientConnection(asyncio.Protocol):
         """Read on, up to one request that can be served."""
         # A client that does not read its answers gets no further ones: they would pile up here.
         state = self.state
-        if state is _ANSWERING or state is _CLOSING or state is _CLOSED or self._stalled_since is not None:
+        if self._stalled_since is not None or state not in _READS:
             return
         if self._at >= len(self._buffer) and self._backlog and not self._searched:
             self._buffer, self._at = bytes(self._backlog), 0
@@ -604,20 +651,19 @@ class ClientConnection(asyncio.Protocol):
         if keep:
             self.end(keep=True)
         else:
-            self._linger()
+            self._linger(REFUSED)
 
-    def _linger(self) -> None:
+    def _linger(self, transition: Transition[ClientState]) -> None:
         """Close our side only: bytes still on their way would otherwise reset what was just written."""
-        self._enter(REFUSED)
+        self._enter(transition)
         self._head = None
         self._since = self._now()
         if self._transport is None or self._transport.is_closing():
             return
-        if self.reading is not _OPEN:
-            self._enter_reading(READ_ON)
-            self._transport.resume_reading()  # what still comes is thrown away, its end is heard
+        self.hold(False)  # what still comes is thrown away, its end is heard
         if self._transport.can_write_eof():
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self._transport.write_eof()
         else:
             self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 

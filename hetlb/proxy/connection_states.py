@@ -41,6 +41,7 @@ class ClientState(Enum):
     BODY = "body"
     READ = "read"
     ANSWERING = "answering"
+    UPGRADED = "upgraded"
     CLOSING = "closing"
     CLOSED = "closed"
 
@@ -61,8 +62,13 @@ LAST_HERE: Final = Transition("answered by the proxy itself for the last time", 
 ANSWERED: Final = Transition(
     "the answer is out, and the client may go on", (ClientState.ANSWERING,), ClientState.IDLE
 )
+UPGRADED: Final = Transition(
+    "the engine agrees to a WebSocket", (ClientState.ANSWERING,), ClientState.UPGRADED
+)
 LAST_ANSWERED: Final = Transition(
-    "the last answer is out, or broken off", (ClientState.ANSWERING,), ClientState.CLOSING
+    "the last answer is out, or broken off",
+    (ClientState.ANSWERING, ClientState.UPGRADED),
+    ClientState.CLOSING,
 )
 UNUSED: Final = Transition("idle for too long, or the proxy stops", (ClientState.IDLE,), ClientState.CLOSING)
 CLIENT_GONE: Final = Transition(
@@ -71,7 +77,7 @@ CLIENT_GONE: Final = Transition(
     ClientState.CLOSED,
 )
 CLIENT: Final = (
-    HEAD_BEGUN, HEAD_PASSED, BODY_READ, SUBMITTED, ANSWERED_HERE, ANSWERED, REFUSED, LAST_HERE,
+    HEAD_BEGUN, HEAD_PASSED, BODY_READ, SUBMITTED, ANSWERED_HERE, ANSWERED, UPGRADED, REFUSED, LAST_HERE,
     LAST_ANSWERED, UNUSED, CLIENT_GONE,
 )  # fmt: skip
 

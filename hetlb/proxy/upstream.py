@@ -370,8 +370,8 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_pool", "_rest", "_rest_at", "_transport", "_turn",
-        "exchange", "head", "idle_since", "reading", "state",
+        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "_transport",
+        "_turn", "exchange", "head", "idle_since", "may_upgrade", "reading", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -391,6 +391,9 @@ class EngineConnection(asyncio.Protocol):
         self._rest = b""
         self._rest_at = 0
         self._turn: asyncio.Handle | None = None
+        #: True if the request asks for another protocol; then, what is told whether there is room to write.
+        self.may_upgrade = False
+        self._on_room: Callable[[bool], None] | None = None
 
     # --- states ---
 
@@ -417,6 +420,7 @@ class EngineConnection(asyncio.Protocol):
         self.exchange = exchange
         self.head = None
         self._decoder = None
+        self.may_upgrade = False
         self._interim = 0
         self._buffer.clear()
         self._enter(REUSED if self.state is _IDLE else BEGUN)
@@ -432,6 +436,16 @@ class EngineConnection(asyncio.Protocol):
             transport.write(head + body[0])
         else:
             transport.writelines((head, *body))
+
+    def relay(self, on_room: Callable[[bool], None]) -> Callable[[bytes], None]:
+        """The way for bytes of the other protocol, once that was agreed on.
+
+        `on_room` is told when there is no room for more (False) and when there is again.
+        """
+        transport = self._transport
+        assert transport is not None, "expected a connection that was made"
+        self._on_room = on_room
+        return transport.write
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -563,7 +577,10 @@ class EngineConnection(asyncio.Protocol):
                 if head.status >= 200:
                     break
                 if head.status == 101:
-                    raise GateError(502, "The engine switched protocols.")
+                    if not self.may_upgrade:
+                        raise GateError(502, "The engine switched protocols.")
+                    length = None  # what follows ends with the connection
+                    break
                 self._interim += 1
                 if self._interim > MAX_INTERIM:
                     raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
@@ -647,10 +664,14 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_failed(end, "the engine closed the connection")
 
     def pause_writing(self) -> None:
-        # The request was written in one go: nothing to hold back.
+        # A request was written in one go: nothing to hold back.
         if self.state is _SENT:
             self._enter(UNREAD)
+        if self._on_room is not None:
+            self._on_room(False)
 
     def resume_writing(self) -> None:
         if self.state is _SENDING:
             self._enter(READ)
+        if self._on_room is not None:
+            self._on_room(True)

@@ -42,17 +42,28 @@ from hetlb.proxy.connection_states import (
     TURN_TAKEN,
     UNREAD,
     UNUSED,
+    UPGRADED,
     ClientState,
     EngineState,
     Reading,
 )
 from hetlb.proxy.upstream import EngineConnection
+from hetlb.websocket import accept_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
 ASK = b'{"model":"m","prompt":"hello","max_tokens":5}'
 LARGE = ASK[:-1] + b',"user":"' + b"x" * (300 << 10) + b'"}'
 #: More than the kernel takes of a request that its engine does not read.
 HUGE = ASK[:-1] + b',"user":"' + b"x" * (12 << 20) + b'"}'
+KEY = b"dGhlIHNhbXBsZSBub25jZQ=="
+UPGRADE = (
+    b"GET /v1/realtime?model=m HTTP/1.1\r\nhost: p\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: %b\r\n\r\n" % KEY
+)
+AGREED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-accept: %b\r\n\r\n" % accept_of(KEY)
+)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(PLAIN_BODY)
 
 
@@ -123,6 +134,16 @@ class Rig:
             head = await reader.readuntil(b"\r\n\r\n")
             [length] = [each for each in head.lower().split(b"\r\n") if each.startswith(b"content-length")]
             await reader.readexactly(int(length.split(b":")[1]))
+
+    async def session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The engine's connection of a WebSocket."""
+        self.send(UPGRADE)
+        reader, writer = await self.engine()
+        await reader.readuntil(b"\r\n\r\n")
+        await self.until(ClientState.ANSWERING)
+        writer.write(AGREED)
+        await self.until(ClientState.UPGRADED)
+        return reader, writer
 
     async def kept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The engine's connection after a first answer."""
@@ -293,7 +314,21 @@ async def an_answer(rig: Rig) -> None:
     await rig.kept()
 
 
-@drives(LAST_ANSWERED)
+@drives(UPGRADED)
+@drives(LAST_ANSWERED, ClientState.UPGRADED)
+async def a_session_that_its_engine_ends(rig: Rig) -> None:
+    _, writer = await rig.session()
+    writer.close()
+    await rig.until(ClientState.CLOSING)
+
+
+@drives(CLIENT_GONE, ClientState.UPGRADED)
+async def a_session_that_its_client_leaves(rig: Rig) -> None:
+    await rig.session()
+    await gone_without_a_request(rig)
+
+
+@drives(LAST_ANSWERED, ClientState.ANSWERING)
 async def the_last_answer(rig: Rig) -> None:
     _, writer = await rig.asked(close=True)
     writer.write(plain())

@@ -14,11 +14,17 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from emulator.conftest import make_profile
 from helpers import turns_until
 from proxy.kv_publisher import Publisher, stored
 from proxy.services import Engine, Reply, document
+from proxy.test_realtime import transcribe
 from proxy.upstreams import Upstream, Visit, holding, plain
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 from workers.processes import PROMPT, Serve, Serving, alive, at_rest, children, in_flight, worker_of
+
+from hetlb.emulator import EmulatedEngine
 
 #: Three interpreters start for each of these.
 pytestmark = pytest.mark.timeout(300)
@@ -500,3 +506,25 @@ async def test_prompts_go_where_engines_say_their_blocks_are(serve: Serve, tmp_p
             assert await proxy.metric(series) <= 4000 * asked
     finally:
         await publisher.close()
+
+
+async def test_a_session_through_a_relay(serve: Serve) -> None:
+    async with EmulatedEngine(make_profile(), served_model_names=("m",), time_scale=0.01) as engine:
+        fleet = document()
+        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
+        proxy = await serve(fleet, workers=2)
+        async with connect(proxy.url.replace("http", "ws") + "/v1/realtime") as client:
+            await client.recv()
+            figures = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 1)
+            assert figures["models"][0]["instances"][0]["in_flight"] == 1
+        assert len(await transcribe(proxy.url)) == 11
+        await proxy.metric_until('hetlb_websocket_session_seconds_count{model="m"}', 2)
+        # At a shutdown a session is told, after the grace.
+        async with connect(proxy.url.replace("http", "ws") + "/v1/realtime") as client:
+            await client.recv()
+            ending = asyncio.create_task(proxy.end())
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1001
+            assert await ending == 0

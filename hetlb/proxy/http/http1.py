@@ -251,7 +251,9 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
     parser = httptools.HttpResponseParser(collector)
     try:
         parser.feed_data(head)
-    except (httptools.HttpParserUpgrade, httptools.HttpParserError) as malformed:
+    except httptools.HttpParserUpgrade:
+        pass  # a 101: `EngineConnection` knows whether one was asked for
+    except httptools.HttpParserError as malformed:
         raise GateError(502, "The head of the engine's answer is malformed.") from malformed
     result = ResponseHead()
     result.status = parser.get_status_code()
