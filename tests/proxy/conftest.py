@@ -1,4 +1,4 @@
-"""A proxy over scripted upstreams, on both event loops; when a test is over nothing may be left in it."""
+"""A proxy over scripted upstreams; when a test is over nothing may be left in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
+import pytest
 import pytest_asyncio
 import uvloop
 from helpers import make_scheduler, spec, turns_until
@@ -19,10 +20,20 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
 
+#: Modules whose tests run on the standard library's loop too: what they test has transports of its own.
+ON_BOTH_LOOPS = frozenset(
+    {
+        "test_busy", "test_clients_leave", "test_connection_states", "test_failover", "test_identity",
+        "test_proxying", "test_realtime", "test_split", "test_split_failures", "test_tls",
+        "test_unbegun_streams", "test_waiting",
+    }
+)  # fmt: skip
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop of `hetlb serve` and the standard library's."""
-    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of `hetlb serve`, and for tests of connections the standard library's."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    return loops | {"asyncio": asyncio.new_event_loop} if item.path.stem in ON_BOTH_LOOPS else loops
 
 
 class View:
