@@ -62,7 +62,7 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' $(COMPILED_TESTS)
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n 2 -m 'not vllm' $(COMPILED_TESTS)
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
 
 test-slow: .venv/.dev
