@@ -168,7 +168,12 @@ def test_the_image_is_built_from_what_the_package_needs() -> None:
     assert "custom" in wheel["hooks"]
     needed.add("hatch_build.py")
     assert copied == needed
-    extras = {extra for _, rest in instructions() for extra in re.findall(r"(?:\.|hetlb)\[(\w+)\]", rest)}
+    lists = [each for _, rest in instructions() for each in re.findall(r"(?:\.|hetlb)\[([\w,-]+)\]", rest)]
+    assert len(lists) == 2
+    assert lists[0] == lists[1]
+    extras = set(lists[0].split(","))
+    assert "otel" in extras
+    assert "tools" not in extras
     assert extras <= project["project"]["optional-dependencies"].keys()
     lowest = project["project"]["requires-python"].removeprefix(">=")
     images = [rest for instruction, rest in instructions() if instruction == "FROM"]

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
         )
+    _check_shared(fleet, replace=args.replace)
     _warn_of_descriptors(fleet)
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
@@ -80,6 +81,21 @@ def run(args: argparse.Namespace) -> int:
     with logging_to_stderr(fleet.proxy.request_log_format):
         uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
+
+
+def _check_shared(fleet: Fleet, *, replace: bool) -> None:
+    """Raise `InputError` where proxies cannot share what they know as the file says."""
+    if fleet.shared is None:
+        return
+    where = fleet.where
+    if fleet.proxy.workers > 1:
+        raise InputError(f"{where}proxy.workers: expected 1 with shared:, got {fleet.proxy.workers}")
+    if fleet.shared.mode != "active-active":
+        raise InputError(f"{where}shared.mode: expected active-active for proxies, got {fleet.shared.mode}")
+    if any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
+    if replace:
+        raise InputError("--replace: expected a fleet without shared:, whose other proxies serve meanwhile")
 
 
 def allow_many_connections() -> None:

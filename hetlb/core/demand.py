@@ -125,6 +125,8 @@ class _Slots:
 MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
 _MIX_CHANGE: Final = 0.02
+#: Sequences of instances that are known again.
+_MOST_FLEETS: Final = 128
 
 
 class Costs:
@@ -132,10 +134,14 @@ class Costs:
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
-    step more, while it is idle. All in seconds.
+    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed. All in
+    seconds.
     """
 
-    __slots__ = ("batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "speed")
+    __slots__ = (
+        "batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "read_s", "speed",
+        "token_read_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -145,8 +151,12 @@ class Costs:
         output_s: float,
         batch_s: float,
         first_token_s: float,
+        read_s: float,
+        token_read_s: float,
     ) -> None:
         self.first_token_s = first_token_s
+        self.read_s = read_s
+        self.token_read_s = token_read_s
         self.parameters_version = parameters_version
         self.speed = speed
         self.prompt_s = prompt_s
@@ -158,11 +168,15 @@ class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
-    `first_token_s`: of the mean prompt on the fastest one while it is idle. `groups`: for each the number of
-    its group of instances with equal parameters, -1 for one without an equal; there are `group_count`.
+    `first_token_s`: of the mean prompt on the fastest one while it is idle; `token_read_s`: of a prompt token
+    there, `reads_alike` if on all. `groups`: for each the number of its group of instances with equal
+    parameters, -1 for one without an equal; there are `group_count`.
     """
 
-    __slots__ = ("changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "speed")
+    __slots__ = (
+        "changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "reads_alike",
+        "speed", "token_read_s",
+    )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -171,6 +185,9 @@ class Fleet:
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.first_token_s = min([cost.first_token_s for cost in costs])
+        reading = [cost.token_read_s for cost in costs]
+        self.token_read_s = min(reading)
+        self.reads_alike = self.token_read_s == max(reading)
         members: list[list[int]] = []
         for i, instance in enumerate(instances):
             for equals in members:
@@ -197,8 +214,10 @@ class Mix:
     where they begin alike.
     """
 
-    __slots__ = ("_bookings", "_costs", "_fleet", "_measured", "_residual_weight", "booked", "count", "long",
-                 "output", "prompt", "read", "residual")  # fmt: skip
+    __slots__ = (
+        "_bookings", "_costs", "_fleets", "_measured", "_residual_weight", "booked", "count", "long",
+        "output", "prompt", "read", "residual",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.booked = self.read = 0.0
@@ -209,7 +228,8 @@ class Mix:
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
-        self._fleet: Fleet | None = None
+        #: By the identity of their instances, which they keep.
+        self._fleets: dict[int, Fleet] = {}
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
@@ -235,7 +255,7 @@ class Mix:
         ):
             self._measured = (mean_prompt, mean_output, booked, read)
             self._costs.clear()
-            self._fleet = None
+            self._fleets.clear()
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
         """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
@@ -260,10 +280,12 @@ class Mix:
 
     def fleet(self, instances: Sequence[Instance]) -> Fleet:
         """Facts about all of them together. The sequence is known again by its identity: do not change it."""
-        known, changes = self._fleet, instances[0].changes.count
+        known, changes = self._fleets.get(id(instances)), instances[0].changes.count
         if known is None or known.instances is not instances or known.changes != changes:
             costs = [self.costs(instance) for instance in instances]
-            known = self._fleet = Fleet(instances, changes, costs)
+            if len(self._fleets) >= _MOST_FLEETS:
+                self._fleets.clear()
+            known = self._fleets[id(instances)] = Fleet(instances, changes, costs)
         return known
 
     def costs(self, instance: Instance) -> Costs:
@@ -288,14 +310,17 @@ class Mix:
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         latency = instance.latency
+        computed = max(1.0, min(read, prompt))
+        read_s = latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - computed))
         return Costs(
             instance.parameters_version,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),
             batch_s=share_s * batch,
-            first_token_s=latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - max(1.0, read)))
-            + latency.step_s(1.0, prompt),
+            first_token_s=read_s + latency.step_s(1.0, prompt),
+            read_s=read_s,
+            token_read_s=read_s / computed,
         )
 
 

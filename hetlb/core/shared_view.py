@@ -95,6 +95,11 @@ class SharedView:
         """Names of the peers whose leases are known."""
         return list(self._peers)
 
+    @property
+    def peer_leases(self) -> int:
+        """Number of peers' leases."""
+        return sum([len(leases) for leases in self._peers.values()])
+
     # --- of this scheduler ---
 
     def booked(self, lease: Lease, now: float) -> None:

@@ -350,30 +350,15 @@ def fit_linear(
     # Every pass pays for its longest piece of a prompt and for itself.
     longest = np.minimum(length, batch * length / passes)
     terms = np.stack([batch * length, batch, longest * passes, passes])
-    # Every term is scaled to the size of the answer: curve_fit's steps are then alike in all of them.
+    # Every term is scaled to the size of the answer: the system is well conditioned then.
     scale = np.median(seconds) / terms.max(axis=1)
-
-    def model(_: _Array, *shares: float) -> _Array:
-        total: _Array = (np.asarray(shares) * scale) @ terms
-        return total
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance that is not used
-        shares, _ = curve_fit(
-            model,
-            batch,
-            seconds,
-            p0=[0.5, 0.1, 0.1, 0.5],
-            sigma=seconds if relative else None,
-            bounds=(0.0, np.inf) if bounded else (-np.inf, np.inf),
-            method="trf",
-            ftol=1e-12,
-            xtol=1e-12,
-            gtol=1e-12,
-            max_nfev=2000,
-        )
+    weights = 1.0 / seconds if relative else np.ones_like(seconds)
+    system = (terms.T * scale) * weights[:, None]
     if bounded:
-        shares = np.where(shares < 1e-9, 0.0, shares)  # the solver stops just inside its bounds
+        shares, _ = nnls(system, seconds * weights)
+        shares = np.where(shares < 1e-9, 0.0, shares)  # rounding, not work
+    else:
+        shares, *_ = np.linalg.lstsq(system, seconds * weights, rcond=None)
     k1, k2, k3, k4 = (float(value) for value in shares * scale)
     return k1, k2, k3, k4
 

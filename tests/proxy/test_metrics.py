@@ -24,7 +24,7 @@ from hetlb.core.types import EngineSample, Outcome
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
-from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource
+from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource, SharedFigures
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -306,7 +306,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> MetricsSour
         MetricsSource,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), invalid_samples={"node-001": 4}, lost_lines=7,
-            now=lambda: 12.5, workers=(), stages=STAGES, **more,
+            now=lambda: 12.5, workers=(), stages=STAGES, **{"shared": None, **more},
         ),
     )  # fmt: skip
 
@@ -381,3 +381,14 @@ async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) 
     counting.cancel()
     assert turns > 30
     assert len(parsed(body.decode())["hetlb_instance_state"].samples) == 600
+
+
+def test_a_shared_view_is_told_of_where_there_is_one() -> None:
+    shared = SharedFigures(True, 2, 17, 0.004, 100, 300, None)
+    found = written(source(1, shared=shared))
+    names = ("connected", "peers", "peer_leases", "delay_seconds")
+    assert [value(found, f"hetlb_shared_{name}") for name in names] == [1, 2, 17, 0.004]
+    assert value(found, "hetlb_shared_messages_total", direction="received") == 300
+    assert "hetlb_shared_leads" not in found
+    assert value(written(source(1, shared=shared._replace(leads=False))), "hetlb_shared_leads") == 0
+    assert not [name for name in written(source(1)) if name.startswith("hetlb_shared")]
