@@ -41,8 +41,7 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
-    "pick/driver.py",
-    "pick/stream.py",
+    *(f"pick/{name}.py" for name in ("calls", "driver", "grpc_call", "http2", "stream")),
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

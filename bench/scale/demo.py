@@ -71,16 +71,20 @@ class Processes(contextlib.ExitStack):
 
 
 def envoy(
-    processes: Processes, folder: Path, pickers: list[int], engines: list[int], shape: str = "static"
+    processes: Processes, folder: Path, pickers: list[int] | None, engines: list[int], shape: str = "static"
 ) -> tuple[Any, str]:
-    """An Envoy with the shipped configuration; its address when it takes requests."""
+    """An Envoy with the shipped configuration (`pickers` None: without one) and its address, once ready."""
     document = yaml.safe_load((ROOT / "configs" / "envoy" / f"{shape}.yaml").read_text())
     port, admin = free_port(), free_port()
     document["admin"]["address"]["socket_address"]["port_value"] = admin
     resources = document["static_resources"]
     resources["listeners"][0]["address"]["socket_address"]["port_value"] = port
+    if pickers is None:
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        del manager["http_filters"][0]
+        resources["clusters"] = [each for each in resources["clusters"] if each["name"] != "picker"]
     for cluster in resources["clusters"]:
-        ports = pickers if cluster["name"] == "picker" else engines
+        ports = (pickers or []) if cluster["name"] == "picker" else engines
         cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
             {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": each}}}}
             for each in ports

@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
         )
+    _warn_of_descriptors(fleet)
     if args.check:
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
@@ -85,6 +87,18 @@ def allow_many_connections() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _warn_of_descriptors(fleet: Fleet) -> None:
+    """Say where the configured clients need more descriptors than allowed: one each, and one to an engine."""
+    limit = fleet.proxy.max_connections
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:
+        print(
+            f"hetlb: {fleet.where}proxy.max_connections: {limit} clients need up to {2 * limit} file "
+            f"descriptors, this process may open {hard} (ulimit -Hn)",
+            file=sys.stderr,
+        )
 
 
 async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:

@@ -132,10 +132,14 @@ class Costs:
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
-    step more, while it is idle. All in seconds.
+    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed. All in
+    seconds.
     """
 
-    __slots__ = ("batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "speed")
+    __slots__ = (
+        "batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "read_s", "speed",
+        "token_read_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -145,8 +149,12 @@ class Costs:
         output_s: float,
         batch_s: float,
         first_token_s: float,
+        read_s: float,
+        token_read_s: float,
     ) -> None:
         self.first_token_s = first_token_s
+        self.read_s = read_s
+        self.token_read_s = token_read_s
         self.parameters_version = parameters_version
         self.speed = speed
         self.prompt_s = prompt_s
@@ -158,11 +166,15 @@ class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
-    `first_token_s`: of the mean prompt on the fastest one while it is idle. `groups`: for each the number of
-    its group of instances with equal parameters, -1 for one without an equal; there are `group_count`.
+    `first_token_s`: of the mean prompt on the fastest one while it is idle; `token_read_s`: of a prompt token
+    there, `reads_alike` if on all. `groups`: for each the number of its group of instances with equal
+    parameters, -1 for one without an equal; there are `group_count`.
     """
 
-    __slots__ = ("changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "speed")
+    __slots__ = (
+        "changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "reads_alike",
+        "speed", "token_read_s",
+    )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -171,6 +183,9 @@ class Fleet:
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.first_token_s = min([cost.first_token_s for cost in costs])
+        reading = [cost.token_read_s for cost in costs]
+        self.token_read_s = min(reading)
+        self.reads_alike = self.token_read_s == max(reading)
         members: list[list[int]] = []
         for i, instance in enumerate(instances):
             for equals in members:
@@ -292,14 +307,17 @@ class Mix:
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         latency = instance.latency
+        computed = max(1.0, min(read, prompt))
+        read_s = latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - computed))
         return Costs(
             instance.parameters_version,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),
             batch_s=share_s * batch,
-            first_token_s=latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - max(1.0, read)))
-            + latency.step_s(1.0, prompt),
+            first_token_s=read_s + latency.step_s(1.0, prompt),
+            read_s=read_s,
+            token_read_s=read_s / computed,
         )
 
 

@@ -101,6 +101,10 @@ class ChangeCounter:
 Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
+#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
+JOINING_STEPS: Final = 1.5
+
+
 class EngineLoad:
     """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
 
@@ -303,6 +307,22 @@ class Instance:
     def caches_prefixes(self) -> bool:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
+
+    def join_s(self, prompt_tokens: float) -> float:
+        """Seconds until the first token of a sequence whose prompt was read elsewhere and has come.
+
+        It waits for the running iteration, and for the prompts that are read here before it.
+        """
+        load = self.load
+        context = self.prompt_tokens * load.context_share
+        # Decode legs whose first token is to come count one token each: no prompts.
+        if self.pending_prompt_tokens <= self.sequences:
+            return JOINING_STEPS * (load.next_step_s + load.next_token_s * (context + prompt_tokens))
+        pending = self.pending_prompt_tokens / self.engines
+        running_s = 0.5 * (load.step_s + load.token_s * context)
+        return running_s + load.latency.first_token_s(
+            prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
+        )
 
     def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.

@@ -429,7 +429,7 @@ class Scheduler:
             planned.instance,
             tokens,
             tokens - held,
-            planned.expected_first_s,
+            0.0 if decode is None else self._leased[decode.id].join_s(tokens),
             now + link.lease_s,
         )
         source.hold(hold)

@@ -15,7 +15,7 @@ import msgspec
 from hetlb.config.fleet import Fleet, Listen
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
-from hetlb.pick.server import PickServer, read_credentials
+from hetlb.pick.server import PickServer, gateway_context
 from hetlb.pick.sharing import Sharing, shared_url
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.service import Service
@@ -97,7 +97,7 @@ class PickService(Service):
 
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
-    read_credentials(fleet)
+    gateway_context(fleet)
     if fleet.pick.shared is not None:
         shared_url(fleet.pick.shared, fleet.where)
 

@@ -70,6 +70,9 @@ class PickerState:
         self.addresses: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.stopping = False
+        #: Streams that are open, and bytes of one message at most.
+        self.streams: set[HttpStream] = set()
+        self.largest = 0
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""

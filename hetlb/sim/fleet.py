@@ -136,6 +136,11 @@ def _sequences(flight: Flight, leg: Role) -> list[_Run]:
     return runs
 
 
+def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
+    """What one engine runs for a request that is not split."""
+    return _sequences(Flight(planned), Role.BOTH)
+
+
 def _own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
     """A link for every pair of instances, as the one that fetches describes it."""
     paths: dict[tuple[str, str], KvPath] = {}

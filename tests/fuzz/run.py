@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TARGETS = ("gate", "body", "sse", "metrics", "config", "engine", "differential", "cost")
+TARGETS = ("gate", "body", "sse", "metrics", "config", "engine", "gateway", "differential", "cost")
 AT_ONCE = 2
 
 

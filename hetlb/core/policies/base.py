@@ -214,8 +214,6 @@ def pair_choice(
         prompt, cached_at(ctx, source), source.pending_prompt_tokens / source.engines, batch, tokens,
         source.token_budget,
     )  # fmt: skip
-    running = float(target.sequences) / target.engines
-    step_s = target.latency.step_s(running + 1.0, target.prompt_tokens / target.engines + prompt)
     return SplitChoice(
         prefill,
         decode,
@@ -223,13 +221,8 @@ def pair_choice(
         candidates,
         decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
         first_s=first_s,
-        decode_first_s=DECODE_START_STEPS * step_s,
+        decode_first_s=target.join_s(prompt),
     )
-
-
-#: Steps of a decode instance until the first token of a request whose KV cache has come: half of the running
-#: one, and its own.
-DECODE_START_STEPS: Final = 1.5
 
 
 def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
