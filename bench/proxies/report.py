@@ -388,14 +388,11 @@ def about(script: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def setup(document: dict[str, Any]) -> str:
-    """The command, the machine, the versions."""
+    """The command, the machine, the versions; the record also holds how each proxy logs and chooses."""
     told = document["about"]
-    rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
-    return (
-        f"```\n{told['command']}\n```\n\n{told['date']}, {told['machine']}; hetlb at {told['commit']}.\n\n"
-        + _table(["proxy", "version", "log and policy"], rows)
-        + "\n"
-    )
+    versions = ", ".join(f"{name} {facts['version']}" for name, facts in told["proxies"].items())
+    when = f"{told['date']}, {told['machine']}; hetlb at {told['commit']}."
+    return f"```\n{told['command']}\n```\n\n{when}\n{versions}.\n"
 
 
 def save(document: dict[str, Any], path: Path) -> None:
