@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, serving
 from test_walkthrough import free_ports, vllm_accepts
 

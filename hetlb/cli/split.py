@@ -39,7 +39,7 @@ _MOST_ROWS = 20_000
 _MOST_EXHAUSTIVE = 8
 #: Seconds for the search where none are given: for so many GPUs, per GPU beyond, and at most.
 _SMALL_GPUS, _SMALL_S, _GPU_S, _MOST_S = 24, 4.0, 0.75, 240.0
-#: What a plan that splits counts in simulation: it has more that can fail, so it must serve a good deal more.
+#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
 _WORTH = 0.95
 
 

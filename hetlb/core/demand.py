@@ -18,7 +18,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch
 from hetlb.core.types import Request
 
-#: What one prompt token weighs against one output token.
+#: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals are watched over so many spans, the first so many seconds long, each of the next so many times as
 #: long as the one before; each is cut into `SLOTS` slots.
@@ -53,7 +53,7 @@ class _Slots:
         self._slot = 0
         self._sums = [0.0] * SLOTS
         self._rate: float | None = 0.0  # None when it must be computed again
-        #: How many of the arrivals that `Demand` keeps are counted here.
+        #: Number of the arrivals kept by `Demand` that are counted here.
         self.taken = 0
         #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
         self.nothing_in = -1
@@ -215,7 +215,7 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_count", "_fleets", "_measured", "_residual_weight", "booked", "long",
+        "_bookings", "_costs", "_fleets", "_measured", "_residual_weight", "booked", "count", "long",
         "output", "prompt", "read", "residual",
     )  # fmt: skip
 
@@ -223,21 +223,17 @@ class Mix:
         self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
-        self._count = 0
+        #: Requests so far.
+        self.count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, Fleet] = {}
 
-    @property
-    def empty(self) -> bool:
-        """True if no request has come yet."""
-        return self._count == 0
-
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
-        self._count = count = self._count + 1
+        self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
         self.output = mean_output = self.output + gain * (output - self.output)
@@ -351,7 +347,7 @@ class Demand:
         self._times: list[float] = []
         self._sizes: list[float] = []
         self.mix = Mix()
-        #: When the newest request came.
+        #: Time of the newest request.
         self.newest_s = 0.0
 
     def arrived(self, size: float, now: float) -> None:

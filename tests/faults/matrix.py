@@ -84,6 +84,18 @@ ROWS = {
         "a failure, as with a whole request",
     ),
     "K7": Row("the client leaves while its prompt is read or fetched", "", "both engines stop; no failure"),
+    "W1": Row("the client of a WebSocket session leaves", "", "the engine's connection closes; no failure"),
+    "W2": Row(
+        "the engine of a session leaves, or says nothing",
+        "Close 1014, 1001 after the idle timeout; inside a frame cut",
+        "a failure; none for silence",
+    ),
+    "W3": Row(
+        "the engine refuses an upgrade; a 101 that answers no handshake", "its answer; 502", "none; a failure"
+    ),
+    "W4": Row(
+        "the client of a session does not read", "cut after the write timeout", "the engine is held back"
+    ),
     "M1": Row("/metrics is nonsense", "nothing", "discarded; the last good figure is kept; counted"),
     "M2": Row("/metrics hangs", "nothing", "one probe at a time; own ledger instead"),
     "M3": Row("/metrics says idle, falsely", "nothing", "own counts are a floor"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 from proxy.test_proxying import Client, post
 from proxy.upstreams import plain

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 

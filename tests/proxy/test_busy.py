@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.test_proxying import Client, Start, ask, post
 from proxy.upstreams import STREAM, Upstream, plain
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 from proxy.upstreams import SSE_HEAD, Upstream, chunk, closing
 

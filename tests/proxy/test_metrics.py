@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import make_scheduler, request, spec, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.test_proxying import ASK_STREAM, Client, Start, ask, post
 from proxy.upstreams import (
     DONE,

@@ -59,8 +59,8 @@ _KV_MARK: Final = 0.98
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
-#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: that have just been admitted have all before them.
+#: Factor by which a batch thins out more slowly than if what is left of answers were spread exponentially:
+#: those that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
@@ -69,7 +69,7 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
-#: How well a score is known: see `_InstanceScore`.
+#: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
@@ -86,7 +86,7 @@ _MOST_READING: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
-#: A second until the first token, and one of a decode step in that of a decode leg, in a score.
+#: Weight of a second until the first token, and of one of a decode step in that of a decode leg, in a score.
 _FIRST_SHARE: Final = _FIRST_TOKEN_WEIGHT + 1.0
 _START_WEIGHT: Final = _FIRST_SHARE * JOINING_STEPS
 
@@ -100,7 +100,7 @@ FULL: Final = "full"
 #: The reason of an instance of a large fleet that is in none of the groups looked at.
 NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
 
-#: Why an instance cannot take the request now, or that it can.
+#: States of an instance: it can take the request now, or the reason why not.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2

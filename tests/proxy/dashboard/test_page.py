@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 

@@ -28,7 +28,7 @@ def profiled(*engines: Engine, **tables: Any) -> dict[str, Any]:
 async def finished(running: Running) -> dict[str, Any]:
     """The replay's document when it is over."""
     while (found := (await running.admin("GET", "/v1/what-if")).json)["state"] == "running":
-        pass
+        await asyncio.sleep(0.02)
     result: dict[str, Any] = found
     return result
 

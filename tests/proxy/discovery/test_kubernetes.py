@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.conftest import turns_until
 from proxy.discovery.conftest import ApiServer
 
 from hetlb.config.discovery import KubernetesTable
