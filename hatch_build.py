@@ -27,8 +27,9 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "driver", "ends", "exchange", "exchange_states", "limits", "predicted_duration",
-            "prefix_keys", "router", "scheduling", "token_estimator", "upstream",
+            "connection", "connection_states", "driver", "ends", "exchange", "exchange_states", "limits",
+            "predicted_duration", "prefix_keys", "realtime", "router", "scheduler_driver", "scheduling",
+            "shared_driver", "token_estimator", "upstream",
         )
     ),
     *(
@@ -41,8 +42,7 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
-    "pick/driver.py",
-    "pick/stream.py",
+    *(f"pick/{name}.py" for name in ("calls", "driver", "grpc_call", "http2", "stream")),
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

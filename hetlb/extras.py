@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from hetlb.errors import InputError
 
 #: Package as imported -> extra. Features that name their key of the fleet file report for themselves.
-EXTRAS = {"highspy": "tools", "matplotlib": "tools", "numpy": "tools", "scipy": "tools"}
+EXTRAS = {"highspy": "tools", "jinja2": "tools", "matplotlib": "tools", "numpy": "tools", "scipy": "tools"}
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError | None:

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, made without a display and written whole or not at all.
+"""Shared parts of matplotlib pictures: figures without a display, line styles, axes, files written whole.
 
 matplotlib is imported only when a picture is asked for. A path that cannot be written is an `InputError`.
 """
@@ -6,16 +6,45 @@ matplotlib is imported only when a picture is asked for. A path that cannot be w
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hetlb.errors import InputError
+
+COLOURS = (
+    *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),
+    *("#0b7285", "#c2255c", "#5f3dc4", "#66a80f", "#868e96"),
+)
+_STYLES = ("-", "--", ":", "-.")
 
 
 def new_figure(width_in: float, height_in: float) -> Any:
     """An empty `matplotlib.figure.Figure`."""
     figure_type = importlib.import_module("matplotlib.figure").Figure
     return figure_type(figsize=(width_in, height_in), layout="constrained", dpi=130)
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and dashes of the line at `index`, unlike those of any line before it."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": _STYLES[index // len(COLOURS) % len(_STYLES)],
+        "linewidth": 1.4,
+    }
+
+
+def tidy(axis: Any) -> None:
+    """A light grid, and no frame at the top and at the right."""
+    axis.grid(alpha=0.3, linewidth=0.5)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot_distribution(axis: Any, values: Iterable[float], **style: Any) -> None:
+    """Draw the share of the values that are at most x."""
+    ordered = sorted(values)
+    axis.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], **style)
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -27,6 +27,8 @@ from common import MODEL, Promise, Serving, report, serving
 from engine import HEAD, chunk, plain
 
 STREAMS, RATE = 50, 20.0
+#: Engines that are well: together they have places for 500 streams that are not read and the honest ones.
+WELL = 3
 INTERVAL_S = 0.05
 MOST_ADDED_MS = 50.0
 MOST_MIB = 64.0
@@ -203,7 +205,8 @@ ATTACKS: dict[str, Attack] = {
 
 
 #: Floods and slow clients: tools of others, and many connections; judged by what is cut and by memory alone.
-IDLE = 20_000
+#: Idle connections: as many as the proxy takes where fewer descriptors are allowed.
+IDLE = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2 - 500)
 SLOW = "slowhttptest -c 1000 -r 200 -l {s} "
 FLOODS: dict[str, Attack | list[str]] = {
     "slowhttptest, 1,000 slow heads": (SLOW + "-H -i 5 -u {url}/v1/completions").split(),
@@ -212,7 +215,7 @@ FLOODS: dict[str, Attack | list[str]] = {
     "h2load, 100 connections": ["h2load", "--h1", "-c", "100", "-D", "{s}", "{url}/v1/models"],
     "wrk, 200 connections": ["wrk", "-c", "200", "-t", "1", "-d", "{s}s", "{url}/ping"],
     "500 streams that are not read": again(not_reading(asking("large", max_tokens=2000)), 500),
-    "20,000 idle connections": again(sending(b"", hold_s=3600.0), IDLE),
+    f"{IDLE:,} idle connections": again(sending(b"", hold_s=3600.0), IDLE),
 }  # fmt: skip
 
 
@@ -315,7 +318,7 @@ async def watched(proxy: Serving, seen: dict[str, Any]) -> None:
 
 async def ejected(proxy: Serving) -> float:
     """Ejections of the engines that are well."""
-    return sum([await proxy.metric(f'hetlb_instance_ejections_total{{instance="i{n}"') for n in range(2)])
+    return sum([await proxy.metric(f'hetlb_instance_ejections_total{{server="i{n}"') for n in range(WELL)])
 
 
 async def one(proxy: Serving, name: str, seconds: float) -> dict[str, Any]:
@@ -376,24 +379,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Attack, and record."""
-    most = 3 * IDLE
-    with contextlib.suppress(ValueError, OSError):  # who may not raise it has fewer connections
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engines = [
         subprocess.Popen(  # noqa: ASYNC220 - they run beside
             [sys.executable, __file__, "--engine", served], stdout=subprocess.PIPE, text=True, process_group=0
         )
-        for served in (MODEL, MODEL, EVIL)
+        for served in (*[MODEL] * WELL, EVIL)
     ]
     rows: list[dict[str, Any]] = []
     try:
         urls = [f"http://127.0.0.1:{each.stdout.readline().strip()}" for each in engines if each.stdout]
         fleet = {
             "models": [
-                {"name": MODEL, "instances": [{"name": f"i{n}", "url": urls[n]} for n in range(2)]},
-                {"name": EVIL, "instances": [{"name": EVIL, "url": urls[2]}]},
+                {"name": MODEL, "instances": [{"name": f"i{n}", "url": urls[n]} for n in range(WELL)]},
+                {"name": EVIL, "instances": [{"name": EVIL, "url": urls[WELL]}]},
             ],
-            "proxy": {"request_log": False, "max_connections": 2 * IDLE},
+            "proxy": {"request_log": False},
         }
         for name in FLOODS if args.floods else ATTACKS:
             if args.only and args.only not in name:

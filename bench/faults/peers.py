@@ -6,8 +6,8 @@ Promises: every proxy is installed as `bench/proxies` has it and runs with its o
 circuit breakers of the two routers are off, so that no row depends on the one before. hetlb runs beside them
 on the same engine. Rows that a proxy could not be started for are left out and named.
 
-`.venv/bin/python bench/faults/peers.py [--only NAME,…] [--save bench/results/faults-peers.json]` prints the
-table of docs/behaviour.md.
+`.venv/bin/python bench/faults/peers.py [--only NAME,…] [--save bench/results/faults-peers.json]` prints every
+row, and the summary of docs/behaviour.md.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def command(name: str, port: int, engine: int, folder: Path) -> tuple[list[str],
     peer.install()
     if name.endswith("-router"):
         # bench/proxies turns retries off; here they are the point.
-        argv = [each for each in peer.command(port, free_port(), [engine]) if each != "--disable-retries"]
-        return [*argv, "--disable-circuit-breaker"], dict(peer.environment)
-    return peer.command(port, free_port(), [engine]), dict(peer.environment)
+        argv = peer.command(port, free_port(), [engine], folder)
+        kept = [each for each in argv if each != "--disable-retries"]
+        return [*kept, "--disable-circuit-breaker"], dict(peer.environment)
+    return peer.command(port, free_port(), [engine], folder), dict(peer.environment)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +94,7 @@ async def started(name: str, engine: FaultEngine, folder: Path) -> AsyncIterator
     argv, environment = command(name, port, engine.port, folder)
     with (folder / f"{name}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *argv, stdout=log, stderr=log, cwd=installed.RUN, env={**os.environ, **environment}
+            *argv, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment}
         )
         try:
             await _ready(name, process, port, folder)
@@ -228,11 +229,27 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table for the docs."""
+    """Every row of every proxy."""
     names = [f"{name} {result['version']}" if name != "hetlb" else name for name, result in results.items()]
     lines = [f"| fault | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for title, _ in (*FAULTS, *LEAVES):
         lines.append(f"| {title} | {' | '.join(cell(each['rows'][title]) for each in results.values())} |")
+    return "\n".join(lines)
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The table of docs/behaviour.md, a line for each proxy."""
+    names = ("most runs of one request", "broken answers that end clean", "engine held after its client left")
+    lines = [f"| proxy | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    broken = [title for title, _ in FAULTS if title not in ("well", "a second answer")]
+    for name, result in results.items():
+        rows = result["rows"]
+        runs = max(row["runs"] for row in rows.values() if "runs" in row)
+        clean = sum(rows[title]["status"] == 200 and rows[title]["end"] == "clean" for title in broken)
+        held = sum(rows[title]["held_s"] is None for title, _ in LEAVES)
+        lines.append(
+            f"| {name} {result['version']} | {runs} | {clean} of {len(broken)} | {held} of {len(LEAVES)} |"
+        )
     return "\n".join(lines)
 
 
@@ -256,12 +273,11 @@ def main() -> int:
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in PROXIES]:
         parser.error(f"--only: expected some of {', '.join(PROXIES)}, got {unknown[0]!r}")
-    installed.RUN.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         results, absent = asyncio.run(everything(names, Path(folder)))
     for name, reason in absent.items():
         print(f"{name}: absent: {reason}", file=sys.stderr)
-    print(table(results))
+    print(table(results), summary(results), sep="\n\n")
     if arguments.save is not None:
         document = {"recorded": datetime.now(UTC).strftime("%Y-%m-%d"), "absent": absent, "proxies": results}
         arguments.save.write_text(json.dumps(document, indent=1) + "\n")

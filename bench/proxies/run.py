@@ -2,8 +2,8 @@
 
 `python bench/proxies/run.py --proxies hetlb,vllm-router,envoy` installs and starts the peers, runs every
 scenario through each of them in rounds, writes `bench/results/proxies.json` and, with `--page`, the tables of
-docs/proxies.md. Promise: within a round all proxies do a scenario one right after the other; ratios are taken
-within each round and their median is told; only figures whose answers were all right are figures.
+docs/proxies.md. Within a round all proxies run a scenario one right after the other; ratios are taken within
+each round, then their median; a run with a wrong answer counts nowhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from document import about, save
 from peers import PEERS, ROOT, peer
-from report import about, save, tables, write_page
+from report import tables, write_page
 from rig import DIRECT, Rig, cores, one_at_a_time
 from scenarios import HEADLINES, half_load, scenarios
 
@@ -33,7 +34,7 @@ def main() -> int:
     names = args.proxies.split(",")
     for name in names:
         peer(name).install()
-    document: dict[str, Any] = {"about": about("run.py", names), "runs": []}
+    document: dict[str, Any] = {"about": about("bench/proxies/run.py", map(peer, names)), "runs": []}
     for instances in map(int, args.instances.split(",")):
         with Rig(instances, args.proxy_core, args.generator_core) as rig:
             for number in range(args.rounds):

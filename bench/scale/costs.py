@@ -1,7 +1,9 @@
 """CPU of picker and Envoy per plain request, per streamed chunk and per long body, beside `hetlb serve`.
 
 The mock engine and the client of bench/proxies; each process's CPU is read from the kernel around a load.
-`python bench/scale/costs.py` prints one JSON line per way and load. `--shape gateway-api` for full duplex.
+`python bench/scale/costs.py` prints one JSON line per way and load. `--shape gateway-api` for full duplex,
+`--ways` out of `serve`, `pick` and `envoy` (Envoy alone: the rest is the picker's),
+`--tree FOLDER` for a compiled hetlb (`bench/compile_modules.py build`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,16 +29,31 @@ from cpu import cpu_ns  # noqa: E402
 LOADS: dict[str, dict[str, Any]] = {
     "plain, one at a time": {"mode": "plain", "connections": 1, "requests": 300, "warmup": 30},
     "plain, 16 connections": {"mode": "plain", "connections": 16, "requests": 1500, "warmup": 100},
+    "plain, 100 a second": {"mode": "plain", "connections": 16, "requests": 1000, "warmup": 9, "rate": 100.0},
+    "plain, 400 a second": {"mode": "plain", "connections": 16, "requests": 2000, "warmup": 9, "rate": 400.0},
+    "400 KB, 100 a second": {
+        "mode": "json", "size": 400_000, "connections": 16, "requests": 300, "warmup": 20, "rate": 100.0,
+    },
     "paced chunks": {"mode": "paced", "connections": 32, "chunks": 100, "pace_us": 20000, "window_s": 4.0},
-}
+}  # fmt: skip
 
 
 def main() -> None:
     """Measure each way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=("static", "gateway-api"), default="static")
-    parser.add_argument("--ways", default="serve,pick")
+    parser.add_argument("--ways", default="serve,pick,envoy")
+    parser.add_argument("--tree")
+    parser.add_argument("--loads", help="those whose names have one of these words in them")
     args = parser.parse_args()
+    if args.tree is not None:
+        os.environ["PYTHONPATH"] = args.tree
+    hetlb = HETLB if args.tree is None else [sys.executable, "-P", "-m", "hetlb"]
+    loads = {
+        name: load
+        for name, load in LOADS.items()
+        if args.loads is None or any(word in name for word in args.loads.split(","))
+    }
     with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         ports = [free_port(), free_port()]
@@ -57,10 +75,13 @@ def main() -> None:
         for way in args.ways.split(","):
             with Processes() as stack:
                 if way == "serve":
-                    proxy, line = stack.start(*HETLB, "serve", "--config", str(path), ready="ready on")
+                    proxy, line = stack.start(*hetlb, "serve", "--config", str(path), ready="ready on")
                     measured, url = {"serve": proxy.pid}, line.split()[3]
+                elif way == "envoy":
+                    process, url = envoy(stack, folder, None, ports, args.shape)
+                    measured = {"envoy": process.pid}
                 else:
-                    picker, line = stack.start(*HETLB, "pick", "--config", str(path), ready="pick ready on")
+                    picker, line = stack.start(*hetlb, "pick", "--config", str(path), ready="pick ready on")
                     grpc = int(line.split()[4].rpartition(":")[2])
                     process, url = envoy(stack, folder, [grpc], ports, args.shape)
                     measured = {"picker": picker.pid, "envoy": process.pid}
@@ -70,7 +91,7 @@ def main() -> None:
                 )  # fmt: skip
                 stack.callback(client.kill)
                 host, _, port = url.removeprefix("http://").rpartition(":")
-                for name, load in LOADS.items():
+                for name, load in loads.items():
                     fields = {
                         **load,
                         "targets": [(host, int(port))],

@@ -29,9 +29,7 @@ from measure import (
     moderate,
     simulate,
 )
-from show import verdicts, write_page
-
-RESULT = Path(__file__).resolve().parents[2] / "bench/results/scheduling.json"
+from show import RESULT, verdicts, write_page
 
 
 def main() -> int:
@@ -46,7 +44,7 @@ def main() -> int:
     parser.add_argument("--page-only", action="store_true", help="write the page from the recorded result")
     args = parser.parse_args()
     if args.page_only:
-        write_page(json.loads(RESULT.read_text()))
+        write_page()
         return 0
     lab = Lab(args.data / "hw", args.data / "traces")
     runs = Runs(args.data, args.per_instance, args.jobs)
@@ -74,7 +72,7 @@ def main() -> int:
         runs.close()
     document["took_s"] = round(time.monotonic() - began)
     RESULT.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    write_page(document)
+    write_page()
     for asked, measured in verdicts(document):
         print(f"{asked}: {measured}")
     return 0

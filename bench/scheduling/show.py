@@ -5,14 +5,22 @@ A table of the page is replaced whole, between its two markers, or the page stay
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from measure import OTHERS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/evidence-simulation.md"
+from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/evidence-simulation.md"
+PICTURE = ROOT / "docs/img/scheduling.png"
+#: What `grid.py` and `run.py --out` record.
+RESULT = ROOT / "bench/results/scheduling.json"
+TRAFFIC = ROOT / "bench/results/scheduling-traffic.json"
 
 
 def verdicts(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -64,70 +72,113 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def _shares(rows: Iterable[dict[str, Any]]) -> str:
-    names = ("split", *OTHERS)
-    return table(
-        ("fleet", "trace", "predictor", *names, "hetlb"),
-        (
-            [
-                row["fleet"],
-                row["trace"],
-                row["predictor"],
-                *(f"{row[name]:.2f}" for name in names),
-                f"**{row['hetlb']:.3f}**",
-            ]
-            for row in rows
-        ),
-    )
+def _shares(rows: Sequence[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> Iterable[Sequence[str]]:
+    """Shares of the bound, a line for each group of rows of the same name."""
+    for group, found in _grouped(rows, name).items():
+        means = {policy: statistics.mean(row[policy] for row in found) for policy in OTHERS}
+        best = max(means, key=lambda policy: means[policy])
+        own = [row["hetlb"] for row in found]
+        yield (
+            group,
+            str(len(found)),
+            f"{min(own):.3f}",
+            f"**{statistics.mean(own):.3f}**",
+            f"{statistics.mean(row['split'] for row in found):.2f}",
+            f"{means[best]:.2f} `{best}`",
+            f"{means['rr']:.2f}",
+        )
 
 
-def pages(document: dict[str, Any]) -> dict[str, str]:
+def _grouped(
+    rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str]
+) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups
+
+
+def _ratios(rows: Iterable[dict[str, Any]], figure: str, *, more_is_better: bool = False) -> str:
+    """Median and worst of the ratios of a figure; `rows` may be cases with their `ratios`."""
+    found = sorted(row.get("ratios", row)[figure]["ratio"] for row in rows)
+    return f"{statistics.median(found):.2f}, {found[0] if more_is_better else found[-1]:.2f}"
+
+
+def _held_out_name(row: dict[str, Any]) -> str:
+    return "held out: " + str(row["fleet"].partition(":")[0])
+
+
+def _traffic_name(case: dict[str, Any]) -> str:
+    """Group of a case: its kind, and for shared prompts the fleet."""
+    kind, *rest = case["case"].split("/")
+    return f"{kind}, {rest[1]}" if kind == "shared" else str(kind)
+
+
+def _mean_of(rows: Sequence[dict[str, Any]], key: str) -> str:
+    return f"{statistics.mean(row[key] for row in rows):.1f}"
+
+
+#: Headings of the figures of a decision, as recorded.
+_DECISION = {
+    "arrival_us": "an arrival (us)",
+    "choice_us": "of it the policy (us)",
+    "end_us": "the end of an answer (us)",
+}
+
+
+def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
     """The tables, by the name of their place on the page."""
-
-    def tails(row: dict[str, Any], figure: str) -> str:
-        cell = row[figure]
-        return f"{cell['hetlb'] / 1e3:.2f} s, {cell['ratio']:.2f} x `{cell['by']}`"
-
+    moderate = _grouped(document["moderate"], lambda row: f"{row['rate']:.0%}")
+    mishaps = _grouped(document["mishaps"], lambda row: str(row["fleet"]))
+    kinds = _grouped(traffic["cases"], _traffic_name)
+    timed = [key for key in _DECISION if key in document["decisions"][0]]
     return {
         "verdicts": table(("asked", "measured"), verdicts(document)),
-        "at once": _shares(document["at_once"]),
-        "held out": _shares(document["held_out"]),
-        "moderate": table(
-            ("fleet", "trace", "rate", "throughput to best other", "p99 TTFT", "p99 E2E", "mean E2E"),
+        "at once": table(
+            ("fleet", "cases", "`hetlb`: least", "mean", "`split`", "best other policy", "`rr`"),
             (
-                [
-                    r["fleet"],
-                    r["trace"],
-                    f"{r['rate']:.0%}",
-                    f"{r['request_throughput']['ratio']:.3f}",
-                    *(tails(r, f) for f in ("p99_ttft_ms", "p99_e2el_ms", "mean_e2el_ms")),
-                ]
-                for r in document["moderate"]
+                *_shares(document["at_once"], lambda row: str(row["fleet"])),
+                *_shares(document["held_out"], _held_out_name),
+            ),
+        ),
+        "moderate": table(
+            ("rate", "cases", "throughput", "p99 TTFT", "p99 E2E", "mean E2E"),
+            (
+                (
+                    rate,
+                    str(len(rows)),
+                    _ratios(rows, "request_throughput", more_is_better=True),
+                    *(_ratios(rows, figure) for figure in ("p99_ttft_ms", "p99_e2el_ms", "mean_e2el_ms")),
+                )
+                for rate, rows in moderate.items()
+            ),
+        ),
+        "traffic": table(
+            ("kind", "cases", "tokens/s", "mean TTFT", "p99 TTFT", "p99 E2E"),
+            (
+                (
+                    kind,
+                    str(len(cases)),
+                    _ratios(cases, "total_token_throughput", more_is_better=True),
+                    *(_ratios(cases, figure) for figure in ("mean_ttft_ms", "p99_ttft_ms", "p99_e2el_ms")),
+                )
+                for kind, cases in kinds.items()
             ),
         ),
         "mishaps": table(
             (
-                "fleet",
-                "trace",
-                "believed 0.7 / 1.3",
-                "believed 1.3 / 0.7",
-                "slowed: throughput",
-                "p99 E2E later (s)",
-                "uncorrected",
-                "`paper`",
-                "burst: p99 TTFT (s)",
-                "`paper`",
+                "fleet", "wrong profiles",
+                "slowed: throughput", "p99 E2E later (s)", "uncorrected", "`paper`",
+                "burst: p99 TTFT (s)", "`paper`",
             ),
             (
-                [
-                    r["fleet"],
-                    r["trace"],
-                    r["wrong_up"],
-                    r["wrong_down"],
-                    r["slowed_throughput"],
+                (
+                    fleet,
+                    f"{min(min(row['wrong_up'], row['wrong_down']) for row in rows):.3f}",
+                    f"{statistics.mean(row['slowed_throughput'] for row in rows):.3f}",
                     *(
-                        f"{r[k]:.1f}"
-                        for k in (
+                        _mean_of(rows, key)
+                        for key in (
                             "slowed_p99_s",
                             "slowed_uncorrected_p99_s",
                             "slowed_paper_p99_s",
@@ -135,8 +186,8 @@ def pages(document: dict[str, Any]) -> dict[str, str]:
                             "burst_paper_p99_ttft",
                         )
                     ),
-                ]
-                for r in document["mishaps"]
+                )
+                for fleet, rows in mishaps.items()
             ),
         ),
         "ablations": table(
@@ -154,23 +205,50 @@ def pages(document: dict[str, Any]) -> dict[str, str]:
             ),
         ),
         "decisions": table(
-            ("instances", "load", "an arrival (us)", "the end of an answer (us)"),
+            ("instances", "load", *(_DECISION[key] for key in timed)),
             (
-                [r["instances"], r["load"], f"{r['arrival_us']:.0f}", f"{r['end_us']:.0f}"]
+                [r["instances"], r["load"], *(f"{r[key]:.0f}" for key in timed)]
                 for r in document["decisions"]
             ),
         ),
-    }
+    }  # fmt: skip
 
 
-def write_page(document: dict[str, Any]) -> None:
-    """Replace each table between its markers. Raises `SystemExit` where a marker is missing."""
+def draw(document: dict[str, Any]) -> None:
+    """Draw the distribution over the cases: shares of the bound, and tails at moderate rates."""
+    figure = new_figure(9.0, 3.6)
+    left, right = figure.subplots(1, 2)
+    rows = document["at_once"] + document["held_out"]
+    for index, name in enumerate(("hetlb", "split", "paper", "least-kv", "rr")):
+        plot_distribution(left, (row[name] for row in rows), label=name, **line_style(index))
+    left.set_xlabel("tokens/s, all requests at once (share of the bound)")
+    for index, (key, label) in enumerate((("p99_ttft_ms", "p99 TTFT"), ("p99_e2el_ms", "p99 E2E"))):
+        plot_distribution(
+            right, (row[key]["ratio"] for row in document["moderate"]), label=label, **line_style(index)
+        )
+    right.axvline(1.0, color="black", linewidth=0.7)
+    right.set_xlabel("hetlb over the best other policy, at 50, 80 and 95 %")
+    for axis in (left, right):
+        axis.set_ylabel("share of the cases")
+        axis.set_ylim(0, 1)
+        axis.legend(frameon=False, fontsize=8)
+        tidy(axis)
+    save_figure(figure, PICTURE)
+
+
+def write_page() -> None:
+    """Write the recorded results to the page: each table between its markers, and the picture.
+
+    Raises `SystemExit` where a marker is missing.
+    """
+    document, traffic = (json.loads(path.read_text()) for path in (RESULT, TRAFFIC))
     text = PAGE.read_text()
-    for name, block in pages(document).items():
+    for name, block in pages(document, traffic).items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
             raise SystemExit(f"{PAGE}: expected the markers {begin.strip()} and {end}")
         text = f"{before}{begin}{block}\n{closed}{after}"
+    draw(document)
     PAGE.write_text(text)

@@ -25,9 +25,9 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
+from hetlb.sim.alone import run_alone
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
-from hetlb.sim.reference import run_alone
 from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import contents_of
@@ -338,13 +338,11 @@ class Bench:
         specs, engines = self.fleet(case)
         rows = TRAFFIC[case.traffic](self, _SAMPLE, random.Random(f"bound/{case.traffic}"))
         plan = make_plan(rows, None, math.inf, random.Random(0), contents=contents_of(rows))
-        setup = self._setup(case, specs, "single", 0)
         alone: dict[EngineSpec, float] = {}
         for spec in specs:
             engine = engines[spec.name]
             if engine not in alone:
-                run = run_alone(setup, engines, plan, spec.name, model=MODEL, rule=IterationRule.TOKEN)
-                alone[engine] = run["request_throughput"]
+                alone[engine] = run_alone(engine, plan, IterationRule.TOKEN).requests_per_s
         return sum(alone[engines[spec.name]] for spec in specs)
 
     def rate(self, case: Case) -> float:

@@ -10,10 +10,7 @@ import json
 import math
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from hetlb.plots import new_figure, save_figure
 
 
 def gain(split: float, whole: float) -> float:
@@ -44,7 +41,8 @@ def main() -> None:
     prompts, outputs = panels[0]["prompts"], panels[0]["outputs"]
     kinds = list(dict.fromkeys(" + ".join(panel["gpus"]) for panel in panels))
     columns = len(panels) // len(kinds)
-    figure, axes = plt.subplots(len(kinds), columns, figsize=(3.3 * columns, 3.0 * len(kinds)), squeeze=False)
+    figure = new_figure(3.3 * columns, 3.0 * len(kinds))
+    axes = figure.subplots(len(kinds), columns, squeeze=False)
     for index, panel in enumerate(panels):
         axis = axes[index // columns][index % columns]
         cells = panel["split_and_whole_req_s"]
@@ -67,8 +65,7 @@ def main() -> None:
     figure.suptitle(
         "Requests/s of the best split plan over the best without splitting (8B model)", fontsize=11
     )
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=110)
+    save_figure(figure, args.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.plots import new_figure, save_figure
+from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.sim.against import Comparison
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
@@ -33,20 +33,15 @@ def write_against_plot(path: Path, found: Comparison) -> None:
         ("E2E (s)", [m.e2e_s for m in found.measured], [s.e2e_s for s in found.simulated]),
     )
     for axes, (name, measured, simulated) in zip(below, pairs, strict=True):
-        _shares(axes, measured, "measured", _MEASURED)
-        _shares(axes, simulated, "simulated", _SIMULATED)
+        plot_distribution(axes, measured, label="measured", color=_MEASURED)
+        plot_distribution(axes, simulated, label="simulated", color=_SIMULATED)
         _label(axes, name, "share of the requests")
     below[0].legend(frameon=False)
     figure.suptitle(found.verdict)
     save_figure(figure, path)
 
 
-def _shares(axes: Any, values: Sequence[float], label: str, colour: str) -> None:
-    ordered = sorted(values)
-    axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], color=colour, label=label)
-
-
 def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.plots import new_figure, save_figure
+from hetlb.plots import new_figure, save_figure, tidy
 
 _MIXED, _ONE_KIND, _ANY_NUMBER = "#1f6feb", "#57606a", "#a8b4c4"
 
@@ -46,8 +46,7 @@ def write_sweep(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
     axis.set_ylabel("requests/s")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     axis.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 

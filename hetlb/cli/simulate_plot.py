@@ -13,18 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.plots import new_figure, save_figure
+from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
 from hetlb.sim.sweep import TRACE, Ran, Watched
 
 _WIDTH_IN = 11.0
 _THROUGHPUT_IN, _LATENCY_IN, _FLEET_IN = 3.2, 3.0, 3.6
 #: Policies beside each other before the next row begins.
 _COLUMNS = 4
-_COLOURS = (
-    *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),
-    *("#0b7285", "#c2255c", "#5f3dc4", "#66a80f", "#868e96"),
-)
-_STYLES = ("-", "--", ":", "-.")
 _HELD = "#24292f"
 _FAINT = "#868e96"
 
@@ -33,7 +28,7 @@ def write_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]
     """Draw `runs` (as in the JSON) and what was watched of `ran`. Raises `InputError`."""
     watched = [each for each in ran if each.watched is not None]
     policies = list(dict.fromkeys(run["policy"] for run in runs))
-    looks = {policy: _look(index) for index, policy in enumerate(policies)}
+    looks = {policy: line_style(index) for index, policy in enumerate(policies)}
     width = min(_COLUMNS, len(watched))
     bands = [watched[start : start + _COLUMNS] for start in range(0, len(watched), _COLUMNS)]
     heights = [_THROUGHPUT_IN, _LATENCY_IN, *(_FLEET_IN for _ in bands)]
@@ -140,9 +135,8 @@ def _draw_latencies(
         strict=True,
     ):
         for ran in watched:
-            values = sorted(getattr(ran.watched, name))
-            shares = [(rank + 1) / len(values) for rank in range(len(values))]
-            axis.plot(values, shares, label=ran.cell.policy, **looks[ran.cell.policy])
+            policy = ran.cell.policy
+            plot_distribution(axis, getattr(ran.watched, name), label=policy, **looks[policy])
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.xaxis.set_minor_formatter(_two_and_five(axis.get_xlim()))
@@ -173,7 +167,7 @@ def _draw_fleet(part: Any, band: Sequence[Ran], width: int, when: str) -> None:
         series = ran.watched.series
         kv, queue = upper[column], lower[column]
         for index, (name, instance) in enumerate(series.instances.items()):
-            look = {**_look(index), "linewidth": 1.0}
+            look = {**line_style(index), "linewidth": 1.0}
             kv.plot(series.times_s, instance.kv_usage, label=name, **look)
             queue.plot(series.times_s, instance.waiting, **look)
         queue.plot(series.times_s, series.held, color=_HELD, linewidth=1.0, linestyle=(0, (4, 2)))
@@ -208,22 +202,12 @@ def _queues(watched: Watched) -> Iterable[int]:
         yield from instance.waiting
 
 
-def _look(index: int) -> dict[str, Any]:
-    """Colour and dashes that tell a line from the others."""
-    return {
-        "color": _COLOURS[index % len(_COLOURS)],
-        "linestyle": _STYLES[index // len(_COLOURS) % len(_STYLES)],
-        "linewidth": 1.4,
-    }
-
-
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
 def _tidy(axis: Any) -> None:
-    axis.grid(alpha=0.3, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     axis.tick_params(which="both", labelsize=8)
 
 

@@ -32,6 +32,7 @@ class EmulatedEngine:
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
     KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
     `data_parallel_size` engines of the profile share the port, each with limits and KV cache of its own.
+    With `prefix_caching` a prompt finds the KV blocks of earlier prompts that begin alike.
     Port 0 picks a free one. `where` names the profile in errors.
     """
 
@@ -49,6 +50,7 @@ class EmulatedEngine:
         data_parallel_size: int = 1,
         where: str | None = None,
         kv: KvSettings | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         where = where or profile.name
         try:
@@ -80,10 +82,14 @@ class EmulatedEngine:
         self.max_model_len = holds if stated is None else stated
         self.served_model_names = names
         self.models = tuple(
-            EngineModel(profile.latency, limits, iteration) for _ in range(data_parallel_size)
+            EngineModel(profile.latency, limits, iteration, prefix_cache=prefix_caching)
+            for _ in range(data_parallel_size)
         )
+        self._cached_block_size = limits.block_size if prefix_caching else 0
         if kv is not None and data_parallel_size > 1:
             raise ConfigError(f"--kv-transfer: expected --data-parallel-size 1, got {data_parallel_size}")
+        if kv is not None and prefix_caching:
+            raise ConfigError("--enable-prefix-caching: expected an engine without --kv-transfer")
         if kv is not None and kv.connector == "shared-storage" and kv.folder is None:
             raise ConfigError("--kv-folder: expected a folder for shared-storage, got none")
         model = profile.model
@@ -139,7 +145,7 @@ class EmulatedEngine:
         assert self._server is None, "expected an engine that was not started"
         loop = asyncio.get_running_loop()
         engines = EngineGroup([Runner(model, loop, self._time_scale) for model in self.models])
-        reader = Reader(self.served_model_names, self.max_model_len)
+        reader = Reader(self.served_model_names, self.max_model_len, self._cached_block_size)
         if self._kv_settings is not None:
             self.kv = KvExchange(
                 self._kv_settings,

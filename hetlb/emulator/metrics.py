@@ -53,12 +53,29 @@ _FAMILIES: tuple[tuple[str, str, str, Callable[[Runner], float]], ...] = (
     ),
 )
 
+#: The same of a prefix cache.
+_PREFIX_CACHE: tuple[tuple[str, str, str, Callable[[Runner], float]], ...] = (
+    (
+        "vllm:prefix_cache_queries_total",
+        "counter",
+        "Prefix cache queries, in terms of number of queried tokens.",
+        lambda runner: runner.prompt_tokens,
+    ),
+    (
+        "vllm:prefix_cache_hits_total",
+        "counter",
+        "Prefix cache hits, in terms of number of cached tokens.",
+        lambda runner: runner.model.prefix_hit_tokens,
+    ),
+)
+
 
 def render(
     runners: Sequence[Runner], model_name: str, kv_cache_tokens: int, kv: KvExchange | None = None
 ) -> bytes:
     """The page of a server of these engines; `kv_cache_tokens` is the capacity of each by the profile."""
     name_label = f'model_name="{_escaped(model_name)}"'
+    caching = runners[0].model.caches_prefixes
     engines = [(f'engine="{number}"', runner) for number, runner in enumerate(runners)]
     lines: list[str] = []
 
@@ -67,7 +84,7 @@ def render(
         lines.append(f"# TYPE {name} {kind}")
         lines.extend(f"{name}{{{labels}}} {float(value)}" for labels, value in series)
 
-    for name, kind, text, of in _FAMILIES:
+    for name, kind, text, of in (*_FAMILIES, *(_PREFIX_CACHE if caching else ())):
         family(name, kind, text, [(f"{engine},{name_label}", of(runner)) for engine, runner in engines])
         if name == "vllm:num_requests_waiting":
             family(
@@ -112,7 +129,7 @@ def render(
         [
             (
                 f'block_size="{runner.model.limits.block_size}",cache_dtype="auto",'
-                f'enable_prefix_caching="False",{engine},kv_cache_size_tokens="{kv_cache_tokens}",'
+                f'enable_prefix_caching="{caching}",{engine},kv_cache_size_tokens="{kv_cache_tokens}",'
                 f'num_gpu_blocks="{runner.model.limits.kv_blocks}"',
                 1,
             )

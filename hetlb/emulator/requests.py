@@ -15,6 +15,7 @@ import msgspec
 
 from hetlb.emulator.anthropic import chat_request
 from hetlb.emulator.fields import (
+    BYTES_PER_TOKEN,
     TOKENS_PER_MESSAGE,
     VOCABULARY,
     answer_length,
@@ -29,6 +30,7 @@ from hetlb.emulator.fields import (
     unknown_model,
 )
 from hetlb.emulator.tools import REASONING_BEFORE_CALL, ToolCall, reasoning_share, tool_call
+from hetlb.sim.prefix import TokenSpan
 
 #: vLLM's own limit (VLLM_MAX_N_SEQUENCES).
 MAX_N = 16_384
@@ -37,11 +39,15 @@ MAX_PROMPTS = 1024
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """One prompt: its tokens, its text ("" for token ids), and a seed that stands for it."""
+    """One prompt: its tokens, its text ("" for token ids), and a seed that stands for it.
+
+    `pieces` name its whole KV blocks, where the server caches prefixes.
+    """
 
     tokens: int
     text: str
     seed: int
+    pieces: tuple[TokenSpan, ...] = ()
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -93,13 +99,17 @@ class Generation(msgspec.Struct, kw_only=True):
 
 
 class Reader:
-    """Reads bodies on behalf of one server: it knows the names it serves and its longest context."""
+    """Reads bodies on behalf of one server: it knows the names it serves and its longest context.
 
-    __slots__ = ("max_model_len", "served")
+    `cached_block_size` is the size of the KV blocks that a prefix cache keeps, in tokens; 0 without one.
+    """
 
-    def __init__(self, served: tuple[str, ...], max_model_len: int) -> None:
+    __slots__ = ("cached_block_size", "max_model_len", "served")
+
+    def __init__(self, served: tuple[str, ...], max_model_len: int, cached_block_size: int = 0) -> None:
         self.served = served
         self.max_model_len = max_model_len
+        self.cached_block_size = cached_block_size
 
     def model(self, data: dict[str, Any]) -> str:
         """The model asked for, the first served if none. Raises `ApiError`."""
@@ -136,7 +146,7 @@ class Reader:
         tool = tool_call(data, messages)
         if tools := data.get("tools"):
             tokens += count_text(msgspec.json.encode(tools).decode())
-        prompt = Prompt(tokens, text, text_seed(text))
+        prompt = self._text_prompt(tokens, text)
         max_tokens = read_int(data, "max_completion_tokens", None)
         if max_tokens is None:
             max_tokens = read_int(data, "max_tokens", None)
@@ -170,7 +180,7 @@ class Reader:
         if isinstance(instructions := data.get("instructions"), str):
             text, tokens = f"{instructions}\n{text}", tokens + TOKENS_PER_MESSAGE + count_text(instructions)
         max_tokens = read_int(data, "max_output_tokens", None)
-        prompt = Prompt(max(1, tokens), text, text_seed(text))
+        prompt = self._text_prompt(max(1, tokens), text)
         return self._generation(data, [prompt], max_tokens, draws=True)
 
     def embedding(self, data: dict[str, Any]) -> tuple[str, list[Prompt]]:
@@ -298,7 +308,7 @@ class Reader:
     def _prompts(self, prompt: object, key: str = "prompt") -> list[Prompt]:
         """A text, token ids, or a list of either."""
         if isinstance(prompt, str):
-            return [Prompt(count_text(prompt), prompt, text_seed(prompt))]
+            return [self._text_prompt(count_text(prompt), prompt)]
         if not isinstance(prompt, list):
             raise bad_type("list_type", f"body.{key}", "Input should be a valid list", prompt)
         if not prompt:
@@ -314,7 +324,7 @@ class Reader:
         prompts = []
         for number, item in enumerate(prompt):
             if isinstance(item, str):
-                prompts.append(Prompt(count_text(item), item, text_seed(item)))
+                prompts.append(self._text_prompt(count_text(item), item))
             elif isinstance(item, list) and item:
                 prompts.append(self._token_prompt(item, f"body.{key}.{number}"))
             else:
@@ -328,4 +338,17 @@ class Reader:
         for extreme in (max(ids), min(ids)):
             if not 0 <= extreme < VOCABULARY:
                 raise bad_value(f"Token id {extreme} is out of vocabulary")
-        return Prompt(len(ids), "", zlib.crc32(b"%d,%d,%d" % (len(ids), ids[0], sum(ids))))
+        size = self.cached_block_size
+        whole = range(size, len(ids) + 1, size) if size else ()
+        pieces = tuple([(hash(tuple(ids[end - size : end])), size) for end in whole])
+        return Prompt(len(ids), "", zlib.crc32(b"%d,%d,%d" % (len(ids), ids[0], sum(ids))), pieces)
+
+    def _text_prompt(self, tokens: int, text: str) -> Prompt:
+        """A prompt of this text; a chat template may make it longer than the text alone."""
+        size = self.cached_block_size
+        pieces: tuple[TokenSpan, ...] = ()
+        if size:
+            data, width = text.encode("utf-8", "surrogatepass"), size * BYTES_PER_TOKEN
+            ends = range(width, len(data) + 1, width)
+            pieces = tuple([(hash(data[end - width : end]), size) for end in ends])
+        return Prompt(tokens, text, text_seed(text), pieces)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections import deque
+import ssl
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-import grpc
-import grpc.aio
 import msgspec
 
 from hetlb.config.fleet import Fleet, ProxyTable
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
+from hetlb.pick.calls import CheckCall, ProcessCall
 from hetlb.pick.driver import PickDriver
-from hetlb.pick.stream import FAIRNESS, HttpStream, PickerState
+from hetlb.pick.grpc_call import GrpcCall, Methods
+from hetlb.pick.http2 import Http2Connection
+from hetlb.pick.stream import FAIRNESS, PickerState
 from hetlb.proxy.access import Access, server_context
 from hetlb.proxy.router import FleetView, Router
 
@@ -26,51 +27,85 @@ logger = logging.getLogger("hetlb.pick")
 
 #: A message may be so much larger than the largest body that it holds.
 _ENVELOPE: Final = 1 << 20
+_SWEEP_S: Final = 1.0
+#: A connection whose preface or header block is not whole by then is dropped.
+_INCOMPLETE_S: Final = 10.0
+#: A gateway with open streams that has said nothing for so long is asked for a sign of life, and has as long.
+_SILENT_S: Final = 30.0
 
 
-class _Pump:
-    """Messages of one stream: read in the handler, written as they come, one at a time."""
+class _GatewayConnection(asyncio.Protocol):
+    """A connection of a gateway: reads go to `Http2Connection`, and what it has to say is written."""
 
-    __slots__ = ("_context", "_outbox", "_writing", "stream")
+    def __init__(self, server: PickServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.http2 = Http2Connection(server.methods.accept, self._wake, server.most_pending)
+        self._transport: asyncio.Transport | None = None
+        self._flushing = False
+        self._heard_at = self._loop.time()
+        self._incomplete_at: float | None = self._heard_at
 
-    def __init__(self, state: PickerState, context: Any) -> None:
-        self._context = context
-        self._outbox: deque[bytes] = deque()
-        self._writing: object = None
-        self.stream = HttpStream(state, self._send)
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._server.gateways.add(self)
+        self._flush()
 
-    def _send(self, data: bytes) -> None:
-        self._outbox.append(data)
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._drain_quietly())
+    def data_received(self, data: bytes) -> None:
+        now = self._heard_at = self._loop.time()
+        http2 = self.http2
+        http2.receive(data, now)
+        if not http2.incomplete:
+            self._incomplete_at = None
+        elif self._incomplete_at is None:
+            self._incomplete_at = now
+        self._flush()
 
-    async def _drain(self) -> None:
-        outbox, write = self._outbox, self._context.write
-        try:
-            while outbox:
-                await write(outbox.popleft())
-        finally:
-            self._writing = None
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._server.gateways.discard(self)
+        self.http2.lost()
 
-    async def _drain_quietly(self) -> None:
-        try:
-            await self._drain()
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            self._outbox.clear()  # the stream is gone, and its handler knows
+    def pause_writing(self) -> None:
+        # Who does not read is not read from: what is to be written stays bounded.
+        if self._transport is not None:
+            self._transport.pause_reading()
 
-    async def run(self) -> None:
-        """Serve until Envoy, or an answer of our own, ends the stream."""
-        read, stream = self._context.read, self.stream
-        while not stream.ended:
-            message = await read()
-            if message is grpc.aio.EOF:
-                return
-            idle = self._writing is None
-            if idle:
-                self._writing = self
-            stream.receive(message)
-            if idle:
-                await self._drain()
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def _wake(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if data := self.http2.take():
+            transport.write(data)
+        if self.http2.closing:
+            transport.close()
+
+    def sweep(self, now: float) -> None:
+        """Drop a connection that has stopped."""
+        since = self._incomplete_at
+        silent = now - self._heard_at
+        stopped = since is not None and now - since > _INCOMPLETE_S
+        if not stopped and self.http2.streams and silent > _SILENT_S:
+            stopped = silent > 2.0 * _SILENT_S
+            self.http2.ping()
+            self._flush()
+        if stopped:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the connection."""
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class PickServer:
@@ -83,26 +118,39 @@ class PickServer:
         self.router = Router(driver, view)
         self.state = PickerState(driver, self.router, fleet.pick, driver.access)
         self.configure(driver.table)
-        self._credentials = read_credentials(fleet)
-        #: None without TLS, as the line of a listener that is ready shows it.
-        self.tls: object | None = self._credentials
-        self._server: grpc.aio.Server | None = None
-        self._streams: set[HttpStream] = set()
+        self._fleet = fleet
+        #: The certificate shown to gateways that connect from now on, None without TLS.
+        self.tls: ssl.SSLContext | None = gateway_context(fleet)
+        self._files = _stamps(fleet)
+        self.methods = Methods(
+            {
+                b"/%s/Process" % messages.PROCESS_SERVICE.encode("ascii"): self._process,
+                b"/%s/Check" % messages.HEALTH_SERVICE.encode("ascii"): self._check,
+            }
+        )
+        #: Connections that are open.
+        self.gateways: set[_GatewayConnection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._sweeper: asyncio.TimerHandle | None = None
 
     def configure(self, table: ProxyTable) -> None:
         """Names and limits that hold from now on; the Gateway API names the header of a fair share."""
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
+        state = self.state
+        state.largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
+        #: Bytes that may wait for windows of one connection.
+        self.most_pending = max(table.max_held_bytes, state.largest)
 
     def secure(self, access: Access) -> None:
-        """Clients' keys that hold from now on; the certificate is read for each connection."""
+        """Clients' keys that hold from now on; the certificate is read again when its files change."""
         self.router.tenants = access.tenants
 
     @property
     def connections(self) -> Collection[object]:
         """Streams that are open."""
-        return self._streams
+        return self.state.streams
 
     @property
     def stopping(self) -> bool:
@@ -111,85 +159,85 @@ class PickServer:
 
     @property
     def descriptors(self) -> list[int]:
-        """None: gRPC owns its sockets."""
-        return []
+        """Of the listening sockets."""
+        return [each.fileno() for server in self._servers for each in server.sockets]
 
     def leave(self) -> None:
         """Nothing to do: no other process takes over."""
 
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
-        """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
-        if sockets:
-            raise OSError("gRPC listens on sockets of its own")
-        table = self._driver.table
-        largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
-        server = self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", largest),
-                ("grpc.max_send_message_length", largest),
-                ("grpc.so_reuseport", 0),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ]
-        )
-        server.add_generic_rpc_handlers((self._process_handler(), self._health_handler()))
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if self._credentials is None:
-                bound = server.add_insecure_port(shown)
-            else:
-                bound = server.add_secure_port(shown, self._credentials)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        await server.start()
-        return host, bound
+        """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound.
 
-    def _process_handler(self) -> grpc.GenericRpcHandler:
-        handler: Any = grpc.stream_stream_rpc_method_handler(
-            self._process, request_deserializer=messages.ProcessingRequest.FromString
-        )
-        return grpc.method_handlers_generic_handler(messages.PROCESS_SERVICE, {"Process": handler})
+        With `sockets`, which are bound already, on those.
+        """
+        loop = self._driver.loop
+        tls: dict[str, Any] = {}
+        if self.tls is not None:
+            self.tls.sni_callback = self._choose_certificate
+            tls = {"ssl": self.tls, "ssl_handshake_timeout": _INCOMPLETE_S}
+        addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
+        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
+        for where in wheres:
+            self._servers.append(
+                await loop.create_server(lambda: _GatewayConnection(self), backlog=2048, **where, **tls)
+            )
+        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
+        name = self._servers[0].sockets[0].getsockname()
+        return name[0], name[1]
 
-    def _health_handler(self) -> grpc.GenericRpcHandler:
-        handler: Any = grpc.unary_unary_rpc_method_handler(
-            self._check,
-            request_deserializer=messages.HealthCheckRequest.FromString,
-            response_serializer=lambda response: response.SerializeToString(),
-        )
-        return grpc.method_handlers_generic_handler(messages.HEALTH_SERVICE, {"Check": handler})
+    def _process(self, connection: Http2Connection, number: int) -> GrpcCall:
+        return ProcessCall(connection, number, self.state)
 
-    async def _process(self, _: Any, context: Any) -> None:
-        pump = _Pump(self.state, context)
-        self._streams.add(pump.stream)
-        try:
-            await pump.run()
-        except (grpc.RpcError, grpc.aio.UsageError):
-            pass  # the gateway is gone
-        finally:
-            self._streams.discard(pump.stream)
-            pump.stream.closed()
+    def _check(self, connection: Http2Connection, number: int) -> GrpcCall:
+        return CheckCall(connection, number, self._serves)
 
-    async def _check(self, request: Any, context: Any) -> Any:
-        alive = request.service in ("", "liveness")
-        if not alive and request.service not in ("readiness", messages.PROCESS_SERVICE):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        serving = alive or (self._ready() and not self.state.stopping)
-        status = messages.SERVING if serving else messages.NOT_SERVING
-        return messages.HealthCheckResponse(status=status)
+    def _serves(self, service: str) -> bool | None:
+        """Answer to a health check, None where there is no such service."""
+        if service in ("", "liveness"):
+            return True
+        if service not in ("readiness", messages.PROCESS_SERVICE):
+            return None
+        return self._ready() and not self.state.stopping
 
     def stop_accepting(self) -> None:
-        """Take no further request; those that are open go on."""
+        """Take no further request; those that are open go on, and gateways are told to go elsewhere."""
         self.state.stopping = True
+        for server in self._servers:
+            server.close()
+        for gateway in self.gateways:
+            gateway.http2.go_away()
 
     async def close(self) -> None:
-        """Drop every stream that is left."""
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop(0.0)
+        """Drop every connection that is left."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for gateway in list(self.gateways):
+            gateway.abort()
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.close()
+            await server.wait_closed()
+
+    def _choose_certificate(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        # Called for every handshake: files that changed need no other listener.
+        assert self.tls is not None, "expected a listener with TLS"
+        connection.context = self.tls
+
+    def _sweep(self) -> None:
+        self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
+        now = self._driver.loop.time()
+        for gateway in list(self.gateways):
+            gateway.sweep(now)
+        if self.tls is not None and (stamps := _stamps(self._fleet)) != self._files:
+            self._files = stamps
+            try:
+                self.tls = gateway_context(self._fleet)
+            except ConfigError as error:
+                logger.warning("the certificate in use stays: %s", error)
 
 
-def read_credentials(fleet: Fleet) -> grpc.ServerCredentials | None:
-    """Certificate of the listener, None without TLS; it is read again for each connection.
+def gateway_context(fleet: Fleet) -> ssl.SSLContext | None:
+    """Certificate of the listener, and the authorities of its gateways; None without TLS.
 
     Raises `ConfigError`.
     """
@@ -198,23 +246,31 @@ def read_credentials(fleet: Fleet) -> grpc.ServerCredentials | None:
         if fleet.pick.client_ca_file is not None:
             raise ConfigError(f"{where}pick.client_ca_file: expected pick.tls beside it, got none")
         return None
-    server_context(table, f"{where}pick.tls", base)  # checks both files, with errors that name the keys
-    cert, key = base / table.cert, base / table.key
-    authorities = None if fleet.pick.client_ca_file is None else base / fleet.pick.client_ca_file
-    if authorities is not None and not authorities.is_file():
-        raise ConfigError(f"{where}pick.client_ca_file: expected a readable file, got {str(authorities)!r}")
+    context = server_context(table, f"{where}pick.tls", base)
+    context.set_alpn_protocols(["h2"])
+    if fleet.pick.client_ca_file is not None:
+        authorities = base / fleet.pick.client_ca_file
+        try:
+            context.load_verify_locations(authorities)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"{where}pick.client_ca_file: expected a file of certificates, got {str(authorities)!r}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
-    def read() -> Any:
-        return _certificate(cert, key, authorities)
 
-    first = _certificate(cert, key, authorities)
-    return grpc.dynamic_ssl_server_credentials(first, read, authorities is not None)
-
-
-def _certificate(cert: Path, key: Path, authorities: Path | None) -> Any:
-    try:
-        roots = None if authorities is None else authorities.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), cert.read_bytes())], roots)
-    except OSError as error:
-        logger.warning("pick.tls: the certificate in use stays: %s", error)
-        return None
+def _stamps(fleet: Fleet) -> list[tuple[int, int, int]]:
+    """Times, sizes and numbers of the files of the listener's TLS: others once one is replaced."""
+    table = fleet.pick.tls
+    if table is None:
+        return []
+    stamps = []
+    for name in (table.cert, table.key, fleet.pick.client_ca_file):
+        if name is not None:
+            try:
+                found = os.stat(fleet.base / name)
+            except OSError:
+                continue  # being replaced
+            stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+    return stamps

@@ -26,9 +26,11 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
 from hetlb.plan.workloads import RequestType
+from hetlb.sim import alone as alone_module
 from hetlb.sim import block_pool as kvcache
 from hetlb.sim import engine as engine_module
 from hetlb.sim import fleet as fleet_module
+from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine import EngineLimits, EngineModel
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
@@ -97,43 +99,14 @@ def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
     mean_tokens = (
         math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
     )
-    batch = max(1, min(limits.max_num_seqs, int(limits.kv_cache_tokens / mean_tokens)))
+    batch = batch_of(spec, mean_tokens)
     count = max(_FEWEST, min(_MOST, _BATCHES * batch))
     rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
     model = EngineModel(spec.latency, limits, IterationRule.TOKEN)
-    for number, (prompt, output) in enumerate(rows):
-        # The first batch is met on its way: else all of it would end, and be refilled, in step.
-        left = max(1, round(output * _radical_inverse(number + 1))) if number < batch else output
-        model.submit(EngineSequence(prompt, left))
-    return _steady_rate(model, len(rows), batch)
-
-
-def _steady_rate(model: EngineModel, count: int, batch: int) -> float:
-    now, finished = 0.0, 0
-    begun: tuple[float, int] | None = None
-    last = (0.0, 0)
-    while (stretch := model.begin_run()) is not None:
-        now += stretch.duration_s
-        finished += len(model.end_iteration().finished)
-        if model.waiting:
-            last = (now, count - model.waiting)
-            if begun is None and finished >= batch:
-                begun = last
-    if begun is None or last[0] <= begun[0]:
-        return count / now if now > 0 else 0.0
-    return (last[1] - begun[1]) / (last[0] - begun[0])
-
-
-def _radical_inverse(number: int) -> float:
-    """Van der Corput's sequence: evenly spread over 0..1 at any length."""
-    value, scale = 0.0, 0.5
-    while number:
-        value += scale * (number & 1)
-        number >>= 1
-        scale /= 2
-    return value
+    part = full_part(model, [EngineSequence(prompt, output) for prompt, output in rows], batch)
+    return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
 
 
 def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits, seed: int = 0) -> float:
@@ -188,7 +161,7 @@ def attainment(
 def _engine_digest() -> str:
     """The source of the engine model and of what it computes with: a change of it forgets all results."""
     digest = hashlib.sha256()
-    for module in (engine_module, fleet_module, latency, kvcache):
+    for module in (alone_module, engine_module, fleet_module, latency, kvcache):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()

@@ -38,8 +38,10 @@ _WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
 #: A sample that others disturbed is taken again so often.
 _TRIES = 3
 _WARM_UP_TOKENS = 512
-#: What the prompt before a prefill must outlast: the reading of the request, by its size.
+#: Seconds that the prompt before a prefill must outlast: the reading of the request, by its size.
 _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
+#: Its lead, twice as long at every try: an engine reads in one iteration what has come when that begins.
+_LEAD_S = 0.004
 _PLUG_TOKENS = (64, 2048)
 _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 #: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
@@ -236,8 +238,8 @@ class Sweep:
         """About how long a step of so many takes, by those of no more."""
         return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
-    def _plug_tokens(self, size: Size) -> int:
-        seconds = _READ_S + _READ_S_PER_TOKEN * size.tokens
+    def _plug_tokens(self, size: Size, lead_s: float = _LEAD_S) -> int:
+        seconds = lead_s + _READ_S + _READ_S_PER_TOKEN * size.tokens
         least, most = _PLUG_TOKENS
         limit = self._facts.capacity.max_model_len
         most = min(most, limit - 1) if limit is not None else most
@@ -265,14 +267,16 @@ class Sweep:
 
     async def _undisturbed(self, size: Size) -> Sample:
         """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
-        whole = True
-        for _ in range(_TRIES):
-            whole = True
+        whole, merged = True, False
+        for attempt in range(_TRIES):
+            whole, merged = True, False
             if not await settled(self._client, self._facts) and not self._force:
                 break
             before = await self._counters()
-            measure = {Phase.PREFILL: self._prefill, Phase.DECODE: self._decode, Phase.MIXED: self._mixed}
-            seconds, expected = await measure[size.phase](size)
+            if size.phase is Phase.PREFILL:
+                seconds, expected = await self._prefill(size, _LEAD_S * 2**attempt)
+            else:
+                seconds, expected = await (self._decode if size.phase is Phase.DECODE else self._mixed)(size)
             await settled(self._client, self._facts)
             after = await self._counters()
             iterations = None
@@ -286,11 +290,15 @@ class Sweep:
                 if size.phase is Phase.PREFILL and read == expected:
                     more = _more(before.iterations, after.iterations)
                     iterations = None if more is None else more - 1  # the prompt ahead has its own
+                    if merged := iterations == 0:
+                        continue
             if seconds is not None:
                 return Sample(
                     size.phase, size.batch, size.length, seconds, iterations, None, size.prefill_tokens
                 )
             whole = False
+        if merged:
+            return _given_up(size, "it was always read in one iteration with the prompt ahead of it")
         if whole:
             raise BusyError(f"{size}: expected a server without other load (--force measures all the same)")
         return _given_up(size, "its requests never ran all at once")
@@ -298,13 +306,14 @@ class Sweep:
     async def _counters(self) -> EngineCounters | None:
         return await self._client.counters() if self._facts.counts else None
 
-    async def _prefill(self, size: Size) -> tuple[float | None, int]:
+    async def _prefill(self, size: Size, lead_s: float) -> tuple[float | None, int]:
         """Seconds to prefill a batch, and the prompt tokens that all of it took."""
-        plug = self._plug_tokens(size)
+        plug = self._plug_tokens(size, lead_s)
         prompts = distinct_prompts(self._rng, size.batch, size.length)
         ahead = await self._client.send(distinct_prompts(self._rng, 1, plug), 1)
         read = asyncio.create_task(ahead.read())
         try:
+            await asyncio.sleep(lead_s)
             answer = await self._client.send(prompts, 1)
             times, (plugged,) = await answer.read(), await read
         finally:

@@ -25,8 +25,9 @@ from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
+from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
-from hetlb.sim.reference import References, at_once, run_alone, steady_requests
+from hetlb.sim.reference import References, at_once
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
@@ -35,7 +36,7 @@ from hetlb.workload.traces import Row
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
 _INFINITE = float("inf")
-#: How often progress is looked at while other processes work, seconds.
+#: Seconds between looks at the progress of other processes.
 _LOOK_S = 0.2
 
 
@@ -199,7 +200,7 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
     if isinstance(task, Cell):
         return _run(study, task, report)
     if isinstance(task, _Alone):
-        return _alone(study, task, report)
+        return _alone(study, task)
     plan = study.load.plan(_INFINITE, task.seed)
     references = References(
         study.setup,
@@ -216,27 +217,15 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
     )
 
 
-def _alone(study: Study, task: _Alone, report: _Report) -> tuple[float, float]:
+def _alone(study: Study, task: _Alone) -> tuple[float, float]:
     """Tokens/s of one instance alone: on all requests of a run, and while it is full."""
-
-    def run(load: Load, on_progress: _Report | None) -> dict[str, Any]:
-        plan = at_once(load.plan(task.rate, 0))
-        return run_alone(
-            study.setup,
-            study.engines,
-            plan,
-            task.instance,
-            model=study.model,
-            rule=study.rule,
-            on_progress=on_progress,
-        )
-
-    load = study.load
-    whole = longer = run(load, report)
-    count = steady_requests(study.engines[task.instance], load.rows[: load.count], load.count)
-    if count > load.count and whole["completed"]:
-        longer = run(replace(load, num_prompts=count), None)
-    return whole["total_token_throughput"], longer["steady"]["total_token_throughput"]
+    load, spec = study.load, study.engines[task.instance]
+    plan = at_once(load.plan(task.rate, 0))
+    whole = run_alone(spec, plan, study.rule)
+    count = requests_while_full(spec, plan)
+    if count > load.count:
+        plan = at_once(replace(load, num_prompts=count).plan(task.rate, 0))
+    return whole.tokens_per_s, full_tokens_per_s(spec, plan, study.rule)
 
 
 def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Watched | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -259,3 +260,18 @@ def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path, work
         assert "state.json is not used" in line
         assert json.loads(state.read_text())["kind"] == "hetlb-state"
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_more_clients_than_descriptors_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for clients, warned in ((hard // 2, False), (hard // 2 + 1, True)):
+        path = tmp_path / "fleet.yaml"
+        path.write_text(
+            f"version: 1\nproxy: {{max_connections: {clients}}}\n"
+            "models: [{name: m, instances: [{name: a, url: 'http://127.0.0.1:8000'}]}]\n"
+        )
+        assert main(["serve", "--config", str(path), "--check"]) == 0
+        said = capsys.readouterr().err
+        assert (f"proxy.max_connections: {clients} clients need up to {2 * clients}" in said) is warned

@@ -11,7 +11,7 @@ from faults.everything import CASES, Case
 from faults.matrix import ROWS, table
 from faults.rig import Background, Checker, Launcher, check_requests, engines, in_process
 
-DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
+DOCS = Path(__file__).parent / "MATRIX.md"
 
 PARAMETERS = [
     pytest.param(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from pick.frames import Peer, opened
 from proxy.memory import End, Proxy
 
 from hetlb.core import engine_metrics
@@ -108,6 +109,18 @@ def engine(size: int = READ) -> Reader:
     return read
 
 
+def gateway(size: int = READ) -> Reader:
+    """What a gateway sends to an endpoint picker after its preface, in reads of `size` bytes."""
+
+    def read(data: bytes) -> None:
+        connection = Peer().greet().http2
+        for now, piece in enumerate(_pieces(data, size)):
+            connection.receive(piece, float(now))  # a read a second: none is too many
+            connection.take()
+
+    return read
+
+
 def json(kind: Kind) -> Reader:
     """A JSON body."""
 
@@ -181,6 +194,8 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (engine(), b"HTTP/1.1 200 OK\r\n"),
     (engine(), SSE),
     (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
+    (gateway(), b""),
+    (gateway(), opened()),
     (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),

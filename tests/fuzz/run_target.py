@@ -87,7 +87,8 @@ def main() -> int:
     """Fuzz as the arguments say."""
     parser = argparse.ArgumentParser(description="Fuzz one target.")
     parser.add_argument(
-        "name", choices=("gate", "body", "sse", "metrics", "config", "engine", "differential", "cost")
+        "name",
+        choices=("gate", "body", "sse", "metrics", "config", "engine", "gateway", "differential", "cost"),
     )
     parser.add_argument("--seconds", type=int, default=60)
     arguments = parser.parse_args()

@@ -25,6 +25,7 @@ import h11
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
+from pick.frames import Peer
 
 from hetlb.config.api_keys import load_api_keys
 from hetlb.config.cluster import load_cluster
@@ -347,6 +348,21 @@ def _compare_form(boundary: bytes, form: bytes) -> None:
         assert call.model == models[-1].decode("utf-8", "replace"), (call.model, models)
 
 
+def gateway(data: bytes) -> None:
+    """Frames of a gateway: no error but GOAWAY, one reading however they are cut, one end of each call."""
+    whole, cut = Peer().greet(), Peer().greet()
+    whole.send(data)
+    cut.send(*(data[at : at + 7] for at in range(0, len(data), 7)))
+    assert whole.messages == cut.messages
+    assert whole.written == cut.written
+    assert whole.http2.closing == (whole.goaway is not None)
+    streams = len(whole.http2.streams)
+    whole.http2.lost()
+    assert {call.resets for call in whole.calls} <= {0, 1}
+    assert sum(call.resets for call in whole.calls) >= min(streams, len(whole.calls))
+    assert whole.http2._pending_bytes >= 0
+
+
 def cost(data: bytes) -> None:
     """CPU per byte: the input many times over, to each reader, and twice as often."""
     if len(data) < 2:
@@ -357,6 +373,7 @@ def cost(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "engine": engine,
+    "gateway": gateway,
     "differential": differential,
     "cost": cost,
     "gate": gate,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from fuzz import costs
 from fuzz.costs import Reader
+from pick.frames import data, message, opened
 
 from hetlb.proxy.http.endpoints import Kind
 
@@ -74,6 +75,13 @@ HEADER = b"a: b\r\n"
 PING = b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n"
 NUMBERED = b"GET /ping HTTP/1.1\r\nhost: p\r\nx-n: %07d\r\n\r\n"
 
+
+def calls(size: int) -> bytes:
+    """Calls of a gateway that have no message."""
+    length = len(opened(end=True))
+    return b"".join(opened(number, end=True) for number in range(1, 2 * size // length, 2))
+
+
 #: name -> (reader, input of a size, the smaller size).
 CASES: dict[str, tuple[Reader, Make, int]] = {
     "blank lines": (costs.client(), many(b"\r\n"), 128 << 10),
@@ -134,6 +142,16 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 8 << 10),
     "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 32 << 10),
+    "messages of a gateway": (costs.gateway(), many(data(1, message(b"x" * 500)), opened()), 128 << 10),
+    "short messages in a frame": (costs.gateway(), many(data(1, message(b"") * 1000), opened()), 64 << 10),
+    "a message in frames of ten bytes": (
+        costs.gateway(), many(data(1, bytes(10)), opened() + data(1, b"\0\0\x20\0\0")), 64 << 10,
+    ),
+    "a message in small reads": (
+        costs.gateway(10), many(data(1, bytes(4096)), opened() + data(1, b"\0\0\x20\0\0")), 32 << 10,
+    ),
+    "requests of a gateway": (costs.gateway(), calls, 64 << 10),
+    "trailers of a stream that is gone": (costs.gateway(), many(opened(end=True)), 64 << 10),
     "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
     "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
     "comments of a metrics page": (costs.metrics, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
@@ -167,4 +185,5 @@ def limit(name: str) -> float:
         return 400.0
     if "small reads" in name or "requests" in name:
         return 120.0
-    return 40.0 if "chunk" in name or "event" in name or "tokens" in name else 6.0
+    small = ("chunk", "event", "tokens", "frame")
+    return 40.0 if any(each in name for each in small) else 6.0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.loadtest.curves import against_rate, distribution, in_flight, output_rate
 from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.metrics import details, peak_concurrency, run_figures
-from hetlb.loadtest.plots import against_rate, distribution, in_flight, output_rate
 from hetlb.loadtest.runs import Measured
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult

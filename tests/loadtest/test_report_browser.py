@@ -103,7 +103,7 @@ def test_every_cell_of_a_list_has_its_heading(browser: Any, tmp_path: Path) -> N
         look.page.set_viewport_size({"width": 360, "height": 900})
         cell = look.page.locator("td[data-label='goodput/s']").first
         assert cell.evaluate("each => getComputedStyle(each, '::before').content") == '"goodput/s"'
-        assert look.page.locator(".flag, .banner, .SUSPECT").count() == 0
+        assert look.page.locator(".flag, .banner, .suspect").count() == 0
     finally:
         look.close()
 
@@ -118,11 +118,33 @@ def test_a_suspect_result_is_marked_wherever_it_stands(browser: Any, tmp_path: P
         rows = look.page.locator("tbody tr", has_text=POLICIES[1])
         for number in range(rows.count()):
             assert "SUSPECT" in (rows.nth(number).text_content() or ""), rows.nth(number).text_content()
+            assert rows.nth(number).get_attribute("class") == "suspect"
         for title in look.page.locator("summary", has_text=POLICIES[1]).all():
             assert "SUSPECT" in (title.text_content() or "")
         assert look.page.locator("h2", has_text="Against the rate").locator(".flag").is_visible()
+        legend = look.page.locator("figcaption .key", has_text=POLICIES[1]).first
+        assert legend.text_content() == f" {POLICIES[1]} (SUSPECT)"
         of_the_other = look.page.locator("summary", has_text=re.compile(f"^{POLICIES[0]}, rate"))
         assert of_the_other.count() == 6
         assert of_the_other.locator(".flag").count() == 0
+    finally:
+        look.close()
+
+
+def test_every_chart_is_drawn_and_read_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page(suspect=False))
+    look = Look(browser, path.as_uri())
+    try:
+        assert look.page.locator("[data-chart]").count() == 0
+        # Output, three latencies and the limits met; three distributions a rate; two over time a run.
+        assert look.page.locator("figure svg[role=img]").count() == 5 + 2 * 3 + 12 * 2
+        chart = look.page.get_by_role("img", name="Output throughput")
+        chart.focus()
+        look.page.keyboard.press("End")
+        label = chart.get_attribute("aria-label") or ""
+        assert f"{POLICIES[0]}: 123.5k at 1234 offered requests/s" in label or "at 1235 offered" in label
+        assert look.errors == []
+        assert look.requests == [path.as_uri()]
     finally:
         look.close()

@@ -25,6 +25,7 @@ Four questions, in this order:
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,10 +40,12 @@ from hetlb.core.policies.base import (
     OWN_READ_TOKENS,
     Choice,
     Policy,
+    PolicyParams,
     SchedulingContext,
     SplitChoice,
     cached_at,
 )
+from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
@@ -55,8 +58,8 @@ _KV_MARK: Final = 0.98
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
-#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: that have just been admitted have all before them.
+#: Factor by which a batch thins out more slowly than if what is left of answers were spread exponentially:
+#: those that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
@@ -65,7 +68,7 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
-#: How well a score is known: see `_InstanceScore`.
+#: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
@@ -82,7 +85,7 @@ _MOST_READING: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
-#: A second until the first token, and one of a decode step in that of a decode leg, in a score.
+#: Weight of a second until the first token, and of one of a decode step in that of a decode leg, in a score.
 _FIRST_SHARE: Final = _FIRST_TOKEN_WEIGHT + 1.0
 _START_WEIGHT: Final = _FIRST_SHARE * JOINING_STEPS
 
@@ -93,8 +96,10 @@ _LAST_S: Final = 1e12
 PASSED_OVER: Final = "passed over"
 #: And of one that has none.
 FULL: Final = "full"
+#: The reason of an instance of a large fleet that is in none of the groups looked at.
+NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
 
-#: Why an instance cannot take the request now, or that it can.
+#: States of an instance: it can take the request now, or the reason why not.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
@@ -196,13 +201,19 @@ class _Evaluation:
 
     __slots__ = (
         "_ctx", "_fleet", "_output", "_own_context", "_passed_over", "_prompt", "_scores", "_sequences",
-        "_together", "instances",
+        "_share", "_together", "instances",
     )  # fmt: skip
 
     def __init__(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], may_pass_over: bool = True
+        self,
+        ctx: SchedulingContext,
+        instances: Sequence[Instance],
+        may_pass_over: bool = True,
+        share: float = 1.0,
     ) -> None:
+        """`share`: of what is asked for, what these instances are there for."""
         self._ctx = ctx
+        self._share = share
         self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
@@ -407,11 +418,12 @@ class _Evaluation:
             return
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
         order, costs = self._fleet.order, self._fleet.costs
-        ending = demand.below(_LULL_SHARE * self._fleet.speed, _LULL_S, now)
+        part = self._share
+        ending = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
         if not ending and room == len(scores):
             return
         availabilities = ctx.availabilities
-        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+        todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
         # One that waited is not fresh, even as the last of the queue.
         fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
@@ -434,10 +446,10 @@ class _Evaluation:
                     # The rate is asked for only where it can matter: first at its best, then as it is.
                     done_s = _done_s(todo, speed, shortest_s)
                     if done_s < long_s:
-                        spare = speed - demand.bounds(long_s, now)[0]
+                        spare = speed - demand.bounds(long_s, now)[0] * part
                         done_s = _done_s(todo, spare, shortest_s)
                     if done_s < long_s:
-                        done_s = _done_s(todo, speed - demand.rate(long_s, now), shortest_s)
+                        done_s = _done_s(todo, speed - demand.rate(long_s, now) * part, shortest_s)
                     if done_s < long_s:
                         if self._passed_over is None:
                             self._passed_over = {}
@@ -683,11 +695,34 @@ class Hetlb(Policy):
     holds_back = True
     lookahead = _LOOKAHEAD
 
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        self._groups = Groups()
+
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+        if len(instances) > LARGEST_WHOLE and ctx.availabilities is None:
+            return self._choose_of_many(ctx, instances)
         evaluation = _Evaluation(ctx, instances)
         index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
+
+    def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+        """The best of two groups or three; of the first other one that has room where those have none."""
+        groups, looked = self._groups.in_order(instances, ctx.request.id, ctx.held)
+        evaluations: list[tuple[Group, _Evaluation]] = []
+        index: int | None = None
+        least = math.inf
+        for n, group in enumerate(groups):
+            if n >= looked and index is not None:
+                break
+            evaluation = _Evaluation(ctx, group.instances, share=group.share)
+            evaluations.append((group, evaluation))
+            best = evaluation.best_whole(mixed=True)
+            if best is not None and best[1] < least:
+                index, least = group.indices[best[0]], best[1]
+        work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
+        return index, work_s, lambda: _of_many(instances, evaluations)
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
@@ -726,6 +761,17 @@ class Hetlb(Policy):
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         return _Evaluation(ctx, instances).candidates()
+
+
+def _of_many(
+    instances: Sequence[Instance], evaluations: Sequence[tuple[Group, _Evaluation]]
+) -> list[Candidate]:
+    """Candidates of a large fleet for people."""
+    found = [Candidate(each.name, math.inf, eligible=False, reason=NOT_LOOKED_AT) for each in instances]
+    for group, evaluation in evaluations:
+        for i, candidate in zip(group.indices, evaluation.candidates(), strict=True):
+            found[i] = candidate
+    return found
 
 
 def _done_s(todo: float, speed: float, shortest_s: float) -> float:

@@ -2,7 +2,7 @@
 // Nothing is loaded from elsewhere. The token, where one is asked for, stays in this tab's session storage.
 "use strict";
 
-import { Scatter, TimeChart } from "./charts.js";
+import { Scatter, TimeChart, lineClass } from "./charts.js";
 import { age, byId, choices, count, difference, make, percent, plural, rate, say, seconds, set } from "./dom.js";
 
 const STORED_TOKEN = "hetlb-admin-token";
@@ -452,7 +452,7 @@ function balance(snapshot) {
   const named = rows.slice(0, COLOURS - 1).map((row) => row.name);
   if (shares.names !== named.join("\n")) {
     shares.names = named.join("\n");
-    shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, `k${index}`]), text));
+    shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, lineClass(index)]), text));
     byId("shares").replaceChildren(...shares.charts.map((chart) => chart.element));
   }
   const { seen } = shares;
@@ -481,8 +481,8 @@ function balance(snapshot) {
 const CHARTS = [
   new TimeChart("Requests per second", [["ok_per_s", "ok", "k0"], ["not_ok_per_s", "others", "k1"]], rate),
   new TimeChart("Output tokens per second", [["output_tokens_per_s", "tokens", "k2"]], rate),
-  new TimeChart("Time to first token", [["ttft_p50_s", "median", "k0"], ["ttft_p99_s", "p99", "k3 dash"]], seconds),
-  new TimeChart("Whole request", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 dash"]], seconds),
+  new TimeChart("Time to first token", [["ttft_p50_s", "median", "k0"], ["ttft_p99_s", "p99", "k3 d1"]], seconds),
+  new TimeChart("Whole request", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 d1"]], seconds),
 ];
 byId("charts").append(...CHARTS.map((chart) => chart.element));
 
@@ -730,7 +730,7 @@ function accuracy(snapshot) {
   const legend = byId("scatter-legend");
   if (legend.dataset.shown !== JSON.stringify(shown)) {
     legend.dataset.shown = JSON.stringify(shown);
-    legend.replaceChildren(...shown.map((name) => make("span", { class: "key spot" },
+    legend.replaceChildren(...shown.map((name) => make("span", { class: "key" },
       make("i", { class: `k${name ? colour(name) : COLOURS - 1}` }), name || "all others")));
   }
 }

@@ -7,7 +7,6 @@ fleet; everything else stands behind the admin listener's guard like any other p
 from __future__ import annotations
 
 from collections.abc import Callable, Reversible
-from importlib import resources
 from typing import Any, Protocol
 
 import msgspec
@@ -19,18 +18,22 @@ from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
+from hetlb.pages import asset
 from hetlb.proxy.dashboard import balance, whatif
 from hetlb.proxy.dashboard.decisions import decision_document, newest
 from hetlb.proxy.dashboard.events import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
 from hetlb.proxy.telemetry.prometheus import MetricsSource
 
+_OWN, _SHARED = "hetlb.proxy.dashboard", "hetlb.pages"
+#: Path -> package of the file, its name, its type.
 _FILES = {
-    "/": ("dashboard.html", "text/html"),
-    "/dashboard.css": ("dashboard.css", "text/css"),
-    "/dashboard.js": ("dashboard.js", "text/javascript"),
-    "/charts.js": ("charts.js", "text/javascript"),
-    "/dom.js": ("dom.js", "text/javascript"),
+    "/": (_OWN, "dashboard.html", "text/html"),
+    "/dashboard.css": (_OWN, "dashboard.css", "text/css"),
+    "/dashboard.js": (_OWN, "dashboard.js", "text/javascript"),
+    "/theme.css": (_SHARED, "theme.css", "text/css"),
+    "/charts.js": (_SHARED, "charts.js", "text/javascript"),
+    "/dom.js": (_SHARED, "dom.js", "text/javascript"),
 }
 #: Nothing from elsewhere, nothing inline, no frame around it.
 _HEADERS = {
@@ -75,7 +78,7 @@ class Dashboard:
         self._accuracy = Accuracy(source.history)
         self._what_if = whatif.WhatIf(source)
         self.events = EventStream(lambda: msgspec.json.encode(self.snapshot()))
-        files = {path: _file_handler(name, kind) for path, (name, kind) in _FILES.items()}
+        files = {path: _file_handler(*file) for path, file in _FILES.items()}
         #: The handlers that ask for no token.
         self.public = tuple(files.values())
         self.routes = [
@@ -157,8 +160,8 @@ def _pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
     return pools
 
 
-def _file_handler(name: str, content_type: str) -> Handler:
-    body = resources.files("hetlb.proxy.dashboard").joinpath(name).read_bytes()
+def _file_handler(package: str, name: str, content_type: str) -> Handler:
+    body = asset(name, package).encode()
 
     async def file(_: web.Request) -> web.StreamResponse:
         return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_HEADERS)

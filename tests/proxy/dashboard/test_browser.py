@@ -61,7 +61,7 @@ def test_there_is_one_stream_and_nothing_is_polled(look: Look, running: Fleet) -
     expect(look.page.locator("#decision-rows tr.decision").first).to_be_visible()
     expect(look.page.locator("#tiles")).not_to_have_text(before)
     paths = [url.removeprefix(running.admin) for url in look.requests if not url.startswith("data:")]
-    files = ["/", "/dashboard.css", "/dashboard.js", "/charts.js", "/dom.js"]
+    files = ["/", "/dashboard.css", "/dashboard.js", "/theme.css", "/charts.js", "/dom.js"]
     assert sorted(paths) == sorted([*files, "/v1/events"])
 
 
@@ -78,7 +78,7 @@ def test_a_drain_is_clicked_and_takes_effect(look: Look, running: Fleet) -> None
     assert "a800-0" in running.ask(3)
 
 
-def test_whoever_drains_the_last_one_is_asked_first(look: Look, running: Fleet) -> None:
+def test_draining_the_last_instance_asks_first(look: Look, running: Fleet) -> None:
     asked: list[str] = []
 
     def answer(dialog: Any) -> None:

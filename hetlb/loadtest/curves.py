@@ -1,4 +1,4 @@
-"""Plots of a load test: curves made from its runs and records.
+"""Curves of a load test, made from its runs and records.
 
 Pure; every curve is of what was measured, nothing is smoothed: distributions are the sorted values,
 timelines are counts on a grid of moments.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from hetlb.loadtest.metrics import latencies_s
 from hetlb.loadtest.runs import Measured
-from hetlb.loadtest.svg import Line
 from hetlb.workload.records import RequestResult
 
 _MOMENTS = 160
@@ -20,6 +20,14 @@ _MOMENTS = 160
 #: batch they come all at once.
 _STRETCHES = 50
 _QUANTILES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart: its name and its points, in order of x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
 
 
 def against_rate(measured: Sequence[Measured], figure: str, factor: float = 1.0) -> list[Line]:

@@ -1,0 +1,352 @@
+// Charts of the dashboard and of the load test's report, as SVG: lines over an axis, and predictions against
+// what came. Readable with the keyboard, by a screen reader and without colour. Colours are classes of theme.css.
+"use strict";
+
+import { draw, make, say, set } from "./dom.js";
+
+/** Colours there are; further lines repeat them in other dashes. */
+const LINE_COLOURS = 8;
+const DASHES = 4;
+const TOP = 8;
+const RIGHT = 10;
+const SAMPLE = "M0 3h22";
+
+/** Classes of the line at `index`: neighbours differ in their dashes too. */
+export function lineClass(index) {
+  return `k${index % LINE_COLOURS} d${(index + Math.floor(index / LINE_COLOURS)) % DASHES}`;
+}
+
+/** Multiples of 1, 2 or 5 times a power of 10 from `low` to `high`, in about `steps` steps. */
+function linearTicks(low, high, steps) {
+  const rough = (high - low) / steps;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
+  const ticks = [];
+  for (let index = Math.ceil(low / step - 1e-9); index <= high / step + 1e-9; index += 1) ticks.push(index * step + 0); // + 0: no -0
+  return ticks;
+}
+
+/** Powers of 10 from `low` to `high`; where there are few, 2 and 5 times them as well. */
+function logTicks(low, high) {
+  const factors = high / low > 1000 ? [1] : [1, 2, 5];
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
+    for (const factor of factors) ticks.push(factor * 10 ** power);
+  }
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+}
+
+/**
+ * Values of an axis to pixels between `start` and `end`.
+ * An axis is `{label, log, least, most, steps, ticks, format}`: `least` and `most` are shown at least, `ticks` are
+ * fixed values, `format` makes text of a value. A `log` axis leaves out what is not above 0.
+ */
+function scaleOf(axis, values, start, end) {
+  const format = axis.format ?? plainNumber;
+  const shows = (value) => Number.isFinite(value) && (value > 0 || !axis.log);
+  const usable = [...values.filter(shows), ...[axis.least, axis.most].filter((bound) => Number.isFinite(bound))];
+  let low = usable.reduce((a, b) => Math.min(a, b), Infinity);
+  let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (low > high) [low, high] = axis.log ? [1, 10] : [0, 1];
+  if (low === high) {
+    if (axis.log) [low, high] = [low / 2, high * 2];
+    else [low, high] = [low === axis.least ? low : low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  }
+  const ticks = axis.ticks ?? (axis.log ? logTicks(low, high) : linearTicks(low, high, axis.steps ?? 5));
+  if (axis.whole && !axis.log && axis.most === undefined && ticks.length > 1 && ticks.at(-1) < high) {
+    high = ticks.at(-1) + ticks[1] - ticks[0];
+    ticks.push(high);
+  }
+  const share = axis.log
+    ? (value) => Math.log(value / low) / Math.log(high / low)
+    : (value) => (value - low) / (high - low);
+  return { at: (value) => start + share(value) * (end - start), shows, ticks, format, low, high, start, end };
+}
+
+/** Value beside an axis: `20k`, `0.25`. */
+export function plainNumber(value) {
+  const size = Math.abs(value);
+  const short = (number, digits) => String(Number(number.toPrecision(digits)));
+  if (size >= 1e6) return `${short(value / 1e6, 4)}M`;
+  return size >= 1e4 ? `${short(value / 1e3, 4)}k` : short(value, 4);
+}
+
+/** `1 s` at an axis where a figure would be `1.00 s`. */
+const tickText = (text) => text.replace(/\.0+(?=\D|$)/, "");
+
+/** Grid, ticks and labels of two scales. */
+function grid(x, y, labels) {
+  const items = [];
+  for (const value of y.ticks) {
+    const at = y.at(value).toFixed(1);
+    items.push(
+      draw("line", { class: "rule", x1: x.start, x2: x.end, y1: at, y2: at }),
+      draw("text", { x: x.start - 6, y: at, dy: 4, "text-anchor": "end", text: tickText(y.format(value)) }),
+    );
+  }
+  for (const value of x.ticks) {
+    const at = x.at(value);
+    const anchor = at > x.end - 12 ? "end" : "middle";
+    items.push(
+      ...(labels ? [draw("line", { class: "rule", x1: at, x2: at, y1: y.end, y2: y.start })] : []),
+      draw("text", { x: at, y: y.start + 15, "text-anchor": anchor, text: tickText(x.format(value)) }),
+    );
+  }
+  if (labels) {
+    const middle = (y.start + y.end) / 2;
+    items.push(
+      draw("text", { x: (x.start + x.end) / 2, y: y.start + 34, "text-anchor": "middle", text: labels[0] }),
+      draw("text", { x: 0, y: 0, transform: `translate(11 ${middle}) rotate(-90)`, "text-anchor": "middle", text: labels[1] }),
+    );
+  }
+  return items;
+}
+
+/** Sample of a line, for a legend. */
+function sample(kind) {
+  return draw("svg", { viewBox: "0 0 22 6", class: "sample", "aria-hidden": "true" }, draw("path", { class: `line ${kind}`, d: SAMPLE }));
+}
+
+/**
+ * Lines over one axis. The pointer and the arrow keys move a cursor; the legend shows the values at it.
+ * `lines` are `[name, class]`, `x` and `y` axes (`scaleOf`). Options: `width`, `height`; `labelled` writes the axes'
+ * labels; `marks` shows each point; `newest` shows the last values while there is no cursor.
+ */
+export class LineChart {
+  #lines;
+  #x;
+  #y;
+  #options;
+  #across = null;
+  #paths;
+  #keys;
+  #axes = draw("g");
+  #cursor;
+  #svg;
+  #name;
+  #title;
+  #points = [];
+  #stops = [];
+  #at = null;
+
+  constructor(title, lines, x, y, options = {}) {
+    this.#title = title;
+    this.#lines = lines;
+    this.#x = x;
+    this.#y = { whole: true, ...y };
+    this.#options = { width: 310, height: 132, left: 50, bottom: 20, ...options };
+    const { width, height, bottom } = this.#options;
+    this.#cursor = draw("line", { class: "cursor", y1: TOP, y2: height - bottom, visibility: "hidden" });
+    this.#paths = lines.map(([, kind]) => draw("path", { class: `line ${kind}` }));
+    const dots = options.marks ? lines.map(([, kind]) => draw("path", { class: `dots ${kind}` })) : [];
+    this.#options.dots = dots;
+    this.#svg = draw(
+      "svg",
+      { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0", "aria-label": title },
+      this.#axes, ...this.#paths, ...dots, this.#cursor,
+    );
+    this.#name = make("b", { text: title });
+    this.#keys = lines.map(([name]) => make("span", { text: name }));
+    const keys = lines.map(([, kind], index) => make("span", { class: "key" }, sample(kind), " ", this.#keys[index]));
+    this.element = make("figure", { class: "chart" }, make("figcaption", {}, this.#name, ...keys), this.#svg);
+    this.#svg.addEventListener("pointermove", (event) => this.#point(event));
+    this.#svg.addEventListener("pointerleave", () => this.#move(null));
+    this.#svg.addEventListener("blur", () => this.#move(null));
+    this.#svg.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  /** Draw `points`: `[x, y]` in order of x for each line; a y of null is a gap. */
+  update(points, bounds = {}) {
+    const { width, height, left, bottom, labelled, dots } = this.#options;
+    this.#points = points;
+    this.#stops = [...new Set(points.flat().map(([x]) => x))].sort((a, b) => a - b);
+    const values = points.flat().flatMap(([, value]) => (value === null ? [] : [value]));
+    const x = scaleOf({ ...this.#x, ...bounds }, this.#stops, left, width - RIGHT);
+    const y = scaleOf(this.#y, values, height - bottom, TOP);
+    this.#across = x;
+    this.#paths.forEach((path, line) => {
+      const text = pathOf(points[line], x, y);
+      set(path, "d", text || "M0 0");
+      set(path, "visibility", text ? "visible" : "hidden");
+      if (dots.length) set(dots[line], "d", dotsOf(points[line], x, y) || "M0 0");
+    });
+    const state = JSON.stringify([x.ticks, x.low, x.high, y.ticks]);
+    if (this.#axes.dataset.state !== state) {
+      this.#axes.dataset.state = state;
+      this.#axes.replaceChildren(...grid(x, y, labelled ? [this.#x.label, this.#y.label] : null));
+    }
+    this.#show();
+  }
+
+  /** The value of a line at `at` (its last point up to there); the newest one where `at` is null. */
+  #value(line, at) {
+    const points = this.#points[line];
+    if (at === null) return points.findLast(([, value]) => value !== null)?.[1] ?? null;
+    return points.findLast(([x]) => x <= at)?.[1] ?? null;
+  }
+
+  #show() {
+    const { newest } = this.#options;
+    const text = this.#y.format ?? plainNumber;
+    const where = this.#x.where ?? ((x) => `at ${(this.#x.format ?? plainNumber)(x)} ${this.#x.label}`);
+    const at = this.#at === null ? null : this.#stops[Math.min(this.#at, this.#stops.length - 1)];
+    const words = this.#lines.map(([name], line) => {
+      const shown = at !== null || newest;
+      const value = shown ? text(this.#value(line, at)) : "";
+      say(this.#keys[line], shown ? `${name} ${value}` : name);
+      const highest = text(this.#points[line].reduce((most, [, each]) => Math.max(most, each ?? most), 0));
+      return `${name}: ${shown ? `${value} ${at === null ? "latest" : where(at)}, ` : ""}at most ${highest}`;
+    });
+    say(this.#name, at === null ? this.#title : `${this.#title}, ${where(at)}`);
+    // A label that changes under the focus is read again: only where the reader moved.
+    if (document.activeElement !== this.#svg || at !== null) {
+      set(this.#svg, "aria-label", `${this.#title}. ${words.join("; ")}. Arrow keys move along the axis.`);
+    }
+    set(this.#cursor, "visibility", at === null ? "hidden" : "visible");
+    if (at !== null) {
+      const place = this.#across.at(at).toFixed(1);
+      set(this.#cursor, "x1", place);
+      set(this.#cursor, "x2", place);
+    }
+  }
+
+  #move(index) {
+    this.#at = index;
+    if (this.#stops.length) this.#show();
+  }
+
+  #point(event) {
+    if (!this.#stops.length) return;
+    const box = this.#svg.getBoundingClientRect();
+    const pixel = ((event.clientX - box.left) / box.width) * this.#options.width;
+    const { start, end, at, shows } = this.#across;
+    if (pixel < start || pixel > end) {
+      this.#move(null);
+      return;
+    }
+    let nearest = 0;
+    this.#stops.forEach((stop, index) => {
+      if (shows(stop) && Math.abs(at(stop) - pixel) < Math.abs(at(this.#stops[nearest]) - pixel)) nearest = index;
+    });
+    this.#move(nearest);
+  }
+
+  #key(event) {
+    const last = this.#stops.length - 1;
+    const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -15, PageDown: 15, Home: -last - 1, End: last };
+    if (event.key === "Escape") this.#move(null);
+    else if (event.key in steps && last >= 0) {
+      event.preventDefault();
+      this.#move(Math.min(last, Math.max(0, (this.#at ?? last + 1) + steps[event.key])));
+    }
+  }
+}
+
+/** Path of a line; a value without neighbours is a dot. */
+function pathOf(points, x, y) {
+  let text = "";
+  let joined = false;
+  points.forEach(([at, value], index) => {
+    if (value === null || !x.shows(at) || !y.shows(value)) {
+      joined = false;
+      return;
+    }
+    text += `${joined ? "L" : "M"}${x.at(at).toFixed(1)} ${y.at(value).toFixed(1)}`;
+    if (!joined && (points[index + 1]?.[1] ?? null) === null) text += "h.1";
+    joined = true;
+  });
+  return text;
+}
+
+/** Path of round dots, one at each point. */
+function dotsOf(points, x, y) {
+  const shown = points.filter(([at, value]) => value !== null && x.shows(at) && y.shows(value));
+  return shown.map(([at, value]) => `M${x.at(at).toFixed(1)} ${y.at(value).toFixed(1)}h0`).join("");
+}
+
+const MINUTE_S = 60;
+
+/** Lines over the last minutes, newest at the right; `lines` are `[column, name, class]`, `format` of a value. */
+export class TimeChart {
+  #columns;
+  #chart;
+
+  constructor(title, lines, format) {
+    this.#columns = lines.map(([column]) => column);
+    const x = {
+      format: (s) => (s === 0 ? "now" : `−${Math.round(-s / MINUTE_S)} min`),
+      where: (s) => `${Math.round(-s)} s ago`,
+    };
+    const named = lines.map(([, name, kind]) => [name, kind]);
+    this.#chart = new LineChart(title, named, x, { least: 0, steps: 2, format }, { newest: true });
+    this.element = this.#chart.element;
+  }
+
+  /** Draw the columns of `series`: a value for every `bin_s`. */
+  update(series) {
+    const bins = series[this.#columns[0]].length;
+    const span = bins * series.bin_s;
+    const ticks = [];
+    for (let at = 0; at <= span; at += 2 * MINUTE_S) ticks.push(-at);
+    const points = this.#columns.map((column) =>
+      series[column].map((value, index) => [(index + 0.5 - bins) * series.bin_s, value]));
+    this.#chart.update(points, { least: -span, most: 0, ticks });
+  }
+}
+
+const SIDE = 250;
+const WIDE = 560;
+const EDGE = 66;
+
+/** Predictions against what came, both axes logarithmic, one colour an instance. */
+export class Scatter {
+  #dots = draw("g");
+  #axes = draw("g");
+  #words;
+  #svg;
+  #title;
+  #format;
+
+  constructor(title, format) {
+    this.#title = title;
+    this.#format = format;
+    this.#svg = draw("svg", { viewBox: `0 0 ${WIDE} ${SIDE}`, role: "img", "aria-label": title }, this.#axes, this.#dots);
+    this.#words = make("p", { class: "soft" });
+    this.element = make("figure", {}, make("figcaption", {}, make("b", { text: title })), this.#svg, this.#words);
+  }
+
+  /** `points` are `[colour, predicted, actual]`. */
+  update(points) {
+    const good = points.filter(([, predicted, actual]) => predicted > 0 && actual > 0);
+    if (!good.length) {
+      this.#dots.replaceChildren();
+      this.#axes.replaceChildren(draw("text", { x: WIDE / 2, y: SIDE / 2, "text-anchor": "middle", text: "nothing to compare yet" }));
+      say(this.#words, "");
+      set(this.#svg, "aria-label", `${this.#title}: nothing to compare yet`);
+      return;
+    }
+    const powers = good.flatMap(([, predicted, actual]) => [Math.log10(predicted), Math.log10(actual)]);
+    let low = Math.floor(Math.min(...powers) * 2) / 2;
+    let high = Math.ceil(Math.max(...powers) * 2) / 2;
+    if (high - low < 1) [low, high] = [low - 0.5, high + 0.5];
+    const ticks = [];
+    for (let power = Math.ceil(low); power <= high; power += 1) ticks.push(10 ** power);
+    const axis = { log: true, least: 10 ** low, most: 10 ** high, ticks, format: this.#format };
+    const x = scaleOf(axis, [], EDGE, WIDE - 18);
+    const y = scaleOf(axis, [], SIDE - 40, 10);
+    const colours = new Map();
+    for (const [colour, predicted, actual] of good) {
+      colours.set(colour, `${colours.get(colour) ?? ""}M${x.at(predicted).toFixed(1)} ${y.at(actual).toFixed(1)}h0`);
+    }
+    this.#dots.replaceChildren(...Array.from(colours, ([colour, d]) => draw("path", { class: `dots faint k${colour}`, d })));
+    const diagonal = `M${x.start} ${y.start}L${x.end} ${y.end}`;
+    this.#axes.replaceChildren(draw("path", { class: "even", d: diagonal, fill: "none" }), ...grid(x, y, ["predicted", "actual"]));
+    const ratios = good.map(([, predicted, actual]) => predicted / actual).sort((a, b) => a - b);
+    const middle = ratios[Math.floor(ratios.length / 2)];
+    const within = ratios.filter((ratio) => ratio >= 1 / 1.25 && ratio <= 1.25).length / ratios.length;
+    const text = `Of ${good.length} answers ${Math.round(within * 100)} % came within a quarter of the prediction; `
+      + `the median prediction is ${middle.toFixed(2)} times what came.`;
+    say(this.#words, text);
+    set(this.#svg, "aria-label", `${this.#title}. ${text}`);
+  }
+}
