@@ -137,7 +137,7 @@ def _sequences(flight: Flight, leg: Role) -> list[_Run]:
 
 
 def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
-    """The sequences one engine runs for a request that is not split."""
+    """The engine's sequences of a request that is not split."""
     return _sequences(Flight(planned), Role.BOTH)
 
 

@@ -562,7 +562,7 @@ async def test_a_queued_request_runs_when_the_instance_is_back(start: Start) -> 
         await proxy.settled()
 
 
-async def test_nobody_there_within_the_limit_is_a_503(start: Start) -> None:
+async def test_no_instance_within_the_limit_is_a_503(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, limits=QueueLimits(no_instance_timeout_s=0.01))
         proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))

@@ -137,7 +137,7 @@ async def test_chat_uses_the_template(api: Api) -> None:
         ),
     ],
 )
-async def test_bad_requests_are_told_why(
+async def test_bad_requests_get_the_reason(
     api: Api, path: str, body: dict[str, Any], status: int, message: str
 ) -> None:
     found, reply = await api.ask(path, **body)

@@ -190,7 +190,7 @@ async def test_a_relay_that_hangs_is_replaced(serve: Serve) -> None:
         assert {reply.status for reply in await proxy.both_serve()} == {200}
 
 
-async def test_a_scheduler_process_that_hangs_is_replaced_and_who_waits_is_answered(serve: Serve) -> None:
+async def test_a_hung_scheduler_process_is_replaced_and_waiting_requests_are_answered(serve: Serve) -> None:
     async with Engine() as engine:
         proxy = await serve(document(engine), workers=2)
         stopped = proxy.scheduler
