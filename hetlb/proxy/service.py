@@ -264,7 +264,7 @@ class FleetService(ABC):
         return None if self.sharing is None else self.sharing.figures
 
     def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
-        """What is watched in a cluster. Raises `ConfigError`."""
+        """Sources of a cluster. Raises `ConfigError`."""
         if table.resource == "inferencepools":
             return [InferencePoolSource(table, base)]
         return [KubernetesSource(table, base)]
