@@ -29,24 +29,38 @@ class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     servers: tuple[str, ...] = ()
 
 
-class KubernetesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Pods by label, or the EndpointSlices of a service, watched at the API server.
+class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the API server is reached: without these keys as hetlb's own pod does."""
 
-    `port` is a number or the name of a container's port. `model_label` names the label that holds the model.
-    Without `namespace`, `api_server`, `token_file` and `ca_file` those of hetlb's own pod are used.
+    namespace: str | None = None
+    api_server: str | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+
+
+class LeaseTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Lease of Kubernetes by which one process leads; free `duration_s` after its renewals end."""
+
+    name: str
+    duration_s: Annotated[int, msgspec.Meta(ge=1, le=600)] = 5
+
+
+class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
+
+    `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
+    container's port. `model_label` names the label that holds the model. Without `namespace`, `api_server`,
+    `token_file` and `ca_file` those of hetlb's own pod are used.
     """
 
-    resource: Literal["pods", "endpointslices"] = "pods"
-    namespace: str | None = None
+    resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"
     selector: str = ""
     service: str | None = None
+    pool: str | None = None
     port: Port | str = 8000
     scheme: Literal["http", "https"] = "http"
     model: str | None = None
     model_label: str | None = None
-    api_server: str | None = None
-    token_file: str | None = None
-    ca_file: str | None = None
 
 
 class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

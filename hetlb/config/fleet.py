@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.config.discovery import DiscoveryTable, parse_selector, select_profile
+from hetlb.config.discovery import DiscoveryTable, LeaseTable, parse_selector, select_profile
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
 from hetlb.config.yaml_file import (
@@ -194,10 +194,11 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sharing of several pickers of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
+    """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
 
-    `group` keeps fleets apart that use one server. `mode`: all pickers serve (`active-active`), or one does
-    and the others are ready to (`active-standby`). A picker that was silent for `silent_s` is gone.
+    `group` keeps fleets apart that use one server. `mode`: all serve (`active-active`), or one does and the
+    others are ready to (`active-standby`, pickers alone), by a key of that server or a `lease` of Kubernetes.
+    A process that was silent for `silent_s` is gone.
     """
 
     url: str | None = None
@@ -205,6 +206,7 @@ class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     group: str = "hetlb"
     mode: Literal["active-active", "active-standby"] = "active-active"
     silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+    lease: LeaseTable | None = None
 
 
 class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -326,6 +328,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     proxy: ProxyTable = ProxyTable()
     tracing: TracingTable | None = None
     pick: PickTable = PickTable()
+    shared: SharedTable | None = None
     profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
 
@@ -377,6 +380,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     model_keys: dict[str, SecretSource]
     image_rules: dict[str, ImageRule] = {}
     pick: PickTable = PickTable()
+    shared: SharedTable | None = None
     #: Stages by the name of the instance that they are.
     stages: dict[str, StageGroup] = {}
 
@@ -446,7 +450,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 #: Address of an instance made of stages until its coordinator listens.
 STAGES_URL = "http://stages.invalid"
 
-#: What may stand between `//` and the path: it is sent as the Host header.
+#: Characters between `//` and the path of a URL: they are sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
 
@@ -722,6 +726,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         tracing=file.tracing,
         proxy=file.proxy,
         pick=file.pick,
+        shared=file.shared,
         instances=tuple(resolved.specs),
         profiles=resolved.profiles,
         tokenizers=resolved.tokenizers,

@@ -18,7 +18,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch
 from hetlb.core.types import Request
 
-#: What one prompt token weighs against one output token.
+#: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals are watched over so many spans, the first so many seconds long, each of the next so many times as
 #: long as the one before; each is cut into `SLOTS` slots.
@@ -53,7 +53,7 @@ class _Slots:
         self._slot = 0
         self._sums = [0.0] * SLOTS
         self._rate: float | None = 0.0  # None when it must be computed again
-        #: How many of the arrivals that `Demand` keeps are counted here.
+        #: Number of the arrivals kept by `Demand` that are counted here.
         self.taken = 0
         #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
         self.nothing_in = -1
@@ -125,6 +125,8 @@ class _Slots:
 MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
 _MIX_CHANGE: Final = 0.02
+#: Sequences of instances that are known again.
+_MOST_FLEETS: Final = 128
 
 
 class Costs:
@@ -212,27 +214,26 @@ class Mix:
     where they begin alike.
     """
 
-    __slots__ = ("_bookings", "_costs", "_count", "_fleet", "_measured", "_residual_weight", "booked", "long",
-                 "output", "prompt", "read", "residual")  # fmt: skip
+    __slots__ = (
+        "_bookings", "_costs", "_fleets", "_measured", "_residual_weight", "booked", "count", "long",
+        "output", "prompt", "read", "residual",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
-        self._count = 0
+        #: Requests so far.
+        self.count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
-        self._fleet: Fleet | None = None
-
-    @property
-    def empty(self) -> bool:
-        """True if no request has come yet."""
-        return self._count == 0
+        #: By the identity of their instances, which they keep.
+        self._fleets: dict[int, Fleet] = {}
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
-        self._count = count = self._count + 1
+        self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
         self.output = mean_output = self.output + gain * (output - self.output)
@@ -254,7 +255,7 @@ class Mix:
         ):
             self._measured = (mean_prompt, mean_output, booked, read)
             self._costs.clear()
-            self._fleet = None
+            self._fleets.clear()
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
         """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
@@ -279,10 +280,12 @@ class Mix:
 
     def fleet(self, instances: Sequence[Instance]) -> Fleet:
         """Facts about all of them together. The sequence is known again by its identity: do not change it."""
-        known, changes = self._fleet, instances[0].changes.count
+        known, changes = self._fleets.get(id(instances)), instances[0].changes.count
         if known is None or known.instances is not instances or known.changes != changes:
             costs = [self.costs(instance) for instance in instances]
-            known = self._fleet = Fleet(instances, changes, costs)
+            if len(self._fleets) >= _MOST_FLEETS:
+                self._fleets.clear()
+            known = self._fleets[id(instances)] = Fleet(instances, changes, costs)
         return known
 
     def costs(self, instance: Instance) -> Costs:
@@ -344,7 +347,7 @@ class Demand:
         self._times: list[float] = []
         self._sizes: list[float] = []
         self.mix = Mix()
-        #: When the newest request came.
+        #: Time of the newest request.
         self.newest_s = 0.0
 
     def arrived(self, size: float, now: float) -> None:

@@ -27,7 +27,7 @@ from hetlb.core.types import (
     Request,
 )
 
-#: What an engine that has not told its KV capacity is taken to hold, in tokens.
+#: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS: Final = 256
@@ -212,7 +212,7 @@ class Instance:
         self.changes = changes or ChangeCounter()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
-        #: What its cache holds by its own KV events, None where it publishes none.
+        #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
         #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
@@ -231,12 +231,12 @@ class Instance:
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
-        #: What derived figures rest on: instances with equal ones are of one kind.
+        #: Parameters that derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
         #: By the number of sequences, at the parameters of now.
         self._loads: dict[int, EngineLoad] = {}
-        #: How often they have changed: what is derived from them goes by it.
+        #: Number of their changes: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
@@ -244,7 +244,7 @@ class Instance:
         self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: How many sequences all its engines run at once: as stated, or as was seen, or vLLM's default.
+        #: Sequences that all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None

@@ -6,16 +6,10 @@ fails, Envoy's retries go down the list that it got, and the lease follows.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
 from typing import Final
 
-from hetlb.config.fleet import ProxyTable
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.shared_view import SharedView
 from hetlb.core.types import (
-    Command,
-    Dispatch,
     EngineSample,
     InstanceChange,
     InstanceRemoved,
@@ -26,14 +20,12 @@ from hetlb.core.types import (
     ProbeResult,
     Reject,
     RejectReason,
-    Request,
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.upstream import Upstream
 
 _REASONS: Final = {
@@ -42,25 +34,13 @@ _REASONS: Final = {
 }
 
 
-class PickDriver(Driver):
+class PickDriver(SharedDriver):
     """The scheduler's driver over streams of Envoy."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(scheduler, setup)
         #: Streams of the requests that are open, by request.
         self.streams: dict[RequestId, Upstream] = {}
-        #: What other pickers of the fleet have booked, None where this one is alone.
-        self.view: SharedView | None = None
-        #: Called when there is something to tell them.
-        self.on_change: Callable[[], None] | None = None
         #: Requests at the engines that are not ours.
         self.foreign = ForeignLoad(scheduler)
 
@@ -70,39 +50,11 @@ class PickDriver(Driver):
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Nothing to open: the connections to engines are Envoy's."""
 
-    def share(self, view: SharedView, on_change: Callable[[], None]) -> None:
-        """Book what other pickers book, and tell them; `on_change`: there is something to tell."""
-        self.view = view
-        self.on_change = on_change
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
-
-    def _arrived(self, request: Request, now: float) -> list[Command]:
-        view = self.view
-        return self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
-
-    def _dispatch(self, command: Dispatch) -> None:
-        if self.view is not None:
-            self.view.booked(command.lease, self.now())
-            self._changed()
-        super()._dispatch(command)
-
-    def first_token(self, lease: Lease, now: float) -> None:
-        if self.view is not None:
-            self.view.begun(lease)
-            self._changed()
-        super().first_token(lease, now)
-
     def finished(self, exchange: Exchange) -> None:
         super().finished(exchange)
         self.streams.pop(exchange.request.id, None)
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
-        if self.view is not None:
-            self.view.ended(lease, outcome, server_error=server_error)
-            self._changed()
         super().lease_ended(lease, outcome, retry=False, server_error=server_error)
         if retry:  # the request is with Envoy, whose own retries are over
             reason, detail = _REASONS[outcome]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import secrets
 import socket
 from pathlib import Path
 from typing import Final
@@ -12,15 +13,20 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.config.fleet import Fleet, Listen
+from hetlb.config.discovery import KubernetesTable
+from hetlb.config.fleet import Fleet, Listen, SharedTable
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
 from hetlb.pick.server import PickServer, gateway_context
-from hetlb.pick.sharing import Sharing, shared_url
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.discovery.inference_pool import ObjectiveSource
+from hetlb.proxy.discovery.source import Source
+from hetlb.proxy.leader import Leader, LeaseLeader
 from hetlb.proxy.service import Service
+from hetlb.proxy.sharing import shared_url
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
+from hetlb.proxy.telemetry.prometheus import SharedFigures
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
@@ -31,7 +37,7 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
-    _make_driver = PickDriver
+    _make_driver = _make_sharing_driver = PickDriver
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
@@ -40,26 +46,41 @@ class PickService(Service):
             msgspec.structs.replace(fleet, listen=Listen(host=pick.host, port=pick.port)), event_log
         )
         self._resolver: asyncio.Task[None] | None = None
-        #: What other pickers of the fleet have, None where this one is alone.
-        self.sharing: Sharing | None = None
-        if pick.shared is not None:
-            url = shared_url(pick.shared, fleet.where)
-            self.sharing = Sharing(pick.shared, url, self.scheduler, self.driver.carry_out)
-            self.driver.share(self.sharing.view, self.sharing.changed)
+        #: The lease of the picker that serves, where Kubernetes keeps it.
+        self._lease = lease_of(fleet)
 
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)
 
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
-        return self.routable() and (self.sharing is None or self.sharing.serves)
+        leader = self._leader
+        return self.routable() and (leader is None or leader.leads)
+
+    @property
+    def _leader(self) -> Leader | None:
+        """Which picker serves, None where all do."""
+        if self._lease is not None:
+            return self._lease
+        return None if self.sharing is None else self.sharing.leader
+
+    @property
+    def shared(self) -> SharedFigures | None:
+        found, leader = super().shared, self._leader
+        if leader is None:
+            return found
+        return (found or SharedFigures(False, 0, 0, 0.0, 0, 0, None))._replace(leads=leader.leads)
+
+    @staticmethod
+    def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
+        return _shared_table(fleet)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
-        if self.sharing is not None:
-            self.sharing.start()
+        if self._lease is not None:
+            self._lease.start()
         await super().start(listeners, takeover)
 
     async def close(self) -> None:
@@ -69,14 +90,20 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self.sharing is not None:
-            await self.sharing.close()
+        if self._lease is not None:
+            await self._lease.close()
         await super().close()
 
     def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_addresses({**self.server.state.addresses, spec.name: address})
         super()._add(spec, access)
+
+    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
+        sources = super()._sources_of(table, base)
+        if table.resource == "inferencepools":
+            sources.append(ObjectiveSource(table, base, self.server.state.set_objectives))
+        return sources
 
     async def _resolve_for_ever(self) -> None:
         while True:
@@ -95,11 +122,29 @@ class PickService(Service):
             state.set_addresses(found)
 
 
+def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
+    """What is shared with other pickers, and the key of that table."""
+    if fleet.pick.shared is not None:
+        return fleet.pick.shared, f"{fleet.where}pick.shared"
+    return fleet.shared, f"{fleet.where}shared"
+
+
+def lease_of(fleet: Fleet) -> LeaseLeader | None:
+    """The Lease by which one picker serves, None where there is none. Raises `ConfigError`."""
+    table, key = _shared_table(fleet)
+    if table is None or table.lease is None:
+        return None
+    name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
+    return LeaseLeader(table.lease, fleet.base, name, f"{key}.lease")
+
+
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_context(fleet)
-    if fleet.pick.shared is not None:
-        shared_url(fleet.pick.shared, fleet.where)
+    table, key = _shared_table(fleet)
+    if table is not None:
+        shared_url(table, key)
+    lease_of(fleet)
 
 
 def _parts(url: str) -> tuple[str, int]:

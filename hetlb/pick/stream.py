@@ -69,6 +69,8 @@ class PickerState:
         self.access = access
         self.addresses: dict[str, str] = {}
         self.names: dict[str, str] = {}
+        #: Priorities by the names of objectives: those of the cluster, and above them those of the file.
+        self.objectives: dict[str, int] = dict(table.objectives)
         self.stopping = False
         #: Streams that are open, and bytes of one message at most.
         self.streams: set[HttpStream] = set()
@@ -78,6 +80,10 @@ class PickerState:
         """Instances are reached at these addresses from now on."""
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
+
+    def set_objectives(self, priorities: Mapping[str, int]) -> None:
+        """The cluster's objectives from now on; the file's go before them."""
+        self.objectives = {**priorities, **self.table.objectives}
 
 
 class HttpStream(Upstream):
@@ -222,7 +228,7 @@ class HttpStream(Upstream):
         sheddable = False
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
-            priority = state.table.objectives.get(objective.decode("latin-1"), 0)
+            priority = state.objectives.get(objective.decode("latin-1"), 0)
             request.priority -= priority  # in vLLM's priorities the lower value goes first
             sheddable = priority < 0
         if self._subset is not None:
@@ -373,6 +379,14 @@ class HttpStream(Upstream):
             self._committed = True
             data = data.partition(b"\r\n\r\n")[2]
         self._out += data
+
+    def upgraded(self, take: Callable[[bytes], None]) -> None:
+        """Never called: a gateway's request is no handshake."""
+        raise AssertionError("expected no WebSocket")
+
+    def hold(self, held: bool) -> None:
+        """Never called: a gateway's request is no handshake."""
+        raise AssertionError("expected no WebSocket")
 
     def end(self, *, keep: bool) -> None:
         """The exchange is done."""

@@ -13,19 +13,21 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
-from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, load_fleet, same_server
+from hetlb.config.discovery import KubernetesTable
+from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, SharedTable, load_fleet, same_server
 from hetlb.config.profile import Profile
 from hetlb.config.yaml_file import convert, short
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
@@ -52,15 +54,17 @@ from hetlb.proxy.admin import make_app
 from hetlb.proxy.discovery import dns_names
 from hetlb.proxy.discovery.dns_names import DnsSource
 from hetlb.proxy.discovery.files import FileSource, FleetFileSource
+from hetlb.proxy.discovery.inference_pool import InferencePoolSource
 from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, read_model_list
 from hetlb.proxy.server import ProxyServer
+from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -69,9 +73,12 @@ from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
-from hetlb.proxy.telemetry.prometheus import WorkerState
+from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
 from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
+
+if TYPE_CHECKING:
+    from hetlb.proxy.sharing import Sharing
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -80,7 +87,7 @@ FIRST_ROUND_S = 1.0
 _GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
-#: How long the name of an instance that is being registered may take to resolve.
+#: Seconds that the name of an instance that is being registered may take to resolve.
 _RESOLVE_S = 5.0
 #: The longest time for which a registration may hold.
 MOST_TTL_S = 86_400
@@ -107,6 +114,8 @@ class FleetService(ABC):
 
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
+    #: The view that other processes of the fleet share, None where this one is alone.
+    sharing: Sharing | None = None
 
     def __init__(
         self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
@@ -115,7 +124,7 @@ class FleetService(ABC):
         self.fleet = fleet
         self._load = load
         self._access = require_urls(fleet)
-        #: How each instance is reached; the driver and the watcher look here.
+        #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
         #: The certificate shown to operators who connect from now on, None without TLS.
         self._admin_tls = self._access.admin_tls
@@ -244,9 +253,21 @@ class FleetService(ABC):
         if others := [each for each in paths if each not in own]:
             sources.append(FileSource(others, table.poll_s))
         sources += [DnsSource(each) for each in table.names]
-        sources += [KubernetesSource(each, base) for each in table.clusters]
+        for each in table.clusters:
+            sources += self._sources_of(each, base)
         self._sources = Sources(sources, self._members.found)
         await self._sources.start(most_s)
+
+    @property
+    def shared(self) -> SharedFigures | None:
+        """Figures of the shared view, None where there is none."""
+        return None if self.sharing is None else self.sharing.figures
+
+    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
+        """What is watched in a cluster. Raises `ConfigError`."""
+        if table.resource == "inferencepools":
+            return [InferencePoolSource(table, base)]
+        return [KubernetesSource(table, base)]
 
     # --- the roster of instances that stand in no file ---
 
@@ -668,17 +689,22 @@ class Service(FleetService):
         super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
-        self.driver = self._make_driver(
+        table, key = self._shared_table(fleet)
+        make = self._make_driver if table is None else self._make_sharing_driver
+        self.driver = make(
             self.scheduler,
-            fleet.proxy,
-            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-            asyncio.get_running_loop(),
-            lambda ended: self._front.requests_ended(ended),
-            self._engines,
+            DriverSetup(
+                fleet.proxy,
+                TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
+                asyncio.get_running_loop(),
+                lambda ended: self._front.requests_ended(ended),
+                self._engines,
+            ),
         )
         self.driver.on_loop = self.take_out
         self.driver.on_reconnect = self.engine_reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
+        self.sharing = None if table is None else _share(table, key, self.driver)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self._access)
         self._offer = Offer(
@@ -695,7 +721,13 @@ class Service(FleetService):
     #: True if another process may take over the listeners.
     _hands_over = True
     #: The driver and the listener; an endpoint picker has others.
-    _make_driver: Callable[..., Driver] = Driver
+    _make_driver: Callable[[Scheduler, DriverSetup], Driver] = Driver
+    _make_sharing_driver: Callable[[Scheduler, DriverSetup], SharedDriver] = SharedDriver
+
+    @staticmethod
+    def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
+        """Table of what is shared with other processes of the fleet, and the key of that table."""
+        return fleet.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
@@ -709,6 +741,8 @@ class Service(FleetService):
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
         self._learnt.load()
+        if self.sharing is not None:
+            self.sharing.start()
         self._read_kv_events(self.fleet)
         await self._first_look()
         if takeover is not None:
@@ -825,6 +859,8 @@ class Service(FleetService):
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
         await self._offer.close()
+        if self.sharing is not None:
+            await self.sharing.close()
         if self._takeover is not None:
             await self._takeover.close()
         await self._learnt.close()
@@ -909,3 +945,18 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
+    """Have a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
+    assert isinstance(driver, SharedDriver), "expected a driver that can share"
+    try:
+        from hetlb.proxy.sharing import Sharing, shared_url
+    except ImportError as error:
+        raise ConfigError(f"{key}: expected the extra `pick` (pip install 'hetlb[pick]'): {error}") from error
+    url = shared_url(table, key)
+    if url is None:
+        return None
+    sharing = Sharing(table, url, driver.scheduler, driver.carry_out, secrets.token_hex(6))
+    driver.share(sharing.view, sharing.changed)
+    return sharing

@@ -17,6 +17,9 @@ import trustme
 from pick.frames import END_HEADERS, HEADERS, block, frame, frames, opened
 from pick.rig import Engine, Rig
 from proxy.conftest import turns_until
+from proxy.discovery.conftest import Cluster, serving
+from proxy.discovery.test_inference_pool import pool
+from proxy.discovery.test_kubernetes import pod
 
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
@@ -278,3 +281,40 @@ async def test_authorities_without_a_certificate_are_a_mistake(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"pick\.client_ca_file: expected pick\.tls beside it, got none"):
         async with picker(tmp_path, pick={"client_ca_file": "ca.pem"}):
             pass
+
+
+async def test_the_fleet_and_its_objectives_may_be_an_inference_pool(tmp_path: Path) -> None:
+    cluster = Cluster("inferencepools", "pods", "inferenceobjectives")
+    pods, objectives = cluster.kinds["pods"], cluster.kinds["inferenceobjectives"]
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving(cluster.handle))
+        engines = [await Engine().start() for _ in range(2)]
+        for n, engine in enumerate(engines):
+            stack.push_async_callback(engine.stop)
+            address = {"podIP": "127.0.0.1"}
+            await pods.put(pod(f"p{n}", metadata={"labels": {"app": f"v{engine.port}"}}, status=address))
+        pools = cluster.kinds["inferencepools"]
+        await pools.put(pool("qwen", {"app": f"v{engines[0].port}"}, engines[0].port))
+        objective = {"metadata": {"name": "critical"}, "spec": {"poolRef": {"name": "qwen"}, "priority": 9}}
+        await objectives.put(objective)
+        source = {"resource": "inferencepools", "pool": "qwen", "api_server": url, "namespace": "n"}
+        source["model"] = "m"
+        tables = {"discovery": {"kubernetes": source}, "models": []}
+        async with picker(tmp_path, pick={"objectives": {"batch": -1}}, **tables) as made:
+            stack.push_async_callback(pods.cut)
+            stack.push_async_callback(pools.cut)
+            stack.push_async_callback(objectives.cut)
+            state = made.picker.server.state
+            assert state.addresses == {"p0": engines[0].address}
+            await turns_until(lambda: state.objectives == {"critical": 9, "batch": -1})
+            await pools.put(pool("qwen", {"app": f"v{engines[1].port}"}, engines[1].port))
+            await turns_until(lambda: [each.name for each in made.picker.scheduler.instances] == ["p1"])
+            await turns_until(made.picker.routable)
+            channel = await stack.enter_async_context(insecure(made))
+            gateway = Gateway(channel)
+            call = await gateway.open()
+            told = (await gateway.body(call, made.body())).request_body.response.header_mutation
+            assert told.set_headers[0].header.raw_value.decode() == engines[1].address
+            await call.done_writing()
+            await call.read()
+            await channel.close()

@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from pick.rig import Rig, rig
-from proxy.conftest import turns_until
 
 from hetlb.config.fleet import load_fleet
 from hetlb.core.shared_view import Begun, Booked, Ended, Waits
 from hetlb.core.types import Outcome, Request
 from hetlb.pick.service import PickService
-from hetlb.pick.sharing import Sharing, _decoded, _encoded
+from hetlb.proxy.sharing import Sharing, _decoded, _encoded
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = [
@@ -169,7 +169,7 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
         assert second.now() - began < 3.0
         # One that comes now hears all there is.
         restarted = made.picker.sharing = Sharing(
-            first._table, both.server.url, made.picker.scheduler, made.picker.driver.carry_out
+            first._table, both.server.url, made.picker.scheduler, made.picker.driver.carry_out, "ab"
         )
         for exchange in made.picker.driver.exchanges.values():
             assert exchange.lease is not None
@@ -209,8 +209,12 @@ async def test_without_the_server_pickers_go_on_and_find_each_other_again(
 async def test_one_leads_and_the_other_takes_over(tmp_path: Path) -> None:
     async with pair(tmp_path, "active-standby") as both:
         await both.linked()
-        await turns_until(lambda: any(p.sharing and p.sharing.leads for p in both.pickers))
-        leads = [p for p in both.pickers if p.sharing is not None and p.sharing.leads]
+        await turns_until(
+            lambda: any(p.sharing and p.sharing.leader and p.sharing.leader.leads for p in both.pickers)
+        )
+        leads = [
+            p for p in both.pickers if p.sharing is not None and p.sharing.leader and p.sharing.leader.leads
+        ]
         assert len(leads) == 1
         (leader,) = leads
         other = next(p for p in both.pickers if p is not leader)

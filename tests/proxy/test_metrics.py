@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import make_scheduler, request, spec, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 
@@ -25,7 +24,7 @@ from hetlb.core.types import EngineSample, Outcome
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
-from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource
+from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource, SharedFigures
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -249,7 +248,7 @@ async def test_what_is_refused_counts_and_leaves_no_label(tmp_path: Path) -> Non
     assert value(parsed(reply.body.decode()), "hetlb_requests_total", outcome="bad_request") == 1
 
 
-async def test_who_waited_in_vain_is_in_the_queue_time(tmp_path: Path) -> None:
+async def test_requests_that_waited_in_vain_are_in_the_queue_time(tmp_path: Path) -> None:
     fleet = {"queue": {"no_instance_timeout_s": 0}}
     async with Engine() as engine, serving(tmp_path, document(engine, **fleet)) as running:
         await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})
@@ -307,7 +306,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> MetricsSour
         MetricsSource,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), invalid_samples={"node-001": 4}, lost_lines=7,
-            now=lambda: 12.5, workers=(), stages=STAGES, **more,
+            now=lambda: 12.5, workers=(), stages=STAGES, **{"shared": None, **more},
         ),
     )  # fmt: skip
 
@@ -382,3 +381,14 @@ async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) 
     counting.cancel()
     assert turns > 30
     assert len(parsed(body.decode())["hetlb_instance_state"].samples) == 600
+
+
+def test_a_shared_view_is_told_of_where_there_is_one() -> None:
+    shared = SharedFigures(True, 2, 17, 0.004, 100, 300, None)
+    found = written(source(1, shared=shared))
+    names = ("connected", "peers", "peer_leases", "delay_seconds")
+    assert [value(found, f"hetlb_shared_{name}") for name in names] == [1, 2, 17, 0.004]
+    assert value(found, "hetlb_shared_messages_total", direction="received") == 300
+    assert "hetlb_shared_leads" not in found
+    assert value(written(source(1, shared=shared._replace(leads=False))), "hetlb_shared_leads") == 0
+    assert not [name for name in written(source(1)) if name.startswith("hetlb_shared")]

@@ -157,7 +157,7 @@ class SchedulingContext:
         self.availabilities = availabilities
 
 
-#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
+#: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
@@ -241,12 +241,14 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
-    #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
+    #: Waiting requests that are looked at for a free instance; the first is overtaken so often at most.
     lookahead: ClassVar[int] = 1
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
         self._rng = rng
+        #: True if its choices depend on earlier ones: `committed` is called for each.
+        self.remembers: bool = type(self).committed is not Policy.committed
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The eligible candidate with the lowest score, the first of several."""

@@ -25,6 +25,7 @@ Four questions, in this order:
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,11 +40,12 @@ from hetlb.core.policies.base import (
     OWN_READ_TOKENS,
     Choice,
     Policy,
+    PolicyParams,
     SchedulingContext,
     SplitChoice,
     cached_at,
-    pair_choice,
 )
+from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
@@ -56,8 +58,8 @@ _KV_MARK: Final = 0.98
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
-#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: that have just been admitted have all before them.
+#: Factor by which a batch thins out more slowly than if what is left of answers were spread exponentially:
+#: those that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
@@ -66,7 +68,7 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
-#: How well a score is known: see `_InstanceScore`.
+#: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
@@ -83,7 +85,7 @@ _MOST_READING: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
-#: A second until the first token, and one of a decode step in that of a decode leg, in a score.
+#: Weight of a second until the first token, and of one of a decode step in that of a decode leg, in a score.
 _FIRST_SHARE: Final = _FIRST_TOKEN_WEIGHT + 1.0
 _START_WEIGHT: Final = _FIRST_SHARE * JOINING_STEPS
 
@@ -94,8 +96,10 @@ _LAST_S: Final = 1e12
 PASSED_OVER: Final = "passed over"
 #: And of one that has none.
 FULL: Final = "full"
+#: The reason of an instance of a large fleet that is in none of the groups looked at.
+NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
 
-#: Why an instance cannot take the request now, or that it can.
+#: States of an instance: it can take the request now, or the reason why not.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
@@ -171,6 +175,23 @@ class _InstanceScore:
 
 
 @mypyc_attr(acyclic=True)
+class _Pair:
+    """Instances, by index, of which one would read a prompt and the other decode the answer, and their score.
+
+    `start_s`: from the arrival of the KV cache to the first token. `in_time`: see `_Evaluation._in_time`.
+    """
+
+    __slots__ = ("in_time", "score", "source", "start_s", "target")
+
+    def __init__(self, source: int, target: int, score: float, start_s: float, in_time: bool) -> None:
+        self.source = source
+        self.target = target
+        self.score = score
+        self.start_s = start_s
+        self.in_time = in_time
+
+
+@mypyc_attr(acyclic=True)
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
@@ -180,13 +201,19 @@ class _Evaluation:
 
     __slots__ = (
         "_ctx", "_fleet", "_output", "_own_context", "_passed_over", "_prompt", "_scores", "_sequences",
-        "_together", "instances",
+        "_share", "_together", "instances",
     )  # fmt: skip
 
     def __init__(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], may_pass_over: bool = True
+        self,
+        ctx: SchedulingContext,
+        instances: Sequence[Instance],
+        may_pass_over: bool = True,
+        share: float = 1.0,
     ) -> None:
+        """`share`: of what is asked for, what these instances are there for."""
         self._ctx = ctx
+        self._share = share
         self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
@@ -391,11 +418,12 @@ class _Evaluation:
             return
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
         order, costs = self._fleet.order, self._fleet.costs
-        ending = demand.below(_LULL_SHARE * self._fleet.speed, _LULL_S, now)
+        part = self._share
+        ending = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
         if not ending and room == len(scores):
             return
         availabilities = ctx.availabilities
-        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+        todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
         # One that waited is not fresh, even as the last of the queue.
         fresh = ctx.waiting == 0 and demand.newest_s == now
         shortest_s = -1.0
@@ -418,10 +446,10 @@ class _Evaluation:
                     # The rate is asked for only where it can matter: first at its best, then as it is.
                     done_s = _done_s(todo, speed, shortest_s)
                     if done_s < long_s:
-                        spare = speed - demand.bounds(long_s, now)[0]
+                        spare = speed - demand.bounds(long_s, now)[0] * part
                         done_s = _done_s(todo, spare, shortest_s)
                     if done_s < long_s:
-                        done_s = _done_s(todo, speed - demand.rate(long_s, now), shortest_s)
+                        done_s = _done_s(todo, speed - demand.rate(long_s, now) * part, shortest_s)
                     if done_s < long_s:
                         if self._passed_over is None:
                             self._passed_over = {}
@@ -459,14 +487,12 @@ class _Evaluation:
             return None
         return index, self._scores[index].score + self._reading_to_come_s(index)[0]
 
-    def best_pair(
-        self, transfers: TransferTimes, below: float, mixed: bool
-    ) -> tuple[int, int, float, bool] | None:
+    def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
 
         The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
-        only the two best are combined: a decision's cost must not grow with the square of the fleet. With the
-        indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        only the two best by a lower bound are combined, and the first of these pairs that is good is taken:
+        the cost of a decision must not grow with the square of the fleet. Those not in time come last.
         `mixed`: all have the role `both`.
         """
         costs = self._fleet.costs
@@ -501,17 +527,21 @@ class _Evaluation:
                     decoding, target = score, i
                 elif score < decoding_2:
                     decoding_2, target_2 = score, i
-        found: tuple[int, int, float, bool] | None = None
-        for i, least in ((source, reading), (source_2, reading_2)):
-            for j, rest in ((target, decoding), (target_2, decoding_2)):
-                if i == j or i < 0 or j < 0 or least + rest >= below or not self._reads_faster(i, j):
-                    continue
-                score, in_time = self._pair_score(transfers, i, j)
-                if score < below and (in_time or found is None):
-                    found = i, j, score, in_time
-                    if in_time:
-                        below = score
-        return found
+        late: _Pair | None = None
+        for i, j, least in (
+            (source, target, reading + decoding),
+            (source, target_2, reading + decoding_2),
+            (source_2, target, reading_2 + decoding),
+            (source_2, target_2, reading_2 + decoding_2),
+        ):
+            if least < below and i != j and self._reads_faster(i, j):
+                pair = self._pair(transfers, i, j)
+                if pair.score < below:
+                    if pair.in_time:
+                        return pair
+                    if late is None or pair.score < late.score:
+                        late = pair
+        return late
 
     def _reads_faster(self, i: int, j: int) -> bool:
         """True if one instance, idle, reads the prompt faster than another, or roles say that it reads it.
@@ -527,11 +557,8 @@ class _Evaluation:
             self._prompt - self._scores[j].cached
         )
 
-    def _pair_score(self, transfers: TransferTimes, i: int, j: int) -> tuple[float, bool]:
-        """Cost of a request whose prompt is read at one instance and whose answer is decoded at another.
-
-        And whether the answer comes in time (see `_in_time`).
-        """
+    def _pair(self, transfers: TransferTimes, i: int, j: int) -> _Pair:
+        """The pair that reads at one instance and decodes at another."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
         source, target = self._scores[i], self._scores[j]
         self._rate(source, _EXACT)
@@ -540,15 +567,16 @@ class _Evaluation:
         slowed_s, wait_s = self._reading_to_come_s(j)
         start_s = JOINING_STEPS * target.step_s
         # What is read at the target by then, and what will be.
-        wait_s = max(wait_s, instances[j].join_s(prompt) - start_s - ready_s)
-        first_s = ready_s + wait_s + start_s
+        reading_s = instances[j].join_s(prompt) - start_s - ready_s
+        start_s += wait_s if wait_s > reading_s else reading_s
+        first_s = ready_s + start_s
         decode_s = target.decode_s + slowed_s
         score = _FIRST_SHARE * first_s + decode_s + self._joining_s(target)
         score += max(0.0, source.others_s - self._joining_s(source))
         usual_s = self._fleet.first_token_s
         if first_s > _LATE * usual_s > 0.0:
             score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
-        return score + target.last_s, self._in_time(instances[j], first_s + decode_s)
+        return _Pair(i, j, score + target.last_s, start_s, self._in_time(instances[j], first_s + decode_s))
 
     def _reading_to_come_s(self, i: int) -> tuple[float, float]:
         """Seconds by which prompts that are yet to come slow an answer down, and delay one that joins.
@@ -564,6 +592,20 @@ class _Evaluation:
         if share > _MOST_READING:
             share = _MOST_READING
         return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
+
+    def split(self, pair: _Pair) -> SplitChoice:
+        """What a pair books: the prefill alone here, the decoding alone there."""
+        source, target = self.instances[pair.source], self.instances[pair.target]
+        score, prompt = pair.score, self._prompt
+        return SplitChoice(
+            pair.source,
+            pair.target,
+            min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+            lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
+            decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
+            first_s=self._scores[pair.source].first_s,
+            decode_first_s=pair.start_s,
+        )
 
     def by_role(self) -> list[Candidate]:
         """Candidates for people; those that get no whole request by their role are not eligible."""
@@ -653,11 +695,34 @@ class Hetlb(Policy):
     holds_back = True
     lookahead = _LOOKAHEAD
 
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        self._groups = Groups()
+
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+        if len(instances) > LARGEST_WHOLE and ctx.availabilities is None:
+            return self._choose_of_many(ctx, instances)
         evaluation = _Evaluation(ctx, instances)
         index = evaluation.lowest()
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
+
+    def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+        """The best of two groups or three; of the first other one that has room where those have none."""
+        groups, looked = self._groups.in_order(instances, ctx.request.id, ctx.held)
+        evaluations: list[tuple[Group, _Evaluation]] = []
+        index: int | None = None
+        least = math.inf
+        for n, group in enumerate(groups):
+            if n >= looked and index is not None:
+                break
+            evaluation = _Evaluation(ctx, group.instances, share=group.share)
+            evaluations.append((group, evaluation))
+            best = evaluation.best_whole(mixed=True)
+            if best is not None and best[1] < least:
+                index, least = group.indices[best[0]], best[1]
+        work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
+        return index, work_s, lambda: _of_many(instances, evaluations)
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
@@ -665,16 +730,8 @@ class Hetlb(Policy):
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
-        if pair is not None and pair[3]:
-            prefill, decode, score, _ = pair
-            names = pair_name(instances[prefill].name, instances[decode].name)
-            return pair_choice(
-                ctx,
-                instances,
-                prefill,
-                decode,
-                lambda: [*evaluation.by_role(), Candidate(names, score)],
-            )
+        if pair is not None and pair.in_time:
+            return evaluation.split(pair)
         if whole is None:
             return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
         index = whole[0]
@@ -704,6 +761,17 @@ class Hetlb(Policy):
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         return _Evaluation(ctx, instances).candidates()
+
+
+def _of_many(
+    instances: Sequence[Instance], evaluations: Sequence[tuple[Group, _Evaluation]]
+) -> list[Candidate]:
+    """Candidates of a large fleet for people."""
+    found = [Candidate(each.name, math.inf, eligible=False, reason=NOT_LOOKED_AT) for each in instances]
+    for group, evaluation in evaluations:
+        for i, candidate in zip(group.indices, evaluation.candidates(), strict=True):
+            found[i] = candidate
+    return found
 
 
 def _done_s(todo: float, speed: float, shortest_s: float) -> float:

@@ -20,11 +20,11 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from hetlb.config.discovery import GPU_LABELS, KubernetesTable
+from hetlb.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
-#: Where a pod finds its own token, authority and namespace.
+#: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 #: A watch is ended by the server after so long, and given up when nothing comes for a little longer.
 WATCH_S: Final = 60
@@ -49,10 +49,10 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Item(msgspec.Struct, rename="camel"):
-    """Part of a pod or an EndpointSlice: what is read of either."""
+    """Part of an object: what is read of those that are watched here and in `inference_pool`."""
 
     metadata: Metadata = msgspec.field(default_factory=Metadata)
-    spec: PodSpec | None = None
+    spec: Spec | None = None
     status: PodStatus | None = None
     endpoints: list[Endpoint] | None = None
     ports: list[SlicePort] | None = None
@@ -71,11 +71,33 @@ class Container(msgspec.Struct):
     ports: list[ContainerPort] = []
 
 
-class PodSpec(msgspec.Struct, rename="camel"):
-    """`spec` of a pod."""
+class Selector(msgspec.Struct, rename="camel"):
+    """Selector of an InferencePool."""
+
+    match_labels: dict[str, str] = {}
+
+
+class TargetPort(msgspec.Struct):
+    """A port of an InferencePool: with several, each is an engine of its own in every pod."""
+
+    number: int
+
+
+class PoolReference(msgspec.Struct):
+    """The pool of an InferenceObjective."""
+
+    name: str = ""
+
+
+class Spec(msgspec.Struct, rename="camel"):
+    """`spec` of a pod, an InferencePool or an InferenceObjective: what is read of each."""
 
     node_selector: dict[str, str] = {}
     containers: list[Container] = []
+    selector: Selector | None = None
+    target_ports: list[TargetPort] = []
+    pool_ref: PoolReference | None = None
+    priority: int | None = None
 
 
 class Condition(msgspec.Struct):
@@ -149,14 +171,15 @@ class ExpiredError(Exception):
 class ApiServer:
     """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
 
-    def __init__(self, table: KubernetesTable, base: Path) -> None:
+    def __init__(self, table: ClusterTable, base: Path, key: str = "discovery.kubernetes") -> None:
+        """`key` names the table in errors. Raises `ConfigError`."""
         host, port = (
             os.environ.get("KUBERNETES_SERVICE_HOST"),
             os.environ.get("KUBERNETES_SERVICE_PORT", "443"),
         )
         if table.api_server is None and not host:
             raise ConfigError(
-                "discovery.kubernetes.api_server: expected a URL outside of a cluster, but the key is missing"
+                f"{key}.api_server: expected a URL outside of a cluster, but the key is missing"
             )
         in_cluster = f"https://[{host}]:{port}" if host and ":" in host else f"https://{host}:{port}"
         self.url = (table.api_server or in_cluster).rstrip("/")
@@ -195,7 +218,10 @@ class ApiServer:
 
 
 class Watch:
-    """Keeps the objects at a path; `changed` gets all of them, by name, after every change."""
+    """Keeps the objects at a path; `changed` gets all of them, by name, after every change.
+
+    With a `name` that object alone.
+    """
 
     def __init__(
         self,
@@ -203,10 +229,13 @@ class Watch:
         path: str,
         selector: str,
         changed: Callable[[Mapping[str, Item]], None],
+        name: str = "",
     ) -> None:
         self._api = api
         self._path = path
         self._query = {"labelSelector": selector} if selector else {}
+        if name:
+            self._query["fieldSelector"] = f"metadata.name={name}"
         self._changed = changed
         self._items: dict[str, Item] = {}
         self._version = ""
@@ -338,18 +367,16 @@ class KubernetesSource:
 
     def _of_pod(self, item: Item) -> Found | None:
         """The server of a pod that is ready and not about to end."""
-        status, spec, meta = item.status or PodStatus(), item.spec or PodSpec(), item.metadata
-        ready = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
-        if not status.pod_ip or not ready or meta.deletion_timestamp is not None:
+        if not ready(item):
             return None
-        port = self._table.port
+        spec, port = item.spec or Spec(), self._table.port
         if isinstance(port, str):
             ports = [each for container in spec.containers for each in container.ports if each.name == port]
             if not ports:
                 return None
             port = ports[0].container_port
-        node = {name: value for name, value in spec.node_selector.items() if name in GPU_LABELS}
-        return self._found(meta.name, status.pod_ip, port, {**node, **meta.labels})
+        assert item.status is not None, "expected a pod that is ready"
+        return found_at(self._table, item.metadata.name, item.status.pod_ip, port, labels_of(item))
 
     def _of_slices(self, items: Mapping[str, Item]) -> list[Found]:
         """The servers of all slices, each once: two slices may hold one endpoint while it moves."""
@@ -361,7 +388,7 @@ class KubernetesSource:
                 if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
                     continue
                 name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
-                found = self._found(name, endpoint.addresses[0], port, item.metadata.labels)
+                found = found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels)
                 servers[found.name] = found
         return list(servers.values())
 
@@ -372,8 +399,22 @@ class KubernetesSource:
                 return each.port
         return wanted if isinstance(wanted, int) else None
 
-    def _found(self, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
-        table = self._table
-        where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        model = labels.get(table.model_label, "") if table.model_label else ""
-        return Found(name or where, f"{table.scheme}://{where}", model or table.model or "", dict(labels))
+
+def ready(item: Item) -> bool:
+    """True for a pod that is ready and not about to end."""
+    status = item.status or PodStatus()
+    says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
+    return bool(status.pod_ip) and says_so and item.metadata.deletion_timestamp is None
+
+
+def labels_of(pod: Item) -> dict[str, str]:
+    """Labels of a pod, and those of its node that say what GPU it has."""
+    node = {} if pod.spec is None else pod.spec.node_selector
+    return {**{name: value for name, value in node.items() if name in GPU_LABELS}, **pod.metadata.labels}
+
+
+def found_at(table: KubernetesTable, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
+    """The server at an address."""
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    model = labels.get(table.model_label, "") if table.model_label else ""
+    return Found(name or where, f"{table.scheme}://{where}", model or table.model or "", dict(labels))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -42,6 +42,21 @@ class WorkerState:
     hangs: int = 0
 
 
+class SharedFigures(NamedTuple):
+    """A view that several processes share: `leases` are peers', `delay_s` the age of their news.
+
+    `connected`: the server is reached; `leads` is None where all serve. Messages `sent` and `received`.
+    """
+
+    connected: bool
+    peers: int
+    leases: int
+    delay_s: float
+    sent: int
+    received: int
+    leads: bool | None
+
+
 class MetricsSource(Protocol):
     """Interface of the service for a scrape."""
 
@@ -57,6 +72,8 @@ class MetricsSource(Protocol):
     def workers(self) -> Sequence[WorkerState]: ...
     @property
     def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
+    @property
+    def shared(self) -> SharedFigures | None: ...
     def now(self) -> float: ...
 
 
@@ -150,6 +167,8 @@ class MetricsPage:
         yield from self._models(totals)
         if source.stages:
             yield from self._stages(source)
+        if source.shared is not None:
+            yield from _shared(source.shared)
         calls = {"arrival": totals.arrival, "end": totals.end}
         yield _family(
             "hetlb_decision_seconds", "histogram", "Time of one call of the scheduler, by what happened.",
@@ -218,6 +237,11 @@ class MetricsPage:
                 "hetlb_request_queue_time_seconds",
                 "From arrival to the last dispatch, or to the end of those never dispatched.",
                 lambda each: each.queue,
+            ),
+            (
+                "hetlb_websocket_session_seconds",
+                "From dispatch to the end of a WebSocket session.",
+                lambda each: each.session,
             ),
             (
                 "hetlb_predicted_output_ratio",
@@ -419,6 +443,24 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
         used = max((running + waiting) / places, promised / cache) if able else float(waiting)
         loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used))
     return loads
+
+
+def _shared(figures: SharedFigures) -> Iterator[Piece]:
+    """The view that is shared with other processes of the fleet."""
+    gauges: tuple[tuple[str, str, Number], ...] = (
+        ("hetlb_shared_connected", "1 while the server of the shared state is reached.", figures.connected),
+        ("hetlb_shared_peers", "Other processes whose leases are known.", figures.peers),
+        ("hetlb_shared_peer_leases", "Requests at the engines that are theirs.", figures.leases),
+        ("hetlb_shared_delay_seconds", "Age of their news, by own messages coming back.", figures.delay_s),
+    )
+    for name, help_text, value in gauges:
+        yield _family(name, "gauge", help_text, [value + 0])
+    yield _family(
+        "hetlb_shared_messages_total", "counter", "Messages of the shared state.",
+        [f'{{direction="sent"}} {figures.sent}', f'{{direction="received"}} {figures.received}'],
+    )  # fmt: skip
+    if figures.leads is not None:
+        yield _family("hetlb_shared_leads", "gauge", "1 while this process serves.", [figures.leads + 0])
 
 
 def _accounts(totals: Totals) -> Iterator[Piece]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import pytest_asyncio
 import uvloop
 from aiohttp import web
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, Running
 
 
@@ -123,7 +123,7 @@ class ApiServer:
             return await self._watch(request)
         self.lists += 1
         first = int(request.query.get("continue", 0))
-        names = sorted(self.objects)
+        names = sorted(name for name, item in self.objects.items() if _selected(request, item))
         page = names[first : first + 2]  # small pages: a client must ask for the rest
         more = str(first + 2) if first + 2 < len(names) else ""
         items = [self.objects[name] for name in page]
@@ -148,7 +148,7 @@ class ApiServer:
                     async with self.changed:
                         await self.changed.wait()
                 for version, kind, item in list(self.history):
-                    if version > since:
+                    if version > since and (kind in ("BOOKMARK", "ERROR") or _selected(request, item)):
                         line = msgspec.json.encode({"type": kind, "object": item}) + b"\n"
                         for at in range(0, len(line), 40):  # lines come in pieces
                             await reply.write(line[at : at + 40])
@@ -159,18 +159,54 @@ class ApiServer:
                 request.transport.abort()
 
 
-@pytest_asyncio.fixture
-async def api_server() -> AsyncIterator[tuple[ApiServer, str]]:
-    server = ApiServer()
+def _selected(request: web.Request, item: dict[str, Any]) -> bool:
+    """True if an object has the name and the labels that a list or watch is restricted to."""
+    meta = item.get("metadata", {})
+    field, _, name = request.query.get("fieldSelector", "").partition("=")
+    assert field in ("", "metadata.name")
+    labels = [each.split("=") for each in request.query.get("labelSelector", "").split(",") if each]
+    here = meta.get("labels", {})
+    # Labels of slices are not checked: the API server's own are not in these tests.
+    known = [(key, value) for key, value in labels if not key.startswith("kubernetes.io/")]
+    return (not field or meta.get("name") == name) and all(here.get(key) == value for key, value in known)
+
+
+class Cluster:
+    """Several kinds of objects, each at the path of its kind; a kind that is not there is 404."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = {kind: ApiServer() for kind in kinds}
+        self.paths: set[str] = set()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.paths.add(request.path)
+        kind = self.kinds.get(request.path.rpartition("/")[2])
+        if kind is None:
+            return web.json_response({"kind": "Status", "code": 404, "message": "not found"}, status=404)
+        return await kind.handle(request)
+
+
+@contextlib.asynccontextmanager
+async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The URL of a server with this handler."""
     app = web.Application()
-    app.router.add_get("/{tail:.*}", server.handle)
+    app.router.add_route("*", "/{tail:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await server.cut()
-    await runner.cleanup()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def api_server() -> AsyncIterator[tuple[ApiServer, str]]:
+    server = ApiServer()
+    async with serving(server.handle) as url:
+        yield server, url
+        await server.cut()
 
 
 @pytest_asyncio.fixture

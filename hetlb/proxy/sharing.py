@@ -1,22 +1,17 @@
-"""Sharing of several pickers of one fleet, over Valkey or Redis: live leases, what waits, and the leader.
+"""Sharing of several schedulers of one fleet, over Valkey or Redis: live leases, and what waits.
 
-Publish/subscribe carries the changes, one message for all of a turn of the event loop; every picker hears of
-every change and of its own, whose way there and back is the age that the others' news have. A picker says
-something at least four times in `silent_s`, so that silence is death. It tells all it has when it comes, when
-it is asked to, and when it was cut off. Without the server nothing is heard of the others, and each picker
-goes on with its own view and the engines' own figures.
-
-The leader, where one picker serves and the others are ready to, holds a key that expires; it has the highest
-number ever drawn, and one that hears of a higher one is the leader no more.
+The processes are proxies or endpoint pickers. Publish/subscribe carries the changes, one message for all of a
+turn of the event loop; each process hears of every change and of its own, whose way there and back is the age
+that the others' news have. It says something at least four times in `silent_s`, so that silence is death. It
+tells all it has when it comes, when it is asked to, and when it was cut off. Without the server nothing is
+heard of the others, and each goes on with its own view and the engines' own figures.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -30,15 +25,17 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.shared_view import Begun, Booked, Change, Ended, SharedView, Waits
 from hetlb.core.types import Command, Outcome, Request
 from hetlb.errors import ConfigError
+from hetlb.proxy.leader import KeyLeader
+from hetlb.proxy.telemetry.prometheus import SharedFigures
 
-logger = logging.getLogger("hetlb.pick")
+logger = logging.getLogger("hetlb.shared")
 
 _VERSION: Final = 1
 #: Kinds of messages: changes, all that holds, and the question for all that holds.
 _CHANGES: Final = 0
 _STATE: Final = 1
 _ASK: Final = 2
-#: What waits to be published, at most; more is told as a whole later.
+#: Messages that wait to be published, at most; more is told as a whole later.
 _MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
@@ -60,37 +57,36 @@ _BookedFields: TypeAlias = tuple[
     tuple[PrefixKey, ...],
     str | None,
 ]
-#: A leader's key lives for so many times `silent_s`.
-_LEADER_LIVES: Final = 2.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
-_RENEW: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 0
-"""
-_RELEASE: Final = (
-    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-)
 
 
-def shared_url(table: SharedTable, where: str) -> str:
-    """Address of the server. Raises `ConfigError`."""
+def shared_url(table: SharedTable, key: str) -> str | None:
+    """Address of the server, None where a lease alone is shared. Raises `ConfigError` naming `key`."""
+    standby = table.mode == "active-standby"
+    if table.lease is not None and not standby:
+        raise ConfigError(f"{key}.mode: expected active-standby with a lease, got {table.mode}")
     url = table.url
     if table.url_env is not None:
         if url is not None:
-            raise ConfigError(f"{where}pick.shared.url: expected either url or url_env, got both")
+            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
         url = os.environ.get(table.url_env)
         if url is None:
-            raise ConfigError(f"{where}pick.shared.url_env: expected the name of a variable that is set")
+            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
+    if url is None and table.lease is not None:
+        return None
     if url is None:
-        raise ConfigError(f"{where}pick.shared.url: expected an address, but the key is missing")
+        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
     if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError(f"{where}pick.shared.url: expected redis://, rediss:// or unix:// at its beginning")
+        raise ConfigError(f"{key}.url: expected redis://, rediss:// or unix:// at its beginning")
     return url
 
 
 class Sharing:
-    """Tells the other pickers and hears of them. `carry_out` does what the scheduler says then."""
+    """Tells the other processes and hears of them. `carry_out` does what the scheduler says then.
+
+    `name` is this one's, in hexadecimal digits.
+    """
 
     def __init__(
         self,
@@ -98,24 +94,25 @@ class Sharing:
         url: str,
         scheduler: Scheduler,
         carry_out: Callable[[list[Command]], None],
+        name: str,
     ) -> None:
         self._table = table
         self._carry_out = carry_out
         self._loop = asyncio.get_running_loop()
-        self.name = secrets.token_hex(6)
-        self.view = SharedView(scheduler, int(self.name, 16))
+        self.name = name
+        self.view = SharedView(scheduler, int(name, 16))
         limit_s = max(0.2, table.silent_s)
         self._redis = redis.asyncio.Redis.from_url(
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
         )
         self._channel = f"{table.group}:leases"
-        self._leader_key, self._epoch_key = f"{table.group}:leader", f"{table.group}:epoch"
-        #: True if this picker leads, and the number of the last time that it became the leader.
-        self.leads = False
-        self._epoch = 0
+        #: Which process serves by a key here, None where all do or a Lease says which.
+        self.leader: KeyLeader | None = None
+        if table.mode == "active-standby" and table.lease is None:
+            self.leader = KeyLeader(self._redis, table.group, name, table.silent_s)
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
-        self._sequence = 0
+        self._sequence = self._received = 0
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
         self._missed = True
         self._telling = False
@@ -124,15 +121,24 @@ class Sharing:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def serves(self) -> bool:
-        """True if gateways should send requests here."""
-        return self._table.mode == "active-active" or self.leads
+    def figures(self) -> SharedFigures:
+        """Figures for people."""
+        view = self.view
+        return SharedFigures(
+            self.connected,
+            len(view.peers),
+            view.peer_leases,
+            view.delay_s,
+            self._sequence,
+            self._received,
+            None,
+        )
 
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
         runs = [self._listen(), self._publish(), self._beat()]
-        if self._table.mode == "active-standby":
-            runs.append(self._lead())
+        if self.leader is not None:
+            runs.append(self.leader.run())
         self._tasks = [self._loop.create_task(each) for each in runs]
 
     async def close(self) -> None:
@@ -143,9 +149,8 @@ class Sharing:
                 task.cancel()
             # redis-py takes a cancellation for a timeout now and then: it is said again.
             _, tasks = await asyncio.wait(tasks, timeout=_RETRY_S)
-        if self.leads:
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
-                await self._redis.eval(_RELEASE, 1, self._leader_key, self.name)
+        if self.leader is not None:
+            await self.leader.release()
         await self._redis.aclose()
 
     # --- out ---
@@ -169,6 +174,10 @@ class Sharing:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
             self._missed = True
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.leader is None else self.leader.epoch
 
     def _send_state(self) -> None:
         """Tell all that holds, after what changed before."""
@@ -209,7 +218,8 @@ class Sharing:
                 if self.connected or not lost:
                     reason = " ".join(str(error).split())[:200] or type(error).__name__
                     logger.warning(
-                        "shared state: the server is gone (%s): this picker goes on with its own view", reason
+                        "shared state: the server is gone (%s): this process goes on with its own view",
+                        reason,
                     )
                 lost, self.connected = True, False
             await asyncio.sleep(_RETRY_S)
@@ -253,8 +263,9 @@ class Sharing:
             age_s = max(0.0, now - sent_at)
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
-        if self.leads and epoch > self._epoch:
-            self._resign("another picker leads")
+        self._received += 1
+        if self.leader is not None:
+            self.leader.heard(epoch)
         self._heard_at[peer] = now
         if kind == _ASK:
             self._send_state()
@@ -272,30 +283,8 @@ class Sharing:
     def _forget(self, peer: str, now: float) -> None:
         del self._heard_at[peer]
         self._next.pop(peer, None)
-        logger.warning("shared state: picker %s is gone, and its leases with it", peer[:32])
+        logger.warning("shared state: peer %s is gone, and its leases with it", peer[:32])
         self._carry_out(self.view.gone(peer, now))
-
-    # --- the leader ---
-
-    async def _lead(self) -> None:
-        """Hold the leader's key, or wait for it to be free."""
-        lives_ms = int(self._table.silent_s * _LEADER_LIVES * 1e3)
-        while True:
-            try:
-                if self.leads:
-                    if not await self._redis.eval(_RENEW, 1, self._leader_key, self.name, str(lives_ms)):
-                        self._resign("its key is another's")
-                elif await self._redis.set(self._leader_key, self.name, nx=True, px=lives_ms):
-                    self._epoch = int(await self._redis.incr(self._epoch_key))
-                    self.leads = True
-                    logger.info("shared state: this picker leads (%d)", self._epoch)
-            except (RedisError, OSError, TimeoutError):
-                pass  # one that leads goes on: no other can take over without the server
-            await asyncio.sleep(self._table.silent_s / 2.0)
-
-    def _resign(self, reason: str) -> None:
-        self.leads = False
-        logger.warning("shared state: this picker leads no more: %s", reason)
 
 
 # --- the short form ----------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""An InferencePool of the Gateway API Inference Extension (v1): its pods are the instances.
+
+The pool names the pods by labels and their ports; each port of a pod is a server. Another selector begins the
+watch of pods anew. Priorities come from the pool's InferenceObjectives, where the cluster has that kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from hetlb.config.discovery import KubernetesTable
+from hetlb.errors import ConfigError
+from hetlb.proxy.discovery.kubernetes import ApiServer, Item, Watch, found_at, labels_of, ready
+from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
+
+_POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
+_OBJECTIVES: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
+
+
+def pool_of(table: KubernetesTable) -> str:
+    """Name of the pool. Raises `ConfigError`."""
+    if table.pool is None:
+        raise ConfigError("discovery.kubernetes.pool: expected the name of an InferencePool, got none")
+    return table.pool
+
+
+class InferencePoolSource:
+    """The servers of one pool."""
+
+    def __init__(self, table: KubernetesTable, base: Path) -> None:
+        """Raises `ConfigError`."""
+        self._table = table
+        self._api = ApiServer(table, base)
+        self._pool = pool_of(table)
+        self.name = f"InferencePool {self._pool} in {self._api.namespace}"
+
+    async def run(self, publish: Publish) -> None:
+        """Publish the servers that are ready, after every change of a pod or of the pool."""
+        pods: asyncio.Task[None] | None = None
+        known: tuple[dict[str, str], list[int]] | None = None
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and not failed.done() and (error := task.exception()) is not None:
+                failed.set_exception(error)
+
+        def changed(pools: Mapping[str, Item]) -> None:
+            nonlocal pods, known
+            pool = pools.get(self._pool)
+            spec = None if pool is None else pool.spec
+            wanted = None
+            if spec is not None and spec.selector is not None and spec.selector.match_labels:
+                wanted = spec.selector.match_labels, [port.number for port in spec.target_ports]
+            if wanted is not None and wanted == known:
+                return
+            known = wanted
+            if pods is not None:
+                pods.cancel()
+                pods = None
+            if wanted is None:
+                publish([])  # there is no pool, or it selects nothing
+                return
+            pods = loop.create_task(self._watch_pods(*wanted, publish))
+            pods.add_done_callback(ended)
+
+        path = _POOLS.format(self._api.namespace)
+        pool = loop.create_task(Watch(self._api, path, "", changed, self._pool).run())
+        pool.add_done_callback(ended)
+        try:
+            await failed
+        except aiohttp.ClientError as error:
+            raise SourceFailedError(f"{self._api.url}: {error}") from error
+        finally:
+            tasks = [each for each in (pool, pods) if each is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
+        selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods"
+        await Watch(self._api, path, selector, lambda pods: publish(self._found(pods, ports))).run()
+
+    def _found(self, pods: Mapping[str, Item], ports: list[int]) -> list[Found]:
+        found = []
+        for pod in pods.values():
+            if not ready(pod):
+                continue
+            assert pod.status is not None, "expected a pod that is ready"
+            for rank, port in enumerate(ports):
+                # As the reference picker names them.
+                name = pod.metadata.name if len(ports) == 1 else f"{pod.metadata.name}-rank-{rank}"
+                found.append(found_at(self._table, name, pod.status.pod_ip, port, labels_of(pod)))
+        return found
+
+
+class ObjectiveSource:
+    """Priorities by the names of a pool's objectives; it knows no servers."""
+
+    def __init__(self, table: KubernetesTable, base: Path, take: Callable[[Mapping[str, int]], None]) -> None:
+        """`take` gets all priorities after every change. Raises `ConfigError`."""
+        self._api = ApiServer(table, base)
+        self._pool = pool_of(table)
+        self._take = take
+        self.name = f"objectives of InferencePool {self._pool} in {self._api.namespace}"
+
+    async def run(self, publish: Publish) -> None:
+        """Give the priorities of the pool's objectives, after every change."""
+        publish([])  # nothing waits for it: many clusters do not have the kind
+        path = _OBJECTIVES.format(self._api.namespace)
+        try:
+            await Watch(self._api, path, "", lambda items: self._take(self._priorities(items))).run()
+        except aiohttp.ClientError as error:
+            raise SourceFailedError(f"{self._api.url}: {error}") from error
+
+    def _priorities(self, items: Mapping[str, Item]) -> dict[str, int]:
+        return {
+            name: item.spec.priority
+            for name, item in items.items()
+            if item.spec is not None
+            and item.spec.priority is not None
+            and item.spec.pool_ref is not None
+            and item.spec.pool_ref.name == self._pool
+        }

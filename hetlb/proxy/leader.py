@@ -1,0 +1,244 @@
+"""The leader, where one process serves a fleet and the others are ready to.
+
+It holds a key of Valkey or Redis that expires, or a Lease of Kubernetes (coordination.k8s.io/v1). Each leader
+has a higher number than the one before (`epoch`); one that hears of a higher number leads no more. A leader
+that cannot reach the server goes on: it would help nobody's requests to stop. It resigns at the first answer
+that names another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from hetlb.config.discovery import LeaseTable
+from hetlb.proxy.discovery.kubernetes import ApiServer
+from hetlb.proxy.discovery.source import SourceFailedError
+
+logger = logging.getLogger("hetlb.shared")
+
+#: A leader's key lives for so many times `silent_s`.
+_LIVES: Final = 2.0
+#: A Lease is looked at so often while it lasts.
+_LOOKS: Final = 3.0
+_RENEW: Final = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 0
+"""
+_RELEASE: Final = (
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+)
+
+
+class Leader:
+    """Whether this process leads, and its number as a leader."""
+
+    def __init__(self) -> None:
+        self.leads = False
+        self.epoch = 0
+
+    def heard(self, epoch: int) -> None:
+        """Another process has this number."""
+        if self.leads and epoch > self.epoch:
+            self._resign("another process leads")
+
+    def _won(self, epoch: int) -> None:
+        self.leads, self.epoch = True, epoch
+        logger.info("shared state: this process leads (%d)", epoch)
+
+    def _resign(self, reason: str) -> None:
+        self.leads = False
+        logger.warning("shared state: this process leads no more: %s", reason)
+
+
+class KeyLeader(Leader):
+    """The leader by a key that expires. `redis` is a client of redis-py."""
+
+    def __init__(self, redis: Any, group: str, name: str, silent_s: float) -> None:
+        super().__init__()
+        self._redis = redis
+        self._name = name
+        self._silent_s = silent_s
+        self._key, self._epoch_key = f"{group}:leader", f"{group}:epoch"
+
+    async def run(self) -> None:
+        """Hold the key, or wait for it to be free."""
+        from redis.exceptions import RedisError
+
+        lives_ms = int(self._silent_s * _LIVES * 1e3)
+        while True:
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                if self.leads:
+                    if not await self._redis.eval(_RENEW, 1, self._key, self._name, str(lives_ms)):
+                        self._resign("its key is another's")
+                elif await self._redis.set(self._key, self._name, nx=True, px=lives_ms):
+                    self._won(int(await self._redis.incr(self._epoch_key)))
+            await asyncio.sleep(self._silent_s / 2.0)
+
+    async def release(self) -> None:
+        """Let another lead at once."""
+        from redis.exceptions import RedisError
+
+        if self.leads:
+            self.leads = False
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                await self._redis.eval(_RELEASE, 1, self._key, self._name)
+
+
+class LeaseLeader(Leader):
+    """The leader by a Lease, as Kubernetes' own components elect theirs.
+
+    A Lease is another's until it has not changed for its duration by the clock here: times in it are not
+    compared, since clocks differ. It is written with the `resourceVersion` that was read, so that of several
+    that want it one gets it (409 for the others). `leaseTransitions` is the leader's number.
+    """
+
+    def __init__(self, table: LeaseTable, base: Path, name: str, key: str) -> None:
+        """`key` names the table in errors. Raises `ConfigError`."""
+        super().__init__()
+        self._api = ApiServer(table, base, key)
+        self._table = table
+        self._name = name
+        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases"
+        self._version = ""
+        self._changed_at = 0.0
+        self._failed = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to hold the Lease, or to wait for it."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop; another may lead at once."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if self.leads:
+            self.leads = False
+            with contextlib.suppress(aiohttp.ClientError, SourceFailedError, TimeoutError, OSError):
+                async with self._session() as session:
+                    lease = await self._get(session)
+                    if lease is not None and _spec(lease).get("holderIdentity") == self._name:
+                        await self._put(session, lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self._table.duration_s / _LOOKS)
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(ssl=self._api.tls()))
+
+    async def _run(self) -> None:
+        while True:
+            failed = ""
+            try:
+                async with self._session() as session:
+                    while True:
+                        await self._look(session, asyncio.get_running_loop().time())
+                        self._failed = ""
+                        await asyncio.sleep(self._table.duration_s / _LOOKS)
+            except (aiohttp.ClientError, SourceFailedError, TimeoutError, OSError) as error:
+                failed = " ".join(str(error).split())[:200] or type(error).__name__
+            if failed != self._failed:
+                self._failed = failed
+                role = "leads on" if self.leads else "cannot take over"
+                logger.warning("shared state: lease %s: %s: this process %s", self._table.name, failed, role)
+            await asyncio.sleep(self._table.duration_s / _LOOKS)
+
+    async def _look(self, session: aiohttp.ClientSession, now: float) -> None:
+        """Renew the Lease, take one that has run out, or see that it is another's."""
+        lease = await self._get(session)
+        if lease is None:
+            if await self._create(session):
+                self._won(1)
+            return
+        spec, version = _spec(lease), str(lease["metadata"].get("resourceVersion", ""))
+        holder = spec.get("holderIdentity") or ""
+        if holder == self._name:
+            stays = await self._put(session, lease, {})
+            if stays and not self.leads:
+                self._won(_number(spec, "leaseTransitions"))
+            return
+        if self.leads:
+            self._resign(f"its lease is held by {holder or 'none'}")
+        if version != self._version:
+            self._version, self._changed_at = version, now
+        lasts_s = _number(spec, "leaseDurationSeconds") or self._table.duration_s
+        if not holder or now - self._changed_at > lasts_s:
+            epoch = _number(spec, "leaseTransitions") + 1
+            fields = {"holderIdentity": self._name, "leaseTransitions": epoch, "acquireTime": _now()}
+            if await self._put(session, lease, fields):
+                self._won(epoch)
+
+    async def _get(self, session: aiohttp.ClientSession) -> dict[str, Any] | None:
+        """The Lease as it is, None where there is none yet. Raises `SourceFailedError`."""
+        url = f"{self._api.url}{self._path}/{self._table.name}"
+        async with session.get(url, headers=self._api.headers()) as reply:
+            body = await reply.read()
+            if reply.status == 404:
+                return None
+            if reply.status != 200:
+                raise SourceFailedError(f"the API server answers {reply.status}")
+        try:
+            return msgspec.convert(msgspec.json.decode(body), dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise SourceFailedError(f"expected a Lease: {error}") from error
+
+    async def _create(self, session: aiohttp.ClientSession) -> bool:
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._table.name, "namespace": self._api.namespace},
+            "spec": {
+                "holderIdentity": self._name,
+                "leaseDurationSeconds": self._table.duration_s,
+                "acquireTime": _now(),
+                "renewTime": _now(),
+                "leaseTransitions": 1,
+            },
+        }
+        url = f"{self._api.url}{self._path}"
+        async with session.post(url, json=lease, headers=self._api.headers()) as reply:
+            return self._written(reply.status, 201)
+
+    async def _put(
+        self, session: aiohttp.ClientSession, lease: dict[str, Any], fields: dict[str, Any]
+    ) -> bool:
+        """Write a Lease that was read; False where it has changed since. Raises `SourceFailedError`."""
+        spec = {**_spec(lease), "leaseDurationSeconds": self._table.duration_s, "renewTime": _now(), **fields}
+        url = f"{self._api.url}{self._path}/{self._table.name}"
+        document = {**lease, "spec": spec}
+        async with session.put(url, json=document, headers=self._api.headers()) as reply:
+            return self._written(reply.status, 200)
+
+    @staticmethod
+    def _written(status: int, good: int) -> bool:
+        if status not in (good, 409):
+            raise SourceFailedError(f"the API server answers {status}")
+        return status == good
+
+
+def _spec(lease: dict[str, Any]) -> dict[str, Any]:
+    """`spec` of a Lease. Raises `SourceFailedError`."""
+    spec = lease.get("spec") or {}
+    if not isinstance(spec, dict) or not isinstance(lease.get("metadata"), dict):
+        raise SourceFailedError("expected a Lease")
+    return spec
+
+
+def _number(spec: dict[str, Any], key: str) -> int:
+    value = spec.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _now() -> str:
+    """The time as Kubernetes writes it (MicroTime)."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
