@@ -1,8 +1,9 @@
 """One real vLLM server on CPU: profiled live, loaded, and its log held against the profile.
 
-    python bench/cpu_server.py [--budget 2m] [--rates 2,4,inf] [--runs 3] [--out FILE.json]
+    python bench/cpu_server.py [--budget 2m] [--rates 2,4,inf] [--runs 3] [--own] [--out FILE.json]
 
-It needs the machine for itself: what else runs on the cores is in the error. Every run sends Poisson arrivals
+It needs the machine for itself: what else runs on the cores is in the error. The engine has the first core
+alone, API server and clients share the others. Every run sends Poisson arrivals
 of each rate one after the other with `hetlb bench --save-detailed` and replays them with `hetlb simulate
 --against`. Printed are the errors of TTFT, TPOT, E2E and throughput of each, with the load of the machine;
 and of every rate the median of its runs. Seven minutes.
@@ -23,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))  # engines.py, pair.py
 
 import pair as real
-from engines import SERVED_MODEL_NAME, TINY_FAST, VENV_PYTHON, vllm_servers
+from engines import SERVED_MODEL_NAME, TINY_FAST, VENV_PYTHON, Server, vllm_servers
 
 LOAD = (
     *("--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "48"),
@@ -70,6 +71,15 @@ def vllm_bench_serve(url: str, folder: Path, profile: Path) -> dict[str, Any]:
     return {metric: each["error"] for metric, each in said["errors"].items()} | {"verdict": said["verdict"]}
 
 
+def leave_first_core(server: Server) -> None:
+    """Move this process, its children to come and the API server off the engine's core."""
+    others = sorted(os.sched_getaffinity(0))[1:]
+    if others:
+        for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), others)
+        os.sched_setaffinity(0, others)
+
+
 def throughput(requests: list[dict[str, Any]], which: str) -> float:
     """Tokens/s from the first arrival to the last end, "measured" or "simulated"."""
     begun = min(each["arrival_s"] for each in requests)
@@ -84,6 +94,7 @@ def main() -> int:
     parser.add_argument("--rates", default="2,4,inf")
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--own", action="store_true", help="without the run of vllm bench serve")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     if not (real.MODELS / TINY_FAST.model / "config.json").is_file():
@@ -93,6 +104,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hetlb-cpu-") as name:
         folder = Path(name)
         with vllm_servers([TINY_FAST], real.MODELS, folder) as (server,):
+            leave_first_core(server)
             hetlb("bench", "--url", server.url, "--num-prompts", "32", *LOAD, "--json")
             profile = folder / "p.yaml"
             hetlb(
@@ -126,9 +138,10 @@ def main() -> int:
                     )
                     found.append({"run": number, "rate": rate, "load": os.getloadavg()[0], **errors})
                     print(found[-1], said["verdict"])
-            said = vllm_bench_serve(server.url, folder, profile)
-            found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})
-            print(found[-1])
+            if not args.own:
+                said = vllm_bench_serve(server.url, folder, profile)
+                found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})
+                print(found[-1])
     for rate in args.rates.split(","):
         own = [each for each in found if each.get("rate") == rate]
         for metric in METRICS if own else ():

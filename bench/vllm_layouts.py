@@ -10,7 +10,8 @@ With targets: one load test of each layout at a rate, and five limits on TTFT an
 suits one layout to one that suits the other; `hetlb search` is asked about each, and must name the layout of
 which more requests met it (within 2 %).
 
-`.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 4m]`; about 15 minutes.
+`.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 3m]`; about 15 minutes. With `--keep DIR` and
+`--layouts 1`, then `--layouts 2` the layouts are measured one after the other, in half the time each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,6 @@ OUTPUT_TOKENS = (16, 96)
 PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
 KV_SPACE_BYTES = 1 << 30
 TOLERANCE = 0.15
-ROUNDS = 3
 #: Requests/s of the load test with targets: about two thirds of what the layouts do.
 REQUEST_RATE = 4.0
 
@@ -68,22 +69,32 @@ def main() -> int:
     """Measure, search, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--budget", default="4m", help="of each profile")
+    parser.add_argument("--budget", default="3m", help="of each profile")
+    parser.add_argument("--rounds", type=int, default=3, help="load tests of all requests at once")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="profiles and measurements, for later runs")
+    parser.add_argument("--layouts", default="1,2", help="TP degrees to measure now, if they are not kept")
     args = parser.parse_args()
     rng = random.Random(1)
     rows = [Row(None, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for _ in range(args.requests)]
-    with tempfile.TemporaryDirectory(prefix="hetlb-layouts-") as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hetlb-layouts-")))
+        folder.mkdir(parents=True, exist_ok=True)
         trace = folder / "trace.csv"
         lines = [
             "arrival_s,input_tokens,output_tokens",
             *(f",{r.input_tokens},{r.output_tokens}" for r in rows),
         ]
         trace.write_text("\n".join(lines) + "\n")
-        measured = {
-            degree: _layout(specs, degree, folder, args.budget, rows)
-            for degree, specs in ((1, TP1), (2, TP2))
-        }
+        measured: dict[int, Any] = {}
+        for degree, specs in ((1, TP1), (2, TP2)):
+            kept = folder / f"tp{degree}.json"
+            if not kept.exists() and str(degree) in args.layouts.split(","):
+                kept.write_text(json.dumps(_layout(specs, degree, folder, args, rows)))
+            if kept.exists():
+                measured[degree] = json.loads(kept.read_text())
+        if len(measured) < 2:
+            print(f"measured: TP {', '.join(map(str, measured))}")
+            return 0
         found = _search(folder, trace)
         targets = [_ask(folder, trace, measured, *limits) for limits in _limits(measured)]
     faster = max(measured, key=lambda degree: measured[degree]["median_tok_s"])
@@ -145,14 +156,14 @@ def _ask(folder: Path, trace: Path, measured: dict[int, Any], ttft_s: float, tpo
 
 
 def _layout(
-    specs: Sequence[Any], degree: int, folder: Path, budget: str, rows: Sequence[Row]
+    specs: Sequence[Any], degree: int, folder: Path, args: argparse.Namespace, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """Profile the servers of a layout, all at once, then load them through the proxy."""
     with vllm_servers(specs, real.MODELS, folder / f"logs-{degree}", deadline_s=240) as servers:
         profiles = [folder / f"tp{degree}-{index}.yaml" for index in range(len(servers))]
         sweeps = [
             subprocess.Popen(
-                [*HETLB, "profile", "--url", server.url, "--out", str(out), "--budget", budget,
+                [*HETLB, "profile", "--url", server.url, "--out", str(out), "--budget", args.budget,
                  "--tp", str(degree), "--system", "cpu"]
             )
             for server, out in zip(servers, profiles, strict=True)
@@ -163,7 +174,7 @@ def _layout(
         figures = []
         plan: list[PlannedRequest] = make_plan(rows, None, math.inf, random.Random(1))
         with _proxy(servers, folder / f"tp{degree}.yaml", folder) as url:
-            for number in range(ROUNDS):
+            for number in range(args.rounds):
                 result = asyncio.run(real.load(url, plan, f"layout {degree} round {number}"))
                 assert not result.errors, result.examples
                 figures.append(result.summary()["total_token_throughput"])

@@ -81,9 +81,10 @@ def command(name: str, port: int, engine: int, folder: Path) -> tuple[list[str],
     peer.install()
     if name.endswith("-router"):
         # bench/proxies turns retries off; here they are the point.
-        argv = [each for each in peer.command(port, free_port(), [engine]) if each != "--disable-retries"]
-        return [*argv, "--disable-circuit-breaker"], dict(peer.environment)
-    return peer.command(port, free_port(), [engine]), dict(peer.environment)
+        argv = peer.command(port, free_port(), [engine], folder)
+        kept = [each for each in argv if each != "--disable-retries"]
+        return [*kept, "--disable-circuit-breaker"], dict(peer.environment)
+    return peer.command(port, free_port(), [engine], folder), dict(peer.environment)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +94,7 @@ async def started(name: str, engine: FaultEngine, folder: Path) -> AsyncIterator
     argv, environment = command(name, port, engine.port, folder)
     with (folder / f"{name}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *argv, stdout=log, stderr=log, cwd=installed.RUN, env={**os.environ, **environment}
+            *argv, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment}
         )
         try:
             await _ready(name, process, port, folder)
@@ -272,7 +273,6 @@ def main() -> int:
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in PROXIES]:
         parser.error(f"--only: expected some of {', '.join(PROXIES)}, got {unknown[0]!r}")
-    installed.RUN.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         results, absent = asyncio.run(everything(names, Path(folder)))
     for name, reason in absent.items():

@@ -21,8 +21,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from document import about, save
 from peers import ROOT, peer
-from report import about, save
 from rig import DIRECT, Rig, cores, one_at_a_time
 from scenarios import paced, scenarios
 
@@ -50,7 +50,7 @@ def main() -> int:
             peer(name).install()
     except ValueError as error:
         parser.error(f"--proxies: {error}")
-    document: dict[str, Any] = {"about": about("limits.py", names), "runs": []}
+    document: dict[str, Any] = {"about": about("bench/proxies/limits.py", map(peer, names)), "runs": []}
     with Rig(args.instances, args.proxy_core, args.generator_core) as rig:
         for number in range(1 if args.name == "growth" else args.rounds):
             for name in (DIRECT, *names) if args.name in ("streams", "open", "bodies") else names:

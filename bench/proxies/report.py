@@ -6,20 +6,13 @@ figure that is missing has no run that counts: `void` says that there were runs 
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from peers import ROOT, peer
+from document import number_text, replace_sections, table
+from peers import ROOT
 from scenarios import COALESCED_EVENTS, STREAMS
 
 from hetlb.plots import COLOURS, new_figure, save_figure, tidy
@@ -175,12 +168,12 @@ def _sections(figures: Figures) -> list[str]:
         return [[name, *cells(name)] for name in figures.proxies]
 
     def cost(name: str, scenario: str) -> str:
-        return _number(figures.median(lambda number: figures.cost_us(name, scenario, number)), 1)
+        return number_text(figures.median(lambda number: figures.cost_us(name, scenario, number)), 1)
 
     found = [
         "CPU per plain request and per event, us (median of the rounds, idle CPU taken off):",
         "",
-        _table(
+        table(
             ["", *costs, *chunks],
             rows(lambda name: [cost(name, scenario) for scenario in [*costs, *chunks]]),
         ),
@@ -190,10 +183,10 @@ def _sections(figures: Figures) -> list[str]:
         found += [
             "hetlb's CPU against the other's in the same round (median of the ratios; below 1 is cheaper):",
             "",
-            _table(
+            table(
                 ["against", *costs, *chunks],
                 (
-                    [other, *(_number(figures.ratio("hetlb", other, s), 2) for s in [*costs, *chunks])]
+                    [other, *(number_text(figures.ratio("hetlb", other, s), 2) for s in [*costs, *chunks])]
                     for other in figures.proxies
                     if other != "hetlb"
                 ),
@@ -204,7 +197,7 @@ def _sections(figures: Figures) -> list[str]:
         "Latency added to a plain request (ms, against the same load without a proxy), requests a second "
         "with 32 connections, CPU while idle, memory:",
         "",
-        _table(
+        table(
             [
                 "",
                 "lone p50",
@@ -218,12 +211,12 @@ def _sections(figures: Figures) -> list[str]:
             ],
             rows(
                 lambda name: [
-                    *(_number(figures.added_ms(name, "plain@1", q), 3) for q in ("p50", "p99")),
-                    *(_number(figures.added_ms(name, "half", q), 3) for q in ("p50", "p99")),
-                    _number(figures.rate(name), 0),
+                    *(number_text(figures.added_ms(name, "plain@1", q), 3) for q in ("p50", "p99")),
+                    *(number_text(figures.added_ms(name, "half", q), 3) for q in ("p50", "p99")),
+                    number_text(figures.rate(name), 0),
                     _percent(figures.median(lambda n: _idle_share(figures, name, n))),
-                    _number(_scaled(figures.of(name, "plain@1", "idle_rss"), 1 << 20), 1),
-                    _number(figures.stream_kib(name), 1),
+                    number_text(_scaled(figures.of(name, "plain@1", "idle_rss"), 1 << 20), 1),
+                    number_text(figures.stream_kib(name), 1),
                 ]
             ),
         ),
@@ -231,7 +224,7 @@ def _sections(figures: Figures) -> list[str]:
         "What clients saw: answers checked (status, every event, order, finish, `[DONE]`, framing), wrong "
         "ones, separate reads per event against no proxy, growth of the median gap between reads:",
         "",
-        _table(
+        table(
             [
                 "",
                 "answers",
@@ -244,10 +237,10 @@ def _sections(figures: Figures) -> list[str]:
             rows(
                 lambda name: [
                     *map(str, figures.answers(name)),
-                    _number(figures.reads_share(name, "paced5@32"), 2),
-                    _number(figures.reads_share(name, "paced20@512"), 2),
-                    _number(figures.added_ms(name, "paced5@32", "p50", "gap_ms"), 3),
-                    _number(figures.added_ms(name, "paced20@32", "p50", "gap_ms"), 3),
+                    number_text(figures.reads_share(name, "paced5@32"), 2),
+                    number_text(figures.reads_share(name, "paced20@512"), 2),
+                    number_text(figures.added_ms(name, "paced5@32", "p50", "gap_ms"), 3),
+                    number_text(figures.added_ms(name, "paced20@32", "p50", "gap_ms"), 3),
                 ]
             ),
         ),
@@ -266,7 +259,7 @@ def verdicts(document: dict[str, Any]) -> str:
     lines = [
         [
             f"CPU per {what} at most {most} x {other}",
-            *(f"{_number(each.ratio('hetlb', other, scenario), 2)} x" for each in figures.values()),
+            *(f"{number_text(each.ratio('hetlb', other, scenario), 2)} x" for each in figures.values()),
         ]
         for other, most in ASKED.items()
         for scenario, what in (("plain@32", "plain request"), ("paced5@32", "5 ms-paced chunk"))
@@ -274,25 +267,25 @@ def verdicts(document: dict[str, Any]) -> str:
     lines.append(
         [
             "lone request, at most 0.25 ms added at p50",
-            *(f"{_number(each.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms" for each in figures.values()),
+            *(f"{number_text(each.added_ms('hetlb', 'plain@1', 'p50'), 3)} ms" for each in figures.values()),
         ]
     )
     lines.append(
         [
             "separate reads, at least 0.8 x without a proxy",
-            *(f"{_number(each.reads_share('hetlb', 'paced5@32'), 2)} x" for each in figures.values()),
+            *(f"{number_text(each.reads_share('hetlb', 'paced5@32'), 2)} x" for each in figures.values()),
         ]
     )
     lines.append(
         [
             "median gap at 32 streams, at most 1 ms more",
             *(
-                f"{_number(each.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms"
+                f"{number_text(each.added_ms('hetlb', 'paced5@32', 'p50', 'gap_ms'), 3)} ms"
                 for each in figures.values()
             ),
         ]
     )
-    return _table(["asked", *(f"{count} instances" for count in figures)], lines) + "\n"
+    return table(["asked", *(f"{count} instances" for count in figures)], lines) + "\n"
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -301,7 +294,7 @@ def summary(document: dict[str, Any]) -> str:
     first = next(iter(figures.values()))
 
     def each_of(figure: Callable[[Figures], float | None], digits: int) -> str:
-        return " / ".join(_number(figure(found), digits) for found in figures.values())
+        return " / ".join(number_text(figure(found), digits) for found in figures.values())
 
     def cost(name: str, scenario: str) -> str:
         return each_of(lambda f: f.median(partial(f.cost_us, name, scenario)), 1)
@@ -313,8 +306,8 @@ def summary(document: dict[str, Any]) -> str:
             each_of(lambda f, name=name: f.added_ms(name, "plain@1", "p50"), 3),  # type: ignore[misc]
             each_of(lambda f, name=name: f.rate(name), 0),  # type: ignore[misc]
             _percent(first.median(partial(_idle_share, first, name))),
-            _number(_scaled(first.of(name, "plain@1", "idle_rss"), 1 << 20), 0),
-            _number(first.stream_kib(name), 1),
+            number_text(_scaled(first.of(name, "plain@1", "idle_rss"), 1 << 20), 0),
+            number_text(first.stream_kib(name), 1),
         ]
         for name in first.proxies
     ]
@@ -326,7 +319,7 @@ def summary(document: dict[str, Any]) -> str:
     answers, wrong = (sum(column) for column in zip(*checked, strict=True))
     void = sum(len(found.voids()) for found in figures.values())
     return (
-        f"{_table(heads, rows)}\n\n"
+        f"{table(heads, rows)}\n\n"
         f"{answers:,} answers checked, {wrong} wrong; {void} pairs of proxy and scenario had void runs (the "
         "client was the busy one, or the proxy fell behind a paced stream), which count nowhere.\n"
     )
@@ -348,7 +341,7 @@ def draw(document: dict[str, Any]) -> None:
         shown = {name: value for name, value in values.items() if name != "litellm"}
         colours = [COLOURS[0] if name.startswith("hetlb") else COLOURS[-1] for name in shown]
         bars = axis.barh(list(shown), [value or 0.0 for value in shown.values()], color=colours)
-        axis.bar_label(bars, [_number(value, 1) for value in shown.values()], padding=3, fontsize=8)
+        axis.bar_label(bars, [number_text(value, 1) for value in shown.values()], padding=3, fontsize=8)
         axis.set_xlabel(label)
         axis.margins(x=0.12)
         tidy(axis)
@@ -360,65 +353,20 @@ def _by_instances(document: dict[str, Any]) -> dict[int, Figures]:
     return {count: Figures(run for run in document["runs"] if run["instances"] == count) for count in counts}
 
 
-def about(script: str, names: Sequence[str]) -> dict[str, Any]:
-    """What was run, where, with what."""
-    sha = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "hetlb"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "command": f"python bench/proxies/{script} " + shlex.join(sys.argv[1:]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": sha + (" with changes" if dirty else ""),
-        "machine": f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, "
-        f"Python {platform.python_version()}",
-        "load_average": os.getloadavg(),
-        "proxies": {name: {"version": peer(name).version(), "log": peer(name).log} for name in names},
-    }
-
-
 def setup(document: dict[str, Any]) -> str:
-    """The command, the machine, the versions."""
+    """The command, the machine, the versions; the record also holds how each proxy logs and chooses."""
     told = document["about"]
-    rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
-    return (
-        f"```\n{told['command']}\n```\n\n{told['date']}, {told['machine']}; hetlb at {told['commit']}.\n\n"
-        + _table(["proxy", "version", "log and policy"], rows)
-        + "\n"
-    )
-
-
-def save(document: dict[str, Any], path: Path) -> None:
-    """One run a line, numbers with what precision they have."""
-    lines = ",\n".join(json.dumps(_rounded(run)) for run in document["runs"])
-    path.write_text(f'{{"about": {json.dumps(document["about"], indent=1)},\n"runs": [\n{lines}\n]}}\n')
+    versions = ", ".join(f"{name} {facts['version']}" for name, facts in told["proxies"].items())
+    when = f"{told['date']}, {told['machine']}; hetlb at {told['commit']}."
+    return f"```\n{told['command']}\n```\n\n{when}\n{versions}.\n"
 
 
 def write_page(document: dict[str, Any]) -> None:
     """Renew the tables of docs/proxies.md and its picture."""
-    text = PAGE.read_text()
-    for name, new in (
-        ("setup", setup(document)),
-        ("verdicts", verdicts(document)),
-        ("tables", summary(document)),
-    ):
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- end {name} -->")
-        if not (begin and end):
-            raise RuntimeError(f"{PAGE}: expected <!-- {name} --> ... <!-- end {name} -->")
-        text = before + begin + new + end + after
     draw(document)
-    PAGE.write_text(text)
+    replace_sections(
+        PAGE, {"setup": setup(document), "verdicts": verdicts(document), "tables": summary(document)}
+    )
 
 
 def _idle_share(figures: Figures, name: str, number: Turn) -> float | None:
@@ -430,22 +378,5 @@ def _scaled(value: float | None, by: float) -> float | None:
     return None if value is None else value / by
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return value
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

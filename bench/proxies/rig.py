@@ -52,7 +52,7 @@ class Rig:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         RUN.mkdir(parents=True, exist_ok=True)
-        self.engines = _free_ports(instances)
+        self.engines = free_ports(instances)
         self._proxy_cores, self._generator_cores = proxy_cores, generator_cores
         self._placed: dict[str, _Placed] = {}
         ports = ",".join(map(str, self.engines))
@@ -76,7 +76,7 @@ class Rig:
         self.remove()
         failed: dict[str, str] = {}
         for name in names:
-            port, admin_port = _free_ports(2)
+            port, admin_port = free_ports(2)
             running = Running(peer(name), port, admin_port, self.engines, self._proxy_cores)
             try:
                 running.wait_ready()
@@ -164,7 +164,7 @@ class Rig:
         self.close()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, below those that the kernel gives to connections by itself."""
     found: list[int] = []
     for port in random.sample(range(12000, 30000), 1000):

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from document import about, save
 from peers import PEERS, ROOT, peer
-from report import about, save, tables, write_page
+from report import tables, write_page
 from rig import DIRECT, Rig, cores, one_at_a_time
 from scenarios import HEADLINES, half_load, scenarios
 
@@ -33,7 +34,7 @@ def main() -> int:
     names = args.proxies.split(",")
     for name in names:
         peer(name).install()
-    document: dict[str, Any] = {"about": about("run.py", names), "runs": []}
+    document: dict[str, Any] = {"about": about("bench/proxies/run.py", map(peer, names)), "runs": []}
     for instances in map(int, args.instances.split(",")):
         with Rig(instances, args.proxy_core, args.generator_core) as rig:
             for number in range(args.rounds):

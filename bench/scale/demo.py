@@ -25,6 +25,9 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proxies"))
+from pick_envoy import envoy_config
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "hetlb" / "demo"
 HETLB = [sys.executable, "-m", "hetlb"]
@@ -74,23 +77,9 @@ def envoy(
     processes: Processes, folder: Path, pickers: list[int] | None, engines: list[int], shape: str = "static"
 ) -> tuple[Any, str]:
     """An Envoy with the shipped configuration (`pickers` None: without one) and its address, once ready."""
-    document = yaml.safe_load((ROOT / "configs" / "envoy" / f"{shape}.yaml").read_text())
     port, admin = free_port(), free_port()
-    document["admin"]["address"]["socket_address"]["port_value"] = admin
-    resources = document["static_resources"]
-    resources["listeners"][0]["address"]["socket_address"]["port_value"] = port
-    if pickers is None:
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-        del manager["http_filters"][0]
-        resources["clusters"] = [each for each in resources["clusters"] if each["name"] != "picker"]
-    for cluster in resources["clusters"]:
-        ports = (pickers or []) if cluster["name"] == "picker" else engines
-        cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
-            {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": each}}}}
-            for each in ports
-        ]
     path = folder / f"envoy-{port}.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(envoy_config(port, admin, pickers, engines, shape)))
     process, _ = processes.start(
         envoy_binary(), "-c", str(path), "--concurrency", "1", "--disable-hot-restart", "-l", "error"
     )

@@ -18,7 +18,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch
 from hetlb.core.types import Request
 
-#: What one prompt token weighs against one output token.
+#: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals are watched over so many spans, the first so many seconds long, each of the next so many times as
 #: long as the one before; each is cut into `SLOTS` slots.
@@ -53,7 +53,7 @@ class _Slots:
         self._slot = 0
         self._sums = [0.0] * SLOTS
         self._rate: float | None = 0.0  # None when it must be computed again
-        #: How many of the arrivals that `Demand` keeps are counted here.
+        #: Number of the arrivals kept by `Demand` that are counted here.
         self.taken = 0
         #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
         self.nothing_in = -1
@@ -134,10 +134,14 @@ class Costs:
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
-    step more, while it is idle. All in seconds.
+    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed. All in
+    seconds.
     """
 
-    __slots__ = ("batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "speed")
+    __slots__ = (
+        "batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "read_s", "speed",
+        "token_read_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -147,8 +151,12 @@ class Costs:
         output_s: float,
         batch_s: float,
         first_token_s: float,
+        read_s: float,
+        token_read_s: float,
     ) -> None:
         self.first_token_s = first_token_s
+        self.read_s = read_s
+        self.token_read_s = token_read_s
         self.parameters_version = parameters_version
         self.speed = speed
         self.prompt_s = prompt_s
@@ -160,11 +168,15 @@ class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
-    `first_token_s`: of the mean prompt on the fastest one while it is idle. `groups`: for each the number of
-    its group of instances with equal parameters, -1 for one without an equal; there are `group_count`.
+    `first_token_s`: of the mean prompt on the fastest one while it is idle; `token_read_s`: of a prompt token
+    there, `reads_alike` if on all. `groups`: for each the number of its group of instances with equal
+    parameters, -1 for one without an equal; there are `group_count`.
     """
 
-    __slots__ = ("changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "speed")
+    __slots__ = (
+        "changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "reads_alike",
+        "speed", "token_read_s",
+    )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -173,6 +185,9 @@ class Fleet:
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.first_token_s = min([cost.first_token_s for cost in costs])
+        reading = [cost.token_read_s for cost in costs]
+        self.token_read_s = min(reading)
+        self.reads_alike = self.token_read_s == max(reading)
         members: list[list[int]] = []
         for i, instance in enumerate(instances):
             for equals in members:
@@ -200,7 +215,7 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_count", "_fleets", "_measured", "_residual_weight", "booked", "long",
+        "_bookings", "_costs", "_fleets", "_measured", "_residual_weight", "booked", "count", "long",
         "output", "prompt", "read", "residual",
     )  # fmt: skip
 
@@ -208,21 +223,17 @@ class Mix:
         self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
-        self._count = 0
+        #: Requests so far.
+        self.count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[str, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, Fleet] = {}
 
-    @property
-    def empty(self) -> bool:
-        """True if no request has come yet."""
-        return self._count == 0
-
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
-        self._count = count = self._count + 1
+        self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
         self.output = mean_output = self.output + gain * (output - self.output)
@@ -299,14 +310,17 @@ class Mix:
         of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         latency = instance.latency
+        computed = max(1.0, min(read, prompt))
+        read_s = latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - computed))
         return Costs(
             instance.parameters_version,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),
             batch_s=share_s * batch,
-            first_token_s=latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - max(1.0, read)))
-            + latency.step_s(1.0, prompt),
+            first_token_s=read_s + latency.step_s(1.0, prompt),
+            read_s=read_s,
+            token_read_s=read_s / computed,
         )
 
 
@@ -333,7 +347,7 @@ class Demand:
         self._times: list[float] = []
         self._sizes: list[float] = []
         self.mix = Mix()
-        #: When the newest request came.
+        #: Time of the newest request.
         self.newest_s = 0.0
 
     def arrived(self, size: float, now: float) -> None:

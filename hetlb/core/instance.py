@@ -27,7 +27,7 @@ from hetlb.core.types import (
     Request,
 )
 
-#: What an engine that has not told its KV capacity is taken to hold, in tokens.
+#: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS: Final = 256
@@ -99,6 +99,10 @@ class ChangeCounter:
 
 #: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines.
 Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
+
+
+#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
+JOINING_STEPS: Final = 1.5
 
 
 class EngineLoad:
@@ -208,7 +212,7 @@ class Instance:
         self.changes = changes or ChangeCounter()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
-        #: What its cache holds by its own KV events, None where it publishes none.
+        #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
         #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
@@ -227,12 +231,12 @@ class Instance:
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
-        #: What derived figures rest on: instances with equal ones are of one kind.
+        #: Parameters that derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
         #: By the number of sequences, at the parameters of now.
         self._loads: dict[int, EngineLoad] = {}
-        #: How often they have changed: what is derived from them goes by it.
+        #: Number of their changes: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
@@ -240,7 +244,7 @@ class Instance:
         self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: How many sequences all its engines run at once: as stated, or as was seen, or vLLM's default.
+        #: Sequences that all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
@@ -303,6 +307,22 @@ class Instance:
     def caches_prefixes(self) -> bool:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
+
+    def join_s(self, prompt_tokens: float) -> float:
+        """Seconds until the first token of a sequence whose prompt was read elsewhere and has come.
+
+        It waits for the running iteration, and for the prompts that are read here before it.
+        """
+        load = self.load
+        context = self.prompt_tokens * load.context_share
+        # Decode legs whose first token is to come count one token each: no prompts.
+        if self.pending_prompt_tokens <= self.sequences:
+            return JOINING_STEPS * (load.next_step_s + load.next_token_s * (context + prompt_tokens))
+        pending = self.pending_prompt_tokens / self.engines
+        running_s = 0.5 * (load.step_s + load.token_s * context)
+        return running_s + load.latency.first_token_s(
+            prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
+        )
 
     def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.

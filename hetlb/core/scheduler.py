@@ -109,7 +109,7 @@ class _Decision:
         pair: SplitChoice | None = None,
         target: Instance | None = None,
     ) -> None:
-        #: Where the answer is decoded, if elsewhere than on `instance`, and what that books.
+        #: Instance that decodes the answer, if that is not `instance`, and what that books.
         self.pair = pair
         self.target = target
         self.ctx = ctx
@@ -157,7 +157,7 @@ class _Ready:
             self.able = [each for each in routable if each.name not in self.roles]
         #: True if an instance is throttled: then every request is looked at by itself.
         self.throttled = any(instance.throttled(now) for instance in self.able)
-        #: Whose prompt and output stay within this fits everywhere.
+        #: A request whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
             -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
         )
@@ -180,6 +180,11 @@ def _needs(request: Request) -> int:
     """Tokens of its longest sequence, with the output that the client may ask for."""
     output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
     return (request.longest_prompt_tokens or request.prompt_tokens) + output
+
+
+def _tokens(request: Request) -> int:
+    """Tokens of its longest sequence, one of output where the client does not bound it."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
 
 
 def _longest(instance: Instance) -> float:
@@ -265,7 +270,7 @@ class Scheduler:
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
         self._demands: dict[str, Demand] = {}
-        #: What capacity is measured by before the first request.
+        #: Mean request by which capacity is measured before the first one.
         self._usual = Mix()
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
@@ -330,7 +335,7 @@ class Scheduler:
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
         """Weighted tokens per second of each instance at the mean request of a model; for people."""
         demand = self._demands.get(model)
-        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        mix = self._usual if demand is None or not demand.mix.count else demand.mix
         return {instance.name: mix.speed(instance) for instance in instances}
 
     @property
@@ -429,7 +434,7 @@ class Scheduler:
             planned.instance,
             tokens,
             tokens - held,
-            planned.expected_first_s,
+            0.0 if decode is None else self._leased[decode.id].join_s(tokens),
             now + link.lease_s,
         )
         source.hold(hold)
@@ -897,7 +902,7 @@ class Scheduler:
     def _capacity(self, instance: Instance, pool: Sequence[Instance]) -> float:
         """Sizes per second that an instance does of what is asked for."""
         demand = self._demands.get(instance.spec.model)
-        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        mix = self._usual if demand is None or not demand.mix.count else demand.mix
         return mix.speed(instance)
 
     def _able(
@@ -905,8 +910,15 @@ class Scheduler:
     ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
         """Filter: the instances that may be chosen now, why each other one may not, how they stand.
 
-        None: like any other.
+        None: like any other. Most requests may go to all that are ready: nothing is looked at for them.
         """
+        if (
+            _tokens(request) <= ready.longest_tokens
+            and request.pinned is None
+            and request.subset is None
+            and (not self._attempts or request.id not in self._attempts)
+        ):
+            return ready.able, ready.excluded, None
         if ready.throttled and not any(instance.throttled(now) for instance in ready.able):
             ready = self._ready[request.model] = _Ready(ready.instances, now)
         chosen, excluded = self._fitting(request, ready)
@@ -929,8 +941,8 @@ class Scheduler:
         """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
-        if attempts is None and request.restriction is None:
-            tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+        if attempts is None and request.pinned is None and request.subset is None:
+            tokens = _tokens(request)
             if all(tokens <= _longest(instance) for instance in ready.able):
                 return ready.able, ready.excluded
         tried: Sequence[str] = attempts.tried if attempts is not None else ()
@@ -981,7 +993,7 @@ class Scheduler:
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if demand.mix.empty and self._policy.reads_demand:  # to explain one request: it is the mean one
+        if not demand.mix.count and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
         held = (
@@ -1037,7 +1049,7 @@ class Scheduler:
         long: float | None = None,
         ceiling: int | None = None,
     ) -> _Decision | None:
-        """Choose the instance that would get a request now, None if none would. Books nothing.
+        """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
         `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
         instances of class `ceiling` and above are kept for another.
@@ -1052,17 +1064,7 @@ class Scheduler:
                 source, target = parts[choice.prefill], parts[choice.decode]
                 pair = None if source is target else choice
                 return _Decision(ctx, choice.work_s, choice.candidates, parts, {}, source, pair, target)
-        availabilities: list[tuple[int, str]] | None = None
-        tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
-        if (
-            tokens <= ready.longest_tokens
-            and request.restriction is None
-            and (not self._attempts or request.id not in self._attempts)
-        ):
-            able: Sequence[Instance] = ready.able
-            excluded = ready.excluded
-        else:
-            able, excluded, availabilities = self._able(request, ready, now)
+        able, excluded, availabilities = self._able(request, ready, now)
         if ceiling is not None:
             below = [ready.class_of(instance) < ceiling for instance in able]
             able = [instance for instance, keep in zip(able, below, strict=True) if keep]
@@ -1143,7 +1145,8 @@ class Scheduler:
             ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
         self._leased[lease.id] = instance
         policy = self._policy
-        policy.committed(ctx, instance, found.able)
+        if policy.remembers:
+            policy.committed(ctx, instance, found.able)
         considered: Callable[[], Sequence[Candidate]] = found.candidates
         excluded = found.excluded
         if excluded:

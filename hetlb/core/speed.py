@@ -62,6 +62,9 @@ class SpeedTracker:
         "_profiled",
         "_prompt_tokens",
         "_prompts",
+        "_read_at",
+        "_read_per_s",
+        "_read_seen",
         "_sequence_s",
         "_token_s",
         "engines",
@@ -79,11 +82,12 @@ class SpeedTracker:
         self._at = now
         self._sequence_s = self._token_s = 0.0
         self._prompt_tokens = self._prompts = 0
+        self._read_per_s, self._read_seen, self._read_at = 0.0, 0, now
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
-        #: What the model's durations are to be multiplied with.
+        #: Factor for the model's durations.
         self.factor = 1.0
-        #: What the model says of the last answer's steps, and whether prompts were read beside much of them.
+        #: The model's seconds of the last answer's steps, and whether prompts were read beside much of them.
         self.last_expected_s = 0.0
         self.last_mixed = False
         #: Engines that share what runs: the model is of one of them.
@@ -106,6 +110,16 @@ class SpeedTracker:
         """Prompts of so many tokens together have been read."""
         self._prompts += prompts
         self._prompt_tokens += tokens
+
+    def read_per_s(self, now: float) -> float:
+        """Prompt tokens that were read per second over about the last `MEMORY_S` seconds."""
+        since = now - self._read_at
+        if since > 0.0:
+            keep = math.exp(-since / MEMORY_S)
+            newest = (self._prompt_tokens - self._read_seen) / since
+            self._read_per_s = self._read_per_s * keep + newest * (1.0 - keep)
+            self._read_at, self._read_seen = now, self._prompt_tokens
+        return self._read_per_s
 
     def mark(self) -> Mark:
         """The work so far, `elapsed` up to now."""

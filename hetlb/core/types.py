@@ -343,7 +343,7 @@ class Lease:
         self.dispatched_at = dispatched_at
         self.shared = shared
         self.first_token_at: float | None = None
-        #: What the instance had done when the lease began and when its first token came (see `core.speed`).
+        #: Work of the instance when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
@@ -352,7 +352,7 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
-        #: How and when it ended, None before.
+        #: Outcome and time of its end, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the

@@ -22,6 +22,7 @@ from hetlb.emulator.fields import ApiError, bad_type, chat_text, read_object, to
 from hetlb.emulator.http import Connection, Message
 from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.messages import MessagesReply
+from hetlb.emulator.realtime import RealtimeSession
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -68,6 +69,7 @@ class Api:
             "/v1/embeddings": {"POST": self._embeddings},
             "/v1/audio/transcriptions": {"POST": self._audio("transcription")},
             "/v1/audio/translations": {"POST": self._audio("translation")},
+            "/v1/realtime": {"GET": self._realtime},
         }
         if kv is not None:
             self._routes["/kv_transfer/pull"] = {"POST": self._pull}
@@ -124,6 +126,12 @@ class Api:
             self._run(connection, [reply])
 
         return handle
+
+    def _realtime(self, connection: Connection, message: Message) -> None:
+        if message.websocket_key:
+            RealtimeSession(connection, self._engines, self._reader, message.websocket_key)
+        else:
+            connection.respond(404, b'{"detail":"Not Found"}')
 
     def _count_tokens(self, connection: Connection, message: Message) -> None:
         tokens = self._reader.message_tokens(read_object(message.body, message.content_type))

@@ -6,11 +6,8 @@ fails, Envoy's retries go down the list that it got, and the lease follows.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
 from typing import Final
 
-from hetlb.config.fleet import ProxyTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     EngineSample,
@@ -26,10 +23,9 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.shared_driver import SharedDriver
-from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
 
 _REASONS: Final = {
@@ -41,16 +37,8 @@ _REASONS: Final = {
 class PickDriver(SharedDriver):
     """The scheduler's driver over streams of Envoy."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(scheduler, setup)
         #: Streams of the requests that are open, by request.
         self.streams: dict[RequestId, Upstream] = {}
         #: Requests at the engines that are not ours.

@@ -380,6 +380,14 @@ class HttpStream(Upstream):
             data = data.partition(b"\r\n\r\n")[2]
         self._out += data
 
+    def upgraded(self, take: Callable[[bytes], None]) -> None:
+        """Never called: a gateway's request is no handshake."""
+        raise AssertionError("expected no WebSocket")
+
+    def hold(self, held: bool) -> None:
+        """Never called: a gateway's request is no handshake."""
+        raise AssertionError("expected no WebSocket")
+
     def end(self, *, keep: bool) -> None:
         """The exchange is done."""
 

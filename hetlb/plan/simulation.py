@@ -1,7 +1,8 @@
 """A rented fleet under the production scheduler, in virtual time: what a plan really serves.
 
-All requests wait at the start, types mixed in the plan's proportions. The rate is that of completions while
-the fleet is neither filling nor emptying. Models share nothing but the bill: each is simulated by itself,
+All requests wait at the start, types mixed in the plan's proportions. The rate is that of tokens while the
+fleet is neither filling nor emptying, in requests: batches of alike answers that began together end together,
+so that completions come in waves. Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
 """
 
@@ -24,6 +25,7 @@ from hetlb.plan.workloads import RequestType
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.records import tokens_within
 
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
 #: slowly; its requests, within these bounds.
@@ -145,9 +147,13 @@ def _simulate_model(
     planned = [PlannedRequest(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(rows)]
     result = FleetSimulation(setup, engines, planned, model=model).run()
     ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
-    first, last = int(_FROM * len(ended)), int(_TO * len(ended))
-    seconds = ended[last] - ended[first]
-    return (last - first) / seconds if seconds > 0 else 0.0, ended[-1], count
+    from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+    served = math.fsum(
+        tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
+        for record in result.records
+        if record.ok
+    )
+    return served / (to_s - from_s) if to_s > from_s else 0.0, ended[-1], count
 
 
 def capacity(limits: EngineLimits) -> Capacity:

@@ -350,30 +350,15 @@ def fit_linear(
     # Every pass pays for its longest piece of a prompt and for itself.
     longest = np.minimum(length, batch * length / passes)
     terms = np.stack([batch * length, batch, longest * passes, passes])
-    # Every term is scaled to the size of the answer: curve_fit's steps are then alike in all of them.
+    # Every term is scaled to the size of the answer: the system is well conditioned then.
     scale = np.median(seconds) / terms.max(axis=1)
-
-    def model(_: _Array, *shares: float) -> _Array:
-        total: _Array = (np.asarray(shares) * scale) @ terms
-        return total
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OptimizeWarning)  # a covariance that is not used
-        shares, _ = curve_fit(
-            model,
-            batch,
-            seconds,
-            p0=[0.5, 0.1, 0.1, 0.5],
-            sigma=seconds if relative else None,
-            bounds=(0.0, np.inf) if bounded else (-np.inf, np.inf),
-            method="trf",
-            ftol=1e-12,
-            xtol=1e-12,
-            gtol=1e-12,
-            max_nfev=2000,
-        )
+    weights = 1.0 / seconds if relative else np.ones_like(seconds)
+    system = (terms.T * scale) * weights[:, None]
     if bounded:
-        shares = np.where(shares < 1e-9, 0.0, shares)  # the solver stops just inside its bounds
+        shares, _ = nnls(system, seconds * weights)
+        shares = np.where(shares < 1e-9, 0.0, shares)  # rounding, not work
+    else:
+        shares, *_ = np.linalg.lstsq(system, seconds * weights, rcond=None)
     k1, k2, k3, k4 = (float(value) for value in shares * scale)
     return k1, k2, k3, k4
 
@@ -543,7 +528,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 #: With fewer mixed points none are fitted.
 LEAST_MIXED = 4
-#: How much a constant weighs against the points: an error of this share for each e-fold off the assumed one.
+#: Weight of a constant against the points: an error of this share for each e-fold off the assumed one.
 _PRIOR = 0.01
 
 
@@ -561,7 +546,7 @@ class ModelShape:
 _SEQUENCE_S, _PAIR_S, _CONTEXT_S = 3.3e-8, 5e-11, 2.9e-8
 #: The same as multiples of `token_s` of a decode step where the shape is not known.
 _SEQUENCE_TOKENS, _PAIR_TOKENS, _CONTEXT_TOKENS = 240.0, 0.36, 6.7
-#: How many times as long the attention of decodes takes beside a prompt: 1.3 to 3.4 were measured.
+#: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
 _SHARED_READS = 2.0
 
 

@@ -86,6 +86,9 @@ HELD_UP: Final = End(
     Outcome.BROKEN_STREAM,
     Outcome.CLIENT_GONE,
 )
+IDLE: Final = End(
+    "idle", "neither side of a session said anything for `proxy.idle_timeout_s`", Outcome.CLIENT_GONE
+)
 LEFT: Final = End("left", "the client left, in any phase", Outcome.CLIENT_GONE)
 LOCAL: Final = End("local", "this machine has no descriptors, ports or memory", Outcome.LOCAL_FAULT)
 STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
@@ -93,8 +96,8 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
     ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
-    NOT_HANDED_OVER, JUNK, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, LEFT, LOCAL,
-    STOPPED,
+    NOT_HANDED_OVER, JUNK, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, IDLE, LEFT,
+    LOCAL, STOPPED,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from hetlb.config.api_keys import LimitsTable
 from hetlb.proxy.http.error_responses import RATE_LIMITED, Refusal
 
 WINDOW_S: Final = 60.0
-#: What comes within so long counts as one: a window holds at most 600 of them.
+#: Seconds within which requests count as one entry: a window holds at most 600 of them.
 _SLOT_S: Final = 0.1
 #: Times are rounded: a client that comes again this much later does come after the window.
 _CLOCK_S: Final = 0.001
@@ -141,6 +141,11 @@ class Limiter:
         if output_tokens:
             self._answer += _WEIGHT * (output_tokens - self._answer)
 
+    def used(self, tokens: int, now: float) -> None:
+        """Count tokens of a request that goes on."""
+        self._tokens.forget(now)
+        self._tokens.add(tokens, now)
+
     def headers(self, now: float) -> bytes:
         """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
         limits = self.limits
@@ -178,6 +183,11 @@ class Ticket:
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
         """The request has ended with so many tokens."""
         self.limiter.ended(self, prompt_tokens, output_tokens, now)
+
+    def used(self, tokens: int, now: float) -> None:
+        """So many tokens were used while it goes on: they count now, and not again at the end."""
+        self.limiter.used(tokens, now)
+        self.reserved += tokens
 
     def headers(self, now: float) -> bytes:
         """The header lines of its answer."""

@@ -24,13 +24,14 @@ from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import ClientSide, Exchange
 from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.endpoints import ENDPOINTS, Kind, kept_response
+from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
 from hetlb.proxy.limits import Limiter
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.proxy.realtime import Session, check_upgrade, model_asked_for
 from hetlb.proxy.telemetry.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
@@ -41,6 +42,7 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 _AUDIO: Final = Kind.AUDIO
 _PINNED: Final = Kind.PINNED
 _PLAIN: Final = Kind.PLAIN
+_REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
@@ -128,6 +130,8 @@ class Router:
         if kind is None and path in self._extra_paths:
             kind = _PLAIN
         if kind is None:
+            if path == REALTIME_PATH:
+                return self._session(client, head, pieces[0], tenant)
             kept = kept_response(path)
             if kept is None:
                 return self._own(head, tenant)
@@ -157,22 +161,41 @@ class Router:
                 pinned = None  # of another model: it is not there, and the engine says so
         return self._exchange(client, head, kind, call, pieces, pinned, tenant)
 
+    def _session(
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+    ) -> Exchange | bytes:
+        """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
+        if head.method != b"GET":
+            return _method_not_allowed(head, (b"GET",))
+        check_upgrade(head, body, open_to_all=self.tenants is None)
+        call = Call()
+        call.model = model_asked_for(head.query)
+        if self.names is not None and call.model is not None:
+            self._resolve(self.names, call, tenant)
+        return self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+
+    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> None:
+        """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
+        asked = call.asked = call.model or ""
+        model = names.served(asked, self._driver.available)
+        if model == asked:
+            return
+        # The right to an alias is one to what it stands for, and to what stands in for that.
+        if tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{asked}`.")
+        call.model = model
+        call.renamed = True
+
     def _rename(
         self, names: ModelNames, call: Call, pieces: list[bytes], is_form: bool, tenant: Tenant | None
     ) -> list[bytes]:
         """Have the request ask for the model that serves it. Raises `GateError` (403)."""
-        asked = call.model
-        assert asked is not None, "expected a request that names its model"
-        model = names.served(asked, self._driver.available)
-        if model == asked:
+        self._resolve(names, call, tenant)
+        model = call.model
+        if not call.renamed or model is None:
             return pieces
-        # The right to an alias is one to what it stands for, and to what stands in for that.
-        if tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
-            raise GateError(403, f"This API key is not for the model `{asked}`.")
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        call.model = model
-        call.renamed = True
-        return [rename_in_form(body, asked, model) if is_form else rename_in_json(body, model)]
+        return [rename_in_form(body, call.asked, model) if is_form else rename_in_json(body, model)]
 
     def _exchange(
         self,
@@ -249,9 +272,15 @@ class Router:
             splittable=splittable,
             streamed=call.stream,
         )
-        exchange = Exchange(
-            driver, client, head, kind, call, request, pieces, text, driver.now(), owner, engine_text
-        )
+        now = driver.now()
+        if kind is _REALTIME:
+            exchange: Exchange = Session(
+                driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
+            )
+        else:
+            exchange = Exchange(
+                driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
+            )
         if tenant is not None and tenant.limits is not None:
             exchange.ticket = self._limiter(tenant).admit(
                 call.prompt_tokens_total, (call.max_tokens or 0) * request.sequences, exchange.arrived_at

@@ -15,6 +15,8 @@ from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.router import FleetView, Router
 
 _SWEEP_S = 0.5
+#: Seconds in which clients of WebSocket sessions close their side when the process ends.
+_PART_S = 1.0
 
 
 class ProxyServer:
@@ -93,7 +95,10 @@ class ProxyServer:
         self.clients.stop()
 
     async def close(self) -> None:
-        """Drop whatever connection is left."""
+        """Drop whatever connection is left, once clients of sessions have seen why they ended."""
+        if self.clients.parting:
+            waiter = self.clients.all_parted = self._driver.loop.create_future()
+            await asyncio.wait([waiter], timeout=_PART_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         self.clients.abort()

@@ -13,7 +13,7 @@ from hetlb.proxy.exchange import Exchange
 class SharedDriver(Driver):
     """A driver with a view that is shared, once `share` was called."""
 
-    #: What peers have booked, None while this process is alone.
+    #: Bookings of peers, None while this process is alone.
     view: SharedView | None = None
     #: Called when there is something to tell them.
     on_change: Callable[[], None] | None = None
@@ -27,7 +27,7 @@ class SharedDriver(Driver):
         if self.on_change is not None:
             self.on_change()
 
-    def _arrived(self, request: Request, now: float) -> list[Command]:
+    def decide(self, request: Request, now: float) -> list[Command]:
         view = self.view
         return self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
 

@@ -35,7 +35,7 @@ _VERSION: Final = 1
 _CHANGES: Final = 0
 _STATE: Final = 1
 _ASK: Final = 2
-#: What waits to be published, at most; more is told as a whole later.
+#: Messages that wait to be published, at most; more is told as a whole later.
 _MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.

@@ -35,7 +35,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, KeysView
+from collections.abc import Hashable, Iterable, KeysView
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -131,6 +131,13 @@ class SequenceState(StrEnum):
     DECODE = "decode"
     FINISHED = "finished"
     ABORTED = "aborted"
+
+
+#: Members of an `Enum` are looked up by a function; these are read in every iteration.
+_WAITING = SequenceState.WAITING
+_PREFILL = SequenceState.PREFILL
+_DECODE = SequenceState.DECODE
+_FINISHED = SequenceState.FINISHED
 
 
 class Sequence:
@@ -453,7 +460,7 @@ class EngineModel:
 
     def generated(self, sequence: Sequence) -> int:
         """Output tokens that `sequence` has got from iterations that ended."""
-        if sequence.state is SequenceState.DECODE:
+        if sequence.state is _DECODE:
             cached = self._step - sequence._offset
             return cached - sequence.prompt_tokens + (self._stretch is None)
         return sequence._generated
@@ -473,7 +480,7 @@ class EngineModel:
         assert self.fits(sequence.prompt_tokens, sequence.output_tokens), (
             f"expected at most {self.limits.max_sequence_tokens} tokens, got {sequence!r}"
         )
-        sequence.state = SequenceState.WAITING
+        sequence.state = _WAITING
         if self._prefixes is not None:
             sequence._content = PrefixContent(sequence.prompt_tokens, sequence.pieces, sequence.answer)
         if self.limits.async_scheduling and self._busy:
@@ -532,7 +539,7 @@ class EngineModel:
         A longer stretch in flight must be `cut` for it to be seen, as for an arrival.
         """
         del self._fetching[sequence]
-        sequence.state = SequenceState.WAITING
+        sequence.state = _WAITING
         if loaded:
             self._ready[sequence] = None
             return
@@ -620,16 +627,11 @@ class EngineModel:
         if self._arriving:
             self._see_arrivals(stretch.steps)
         self.generated_tokens += stretch.steps * decodes
-        step = self._step
         finished: list[Sequence] = []
-        leaving = self._finish.pop(step, None)
+        leaving = self._finish.pop(self._step, None)
         if leaving is not None:
-            for sequence in leaving:
-                del decoding[sequence]
-                self._leave(sequence, self._forget_decode(sequence))
-                sequence._generated = sequence.output_tokens
-                sequence.state = SequenceState.FINISHED
-                finished.append(sequence)
+            self._finish_decodes(leaving)
+            finished += leaving
         first: tuple[Sequence, ...] = ()
         resumed: tuple[Sequence, ...] = ()
         if self._completing:
@@ -638,6 +640,32 @@ class EngineModel:
             self._settle()
         preempted, self._preempted = self._preempted, ()
         return Ended(stretch, first, resumed, tuple(finished), preempted)
+
+    def _finish_decodes(self, leaving: Iterable[Sequence]) -> None:
+        """Take decoding sequences that have all their tokens out of the books."""
+        decoding, demand, step, size = self._decoding, self._demand, self._step, self.limits.block_size
+        prefixes, delayed = self._prefixes, self.limits.async_scheduling
+        cached = blocks = whole = 0
+        for sequence in leaving:
+            del decoding[sequence]
+            offset = sequence._offset
+            tokens = step - offset
+            cached += tokens
+            demand[offset % size] -= 1
+            if sequence.held:
+                self._held[sequence], tokens = tokens, 0
+            if delayed:
+                self._leaving.append((sequence, tokens))
+            elif prefixes is not None:
+                self._release(sequence, tokens)
+            else:
+                blocks += -(-tokens // size)
+                whole += tokens // size
+            sequence._generated = sequence.output_tokens
+            sequence.state = _FINISHED
+        self._decode_tokens -= cached
+        if blocks:
+            self._give_back(blocks, whole)
 
     def _see_arrivals(self, steps: int) -> None:
         """Queue what came before the last of so many steps began: it was seen when the next was fixed."""
@@ -650,25 +678,36 @@ class EngineModel:
 
     def _settle(self) -> None:
         """See what the delayed view of asynchronous scheduling has held back."""
-        for sequence, tokens in self._leaving:
-            self._release(sequence, tokens)
-        self._leaving.clear()
-        self._waiting.update(dict.fromkeys(self._arriving))
-        self._arriving.clear()
+        leaving = self._leaving
+        if leaving and self._prefixes is None:
+            size = self.limits.block_size
+            blocks = whole = 0
+            for _, tokens in leaving:
+                blocks += -(-tokens // size)
+                whole += tokens // size
+            self._give_back(blocks, whole)
+        else:
+            for sequence, tokens in leaving:
+                self._release(sequence, tokens)
+        leaving.clear()
+        if self._arriving:
+            self._waiting.update(dict.fromkeys(self._arriving))
+            self._arriving.clear()
 
     def _begin(self) -> IterationRun | None:
         assert self._stretch is None, "expected the iterations in flight to end first"
-        self._settled = not (self._leaving or self._arriving)
+        settled = self._settled = not (self._leaving or self._arriving)
         stretch = self._schedule()
-        if not self._settled:
+        if not settled:
             self._settle()
-            if self._empty:
+        if not (self._decoding or self._completing):
+            if not settled and self._empty:
                 self._settled = True  # nothing could be fixed in advance: vLLM schedules anew
                 stretch = self._schedule()
-        if self._ready and self._empty:
-            stretch = self._schedule()  # what its own prefix cache held whole needs no transfer
-        if self._empty:
-            return None  # transfers must end, or held blocks be released, before anything can run
+            if self._ready and self._empty:
+                stretch = self._schedule()  # what its own prefix cache held whole needs no transfer
+            if self._empty:
+                return None  # transfers must end, or held blocks be released, before anything can run
         self._stretch = stretch
         return stretch
 
@@ -685,7 +724,8 @@ class EngineModel:
         decodes = len(decoding)
         self._decode_tokens += decodes
         tokens = prompts = longest = attended = self._joining = self._joining_tokens = 0
-        if self._partial is not None or self._waiting or self._ready:
+        places = self.limits.max_num_seqs - decodes - len(self._leaving)
+        if self._partial is not None or ((self._waiting or self._ready) and places > 0):
             tokens, prompts, longest, attended = self._schedule_prefills(
                 self.limits.max_num_batched_tokens - decodes
             )
@@ -694,10 +734,12 @@ class EngineModel:
             self.kv_peak_blocks = self.pool.used_blocks
         latency = self.latency
         batch, cached = decodes + self._joining, self._decode_tokens + self._joining_tokens
-        if tokens:
-            first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
-        else:
+        if not tokens:
             first_s = latency.step_s(batch, cached)
+        elif self.rule is IterationRule.TOKEN:
+            first_s = latency.mixed_step_s(tokens, prompts, longest, batch, cached, attended)
+        else:
+            first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
         increment_s = latency.step_growth_s(decodes)
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
@@ -739,7 +781,7 @@ class EngineModel:
         """Take out of the queue what is left of a preempted sequence's blocks; returns their tokens."""
         size = self.limits.block_size
         # The end of a sequence is put into the queue before its beginning, and evicted before it.
-        self._head = max(self._head, self._queued - self.pool.free_blocks)
+        self._note_head()
         left = sequence._kept_at + sequence._kept - self._head
         found = min(left, sequence._kept, (need - 1) // size)
         sequence._kept = 0
@@ -756,7 +798,7 @@ class EngineModel:
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a running sequence, whose blocks are free already, to the front of the queue."""
-        victim.state = SequenceState.WAITING
+        victim.state = _WAITING
         victim.preemptions += 1
         victim._computed = 0
         self.preemptions += 1
@@ -769,7 +811,7 @@ class EngineModel:
         `attended` is as `LatencyModel.mixed_step_s` has it: a later part of a prompt attends to those before.
         """
         tokens = prompts = longest = attended = 0
-        pool, size = self.pool, self.limits.block_size
+        pool, size, prefixes = self.pool, self.limits.block_size, self._prefixes
         partial = self._partial
         if partial is not None:
             need = partial.prompt_tokens + partial._generated - partial._computed
@@ -802,7 +844,7 @@ class EngineModel:
             found = min(head._computed, whole - 1)
             part = min(whole - found, budget)
             if found + part < whole:  # from now on blocks are taken as they are needed
-                self._head = max(self._head, self._queued - pool.free_blocks)
+                self._note_head()
                 pool.release(whole)
                 pool.reserve(found + part)
             self._admit(head, found + part, last=found + part == whole)
@@ -823,38 +865,39 @@ class EngineModel:
                     break
                 continue
             need = head.prompt_tokens + head._generated
-            if self._prefixes is None:
-                if blocks_for(need, size) > pool.free_blocks:
+            if prefixes is None:
+                if -(-need // size) > pool.total_blocks - pool.used_blocks:
                     break
                 found = self._find_own(head, need) if head._kept and self.limits.enable_prefix_caching else 0
                 if found:
                     need -= found
                     pool.extend(0, found)
             else:
-                kept = self._use_prefix(self._prefixes, head, need)
+                kept = self._use_prefix(prefixes, head, need)
                 if kept is None:
                     break
                 found = kept
                 need -= found
-            part = min(need, budget)
+            part = need if need < budget else budget
             extended = pool.extend(found, found + part)
             assert extended, "expected blocks for a part of a prompt that fits as a whole"
-            self._evict()
+            if prefixes is not None:
+                prefixes.shrink()
             del waiting[head]
             self._admit(head, found + part, last=part == need)
             budget -= part
             places -= 1
             tokens += part
             prompts += 1
-            longest = max(longest, part)
+            if part > longest:
+                longest = part
             attended += part * (part + 2 * found)
         return tokens, prompts, longest, attended
 
     def _admit(self, sequence: Sequence, computed: int, *, last: bool) -> None:
         """Put a sequence into the batch; `last`: this part completes its prompt."""
-        sequence.state = SequenceState.PREFILL
-        self._admissions += 1
-        sequence._admission = self._admissions
+        sequence.state = _PREFILL
+        self._admissions = sequence._admission = self._admissions + 1
         sequence._computed = computed
         if last:
             self._scheduled_whole(sequence)
@@ -910,12 +953,25 @@ class EngineModel:
         if tokens == 0:
             return
         if self._prefixes is None:
-            self._head = max(self._head, self._queued - self.pool.free_blocks)
+            self._note_head()
             self.pool.release(tokens)
             self._queued += tokens // self.limits.block_size
         else:
             assert sequence._content is not None, "expected a sequence with a content"
             self._prefixes.release(sequence._content, tokens)
+
+    def _give_back(self, blocks: int, whole: int) -> None:
+        """Put blocks, `whole` of them full, into the queue of free ones."""
+        self._note_head()
+        self.pool.give_back(blocks)
+        self._queued += whole
+
+    def _note_head(self) -> None:
+        """Note how far the queue of free blocks was used: before blocks are put into it, or looked for."""
+        pool = self.pool
+        head = self._queued - pool.total_blocks + pool.used_blocks
+        if head > self._head:
+            self._head = head
 
     def _evict(self) -> None:
         if self._prefixes is not None:
@@ -936,12 +992,12 @@ class EngineModel:
                 self.generated_tokens += 1
             if sequence._generated == output:
                 self._leave(sequence, sequence._computed)
-                sequence.state = SequenceState.FINISHED
+                sequence.state = _FINISHED
                 finished.append(sequence)
                 continue
             cached = sequence._computed
             sequence._offset = offset = step - cached
-            sequence.state = SequenceState.DECODE
+            sequence.state = _DECODE
             self._decoding[sequence] = None
             self._decode_tokens += cached
             self._demand[offset % self.limits.block_size] += 1

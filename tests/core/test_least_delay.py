@@ -179,7 +179,7 @@ def filled(scheduler: Scheduler) -> list[Lease]:
     raise AssertionError("it never fills")
 
 
-def test_who_suits_a_free_instance_overtakes_but_the_head_is_not_starved() -> None:
+def test_a_better_fit_overtakes_but_the_head_is_not_starved() -> None:
     fleet = [
         InstanceSpec("reads-slowly", MODEL, latency=SLOW_READER, capacity=capacity(8)),
         spec("a", capacity=capacity(8)),
@@ -216,7 +216,7 @@ def test_who_suits_a_free_instance_overtakes_but_the_head_is_not_starved() -> No
     ),
     st.integers(1, 5),
 )
-def test_nobody_waits_for_ever_and_all_is_given_back(
+def test_no_request_waits_for_ever_and_all_is_given_back(
     asked: list[tuple[int, int, int]], instances: int
 ) -> None:
     fleet = [spec(f"i{i}", slower=1.0 + 3 * i, capacity=capacity(2 + i, 20_000)) for i in range(instances)]

@@ -79,7 +79,7 @@ def test_the_two_legs_follow_each_other_and_the_prompt_is_held_until_it_is_fetch
     assert scheduler.in_flight == d.kv_tokens == d.work_ns == 0
 
 
-def test_what_nobody_fetches_is_held_until_its_lease_ends() -> None:
+def test_blocks_that_are_not_fetched_are_held_until_the_lease_ends() -> None:
     scheduler = pair()
     lease = placed(scheduler.on_arrival(split_request(1), 0.0))
     decode = placed(scheduler.on_prefilled(lease, 1.0))

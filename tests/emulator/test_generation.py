@@ -38,7 +38,7 @@ def test_tokens_of_a_text() -> None:
     assert all(len(token_ids(text)) == count_text(text) for text in ("", "a", "abcd", "abcde", "é" * 4))
 
 
-def test_answers_that_nobody_limits() -> None:
+def test_answers_without_a_limit() -> None:
     """Deterministic lengths with a mean of about 220."""
     lengths = [answer_length(text_seed(f"prompt {number}"), 0) for number in range(5000)]
     assert 200 < sum(lengths) / len(lengths) < 240

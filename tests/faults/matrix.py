@@ -84,6 +84,18 @@ ROWS = {
         "a failure, as with a whole request",
     ),
     "K7": Row("the client leaves while its prompt is read or fetched", "", "both engines stop; no failure"),
+    "W1": Row("the client of a WebSocket session leaves", "", "the engine's connection closes; no failure"),
+    "W2": Row(
+        "the engine of a session leaves, or says nothing",
+        "Close 1014, 1001 after the idle timeout; inside a frame cut",
+        "a failure; none for silence",
+    ),
+    "W3": Row(
+        "the engine refuses an upgrade; a 101 that answers no handshake", "its answer; 502", "none; a failure"
+    ),
+    "W4": Row(
+        "the client of a session does not read", "cut after the write timeout", "the engine is held back"
+    ),
     "M1": Row("/metrics is nonsense", "nothing", "discarded; the last good figure is kept; counted"),
     "M2": Row("/metrics hangs", "nothing", "one probe at a time; own ledger instead"),
     "M3": Row("/metrics says idle, falsely", "nothing", "own counts are a floor"),
@@ -106,7 +118,7 @@ ROWS = {
     "C1": Row("leaves before the first byte", "", "the engine's connection closes; no failure"),
     "C2": Row("leaves in the middle of a stream", "", "two more chunks at most"),
     "C3": Row("closes its sending side", "taken for gone", "as C1 and C2"),
-    "C4": Row("does not read", "cut after the write timeout", "nobody else is affected"),
+    "C4": Row("does not read", "cut after the write timeout", "no other client is affected"),
     "C5": Row(
         "slow heads, slow bodies, silence",
         "408, or closed",
@@ -150,21 +162,21 @@ ROWS = {
         "exit status 0",
     ),
     "O4": Row("killed and started again", "visibly cut", "serves again at once; the engine stops working"),
-    "O5": Row("no descriptors left", "established streams go on", "nobody is ejected"),
+    "O5": Row("no descriptors left", "established streams go on", "no instance is ejected"),
     "O6": Row(
         "no such name",
         "503",
-        "nobody is ejected",
+        "no instance is ejected",
         "ENOBUFS and used-up ports are left out: they would harm the machine; O5 takes the same way",
     ),
     "O7": Row(
         "the wall clock jumps; the process is stopped",
         "no spurious 504",
-        "nobody is ejected",
+        "no instance is ejected",
         "the jump needs libfaketime, and is skipped without it; stopped for 2 s",
     ),
     "O8": Row(
-        "the disk is full; nobody reads the log",
+        "the disk is full; the log is not read",
         "nothing",
         "logging never blocks",
         "/dev/full stands for the disk",

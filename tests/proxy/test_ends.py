@@ -23,7 +23,8 @@ COUNTS = {
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
     "refused-in-stream": Verdict.WELL,
     "not-handed-over": Verdict.NOTHING,
-    "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "left": Verdict.NOTHING, "local": Verdict.NOTHING,
+    "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
+    "left": Verdict.NOTHING, "local": Verdict.NOTHING,
     "stopped": Verdict.NOTHING,
 }  # fmt: skip
 

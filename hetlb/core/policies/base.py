@@ -157,7 +157,7 @@ class SchedulingContext:
         self.availabilities = availabilities
 
 
-#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
+#: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
@@ -214,8 +214,6 @@ def pair_choice(
         prompt, cached_at(ctx, source), source.pending_prompt_tokens / source.engines, batch, tokens,
         source.token_budget,
     )  # fmt: skip
-    running = float(target.sequences) / target.engines
-    step_s = target.latency.step_s(running + 1.0, target.prompt_tokens / target.engines + prompt)
     return SplitChoice(
         prefill,
         decode,
@@ -223,13 +221,8 @@ def pair_choice(
         candidates,
         decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
         first_s=first_s,
-        decode_first_s=DECODE_START_STEPS * step_s,
+        decode_first_s=target.join_s(prompt),
     )
-
-
-#: Steps of a decode instance until the first token of a request whose KV cache has come: half of the running
-#: one, and its own.
-DECODE_START_STEPS: Final = 1.5
 
 
 def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
@@ -248,12 +241,14 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
-    #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
+    #: Waiting requests that are looked at for a free instance; the first is overtaken so often at most.
     lookahead: ClassVar[int] = 1
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
         self._rng = rng
+        #: True if its choices depend on earlier ones: `committed` is called for each.
+        self.remembers: bool = type(self).committed is not Policy.committed
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The eligible candidate with the lowest score, the first of several."""

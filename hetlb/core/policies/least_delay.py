@@ -27,17 +27,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from heapq import nsmallest
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.instance import BLOCKED, DEPRIORITISED, NORMAL, EngineLoad, Instance
+from hetlb.core.instance import BLOCKED, DEPRIORITISED, JOINING_STEPS, NORMAL, EngineLoad, Instance
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import (
-    DECODE_START_STEPS,
     MAX_WORKLOAD_S,
     OWN_READ_TOKENS,
     Choice,
@@ -61,8 +59,8 @@ _KV_MARK: Final = 0.98
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
-#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: that have just been admitted have all before them.
+#: Factor by which a batch thins out more slowly than if what is left of answers were spread exponentially:
+#: those that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
@@ -71,7 +69,7 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
-#: How well a score is known: see `_InstanceScore`.
+#: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
@@ -81,15 +79,16 @@ _CLOSE: Final = 1.0 + 1e-9
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
 
-#: So many of the best prefill and decode instances are combined.
-_FINALISTS: Final = 2
 #: A pair must cost less than this share of what one instance costs: it takes places at two, and may fail.
 _WORTH: Final = 0.9
+#: Of its time, what a decode instance is taken to spend on prompts at most.
+_MOST_READING: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
-#: What a second of a decode step counts for in the first token of a decode leg.
-_START_WEIGHT: Final = (_FIRST_TOKEN_WEIGHT + 1.0) * DECODE_START_STEPS
+#: Weight of a second until the first token, and of one of a decode step in that of a decode leg, in a score.
+_FIRST_SHARE: Final = _FIRST_TOKEN_WEIGHT + 1.0
+_START_WEIGHT: Final = _FIRST_SHARE * JOINING_STEPS
 
 #: An instance that is to be taken last costs so many seconds more than any request does.
 _LAST_S: Final = 1e12
@@ -101,7 +100,7 @@ FULL: Final = "full"
 #: The reason of an instance of a large fleet that is in none of the groups looked at.
 NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
 
-#: Why an instance cannot take the request now, or that it can.
+#: States of an instance: it can take the request now, or the reason why not.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
@@ -288,6 +287,7 @@ class _Evaluation:
             first_s = load.latency_bound.least_read_s(pending + own * (unread if unread >= 1.0 else 1.0))
             if running:
                 first_s += 0.5 * each.now_s
+            each.charged_s = first_s
             each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
             if group is not None:
                 group.add(load.batch, context, each.paid)
@@ -452,7 +452,7 @@ class _Evaluation:
     def best_whole(self, mixed: bool) -> tuple[int, float] | None:
         """The instance with room and the lowest score of those that take whole requests, and that score.
 
-        `mixed`: all do.
+        Prompts that will be read there beside the answer count too. `mixed`: all take whole requests.
         """
         whole: list[int] | None = None
         if not mixed:
@@ -467,7 +467,9 @@ class _Evaluation:
                 )
             ]
         index = self.lowest(whole)
-        return None if index is None else (index, self._scores[index].score)
+        if index is None:
+            return None
+        return index, self._scores[index].score + self._reading_to_come_s(index)[0]
 
     def best_pair(
         self, transfers: TransferTimes, below: float, mixed: bool
@@ -475,74 +477,105 @@ class _Evaluation:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
 
         The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
-        only the few best are combined: a decision's cost must not grow with the square of the fleet. With the
+        only the two best are combined: a decision's cost must not grow with the square of the fleet. With the
         indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
         `mixed`: all have the role `both`.
         """
-        scores, instances, together = self._scores, self.instances, self._together
-        sources: list[tuple[float, int]] = []
-        targets: list[tuple[float, int]] = []
-        least_source = least_target = math.inf
-        for i, each in enumerate(scores):
+        costs = self._fleet.costs
+        if mixed and self._ctx.held is None and self._fleet.reads_alike:
+            return None
+        instances, together, prompt = self.instances, self._together, self._prompt
+        # Lower bounds of the two best of either kind.
+        reading = reading_2 = decoding = decoding_2 = math.inf
+        source = source_2 = target = target_2 = -1
+        for i, each in enumerate(self._scores):
             if each.state != _ROOM:
                 continue
-            more_s = each.step_s - each.now_s
-            joining_s = each.load.batch * together * more_s if more_s > 0.0 else 0.0
             role = Role.BOTH if mixed else instances[i].spec.role
             if role is not Role.DECODE:
-                # A lower bound, until the exact one is asked for.
-                self._rate(each, _BOUNDED)
-                reading_s = each.others_s - joining_s
-                score = (_FIRST_TOKEN_WEIGHT + 1.0) * each.charged_s + (reading_s if reading_s > 0.0 else 0.0)
-                sources.append((score, i))
-                if score < least_source:
-                    least_source = score
+                score = _FIRST_SHARE * each.charged_s
+                if score < reading:
+                    reading_2, source_2 = reading, source
+                    reading, source = score, i
+                elif score < reading_2:
+                    reading_2, source_2 = score, i
             if role is not Role.PREFILL:
-                score = _START_WEIGHT * each.step_s + each.decode_s + joining_s
-                targets.append((score, i))
-                if score < least_target:
-                    least_target = score
-        if least_source + least_target >= below:
-            return None
-        return self._combine(transfers, below, nsmallest(_FINALISTS, sources), nsmallest(_FINALISTS, targets))
-
-    def _combine(
-        self,
-        transfers: TransferTimes,
-        below: float,
-        sources: list[tuple[float, int]],
-        targets: list[tuple[float, int]],
-    ) -> tuple[int, int, float, bool] | None:
-        """The best pair of these, by score ascending."""
-        scores, instances, prompt = self._scores, self.instances, self._prompt
-        usual_s = self._fleet.first_token_s
+                score = _START_WEIGHT * each.step_s + each.decode_s
+                more_s = each.step_s - each.now_s
+                if more_s > 0.0:
+                    score += each.load.batch * together * more_s
+                # What is read there meanwhile comes first.
+                waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
+                if waits_s > 0.0:
+                    score += _FIRST_SHARE * waits_s
+                if score < decoding:
+                    decoding_2, target_2 = decoding, target
+                    decoding, target = score, i
+                elif score < decoding_2:
+                    decoding_2, target_2 = score, i
         found: tuple[int, int, float, bool] | None = None
-        for reading, i in sources:
-            source = scores[i]
-            for decoding, j in targets:
-                if i == j:
+        for i, least in ((source, reading), (source_2, reading_2)):
+            for j, rest in ((target, decoding), (target_2, decoding_2)):
+                if i == j or i < 0 or j < 0 or least + rest >= below or not self._reads_faster(i, j):
                     continue
-                if reading + decoding >= below:
-                    break
-                sent = prompt - cached_at(self._ctx, instances[j])
-                transfer_s = transfers.estimate_s(instances[i], instances[j], sent, self._ctx.now)
-                if reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s >= below:
-                    continue
-                if source.grade < _EXACT:
-                    self._rate(source, _EXACT)
-                    reading_s = source.others_s - self._joining_s(source)
-                    reading = (_FIRST_TOKEN_WEIGHT + 1.0) * source.charged_s + max(0.0, reading_s)
-                first_s = source.charged_s + transfer_s + DECODE_START_STEPS * scores[j].step_s
-                score = reading + decoding + (_FIRST_TOKEN_WEIGHT + 1.0) * transfer_s
-                if first_s > _LATE * usual_s > 0.0:
-                    score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
-                if score >= below:
-                    continue
-                if self._in_time(instances[j], first_s + scores[j].decode_s):
-                    found, below = (i, j, score, True), score
-                elif found is None:
-                    found = i, j, score, False
+                score, in_time = self._pair_score(transfers, i, j)
+                if score < below and (in_time or found is None):
+                    found = i, j, score, in_time
+                    if in_time:
+                        below = score
         return found
+
+    def _reads_faster(self, i: int, j: int) -> bool:
+        """True if one instance, idle, reads the prompt faster than another, or roles say that it reads it.
+
+        Where it does not, a transfer would only lighten the load of the moment at the cost of slower reading.
+        """
+        source, target = self.instances[i], self.instances[j]
+        if source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE:
+            return True
+        costs = self._fleet.costs
+        unread = self._prompt - self._scores[i].cached
+        return costs[i].token_read_s * unread < costs[j].token_read_s * (
+            self._prompt - self._scores[j].cached
+        )
+
+    def _pair_score(self, transfers: TransferTimes, i: int, j: int) -> tuple[float, bool]:
+        """Cost of a request whose prompt is read at one instance and whose answer is decoded at another.
+
+        And whether the answer comes in time (see `_in_time`).
+        """
+        ctx, instances, prompt = self._ctx, self.instances, self._prompt
+        source, target = self._scores[i], self._scores[j]
+        self._rate(source, _EXACT)
+        sent = prompt - cached_at(ctx, instances[j])
+        ready_s = source.charged_s + transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
+        slowed_s, wait_s = self._reading_to_come_s(j)
+        start_s = JOINING_STEPS * target.step_s
+        # What is read at the target by then, and what will be.
+        wait_s = max(wait_s, instances[j].join_s(prompt) - start_s - ready_s)
+        first_s = ready_s + wait_s + start_s
+        decode_s = target.decode_s + slowed_s
+        score = _FIRST_SHARE * first_s + decode_s + self._joining_s(target)
+        score += max(0.0, source.others_s - self._joining_s(source))
+        usual_s = self._fleet.first_token_s
+        if first_s > _LATE * usual_s > 0.0:
+            score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+        return score + target.last_s, self._in_time(instances[j], first_s + decode_s)
+
+    def _reading_to_come_s(self, i: int) -> tuple[float, float]:
+        """Seconds by which prompts that are yet to come slow an answer down, and delay one that joins.
+
+        By what was read there lately: for a share of its time each step takes as long as the mean prompt.
+        """
+        each, cost = self._scores[i], self._fleet.costs[i]
+        instance = self.instances[i]
+        share = instance.speed.read_per_s(self._ctx.now) * cost.token_read_s / instance.engines
+        read_s, step_s = cost.read_s, each.step_s
+        if share <= 0.0 or read_s <= step_s:
+            return 0.0, 0.0
+        if share > _MOST_READING:
+            share = _MOST_READING
+        return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
 
     def by_role(self) -> list[Candidate]:
         """Candidates for people; those that get no whole request by their role are not eligible."""

@@ -17,15 +17,16 @@ class Kind(Enum):
     AUDIO = "audio"
     PINNED = "pinned"
     PLAIN = "plain"
+    REALTIME = "realtime"
 
     def __init__(self, name: str) -> None:
         #: True if the engine decodes for it.
-        self.generates = name not in ("no_output", "pinned", "plain")
-        #: True if it is a prompt that may be long, and not a form or a question about an answer.
-        self.prompted = name not in ("pinned", "plain")
+        self.generates = name not in ("no_output", "pinned", "plain", "realtime")
+        #: True if it is a prompt that may be long, and not a form, a session or a question about an answer.
+        self.prompted = name not in ("pinned", "plain", "realtime")
 
 
-#: What goes to an engine, as vLLM 0.32 serves it. Which of them exist depends on the model.
+#: Paths that go to an engine, as vLLM 0.32 serves them. Which of them exist depends on the model.
 ENDPOINTS: dict[str, Kind] = {
     "/v1/completions": Kind.COMPLETION,
     "/v1/completions/render": Kind.NO_OUTPUT,
@@ -57,6 +58,8 @@ ENDPOINTS: dict[str, Kind] = {
     "/inference/v1/generate": Kind.COMPLETION,
     "/invocations": Kind.CHAT,
 }
+#: The one path where a connection may become a WebSocket.
+REALTIME_PATH = "/v1/realtime"
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,128})(/cancel)?")
 
 

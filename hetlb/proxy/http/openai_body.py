@@ -32,7 +32,7 @@ MAX_MODEL_BYTES: Final = 512
 #: A sound in a form counts as this many bytes of prompt (about 600 tokens).
 MEDIA_BYTES: Final = 2400
 
-#: What a list begins with.
+#: First byte of a list.
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
 
 
@@ -57,7 +57,7 @@ class Call:
     """
 
     __slots__ = (
-        "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
+        "asked", "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
         "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
         "stream",
         "text", "text_bytes", "tools",
@@ -81,8 +81,9 @@ class Call:
         self.ids: bytes = b""
         self.ids_nested = False
         self.cache_salt: str | None = None
-        #: True if it asked for an alias, or for a model that another stands in for.
+        #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
+        self.asked = ""
 
 
 def _invalid(message: str) -> GateError:

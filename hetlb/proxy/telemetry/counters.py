@@ -22,6 +22,8 @@ E2E_S = (
     0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+#: Durations of sessions, as vLLM's `websocket_connection_duration_seconds`.
+SESSION_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 #: Of predictions: predicted over actual.
 RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -30,6 +32,8 @@ LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 #: Seconds expected of a part of a latency model before what was seen says anything.
 LEAST_EVIDENCE_S: Final = 1.0
+#: Status of a request that became a WebSocket session.
+_SWITCHED: Final = 101
 #: Resolution of the event loop's clock, seconds.
 CLOCK_S: Final = 0.001
 #: Models with series of their own (engines may list many adapters); further ones are `other`.
@@ -39,7 +43,7 @@ OTHER_TENANTS: Final = "other"
 
 
 #: Attributes of the totals of a model and of an instance that can be added up.
-MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "time_ratio", "ttft")
+MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "session", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
     "cached_prompt_tokens", "decode_expected_s", "decode_seen_s", "ejections",
     "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens",
@@ -62,6 +66,7 @@ class ModelTotals:
         self.gaps = Gaps(ITL_S)
         self.e2e = Histogram(E2E_S)
         self.queue = Histogram(QUEUE_S)
+        self.session = Histogram(SESSION_S)
         self.output_ratio = Histogram(RATIOS)
         self.time_ratio = Histogram(RATIOS)
 
@@ -84,7 +89,7 @@ class InstanceTotals:
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
-        #: What the latency model as profiled says, and what was seen: times to the first token with nothing
+        #: By the latency model as profiled, and as seen: times to the first token with nothing
         #: beside them, steps without prompts beside them, and what had both.
         self.prefill_expected_s = self.prefill_seen_s = 0.0
         self.decode_expected_s = self.decode_seen_s = 0.0
@@ -135,7 +140,7 @@ class AccountTotals:
         self.queue_s = 0.0
 
 
-#: What comes of a hand-over of KV blocks (docs/disaggregation.md).
+#: Results of a hand-over of KV blocks (docs/disaggregation.md).
 HANDOVER_RESULTS: Final = (
     "done", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed", "prefill_failed",
     "prefill_error",
@@ -256,6 +261,9 @@ class Totals:
                 seen_s = record.first_byte_at - lease.dispatched_at
                 instance.first_token(record.expected_first_s, seen_s, record.mixed)
         self.believed(lease)
+        if record.status == _SWITCHED:
+            model.session.observe(ended_at - lease.dispatched_at)
+            return
         if outcome is not Outcome.OK:
             return
         model.e2e.observe(record.e2e_s)

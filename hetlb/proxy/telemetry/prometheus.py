@@ -239,6 +239,11 @@ class MetricsPage:
                 lambda each: each.queue,
             ),
             (
+                "hetlb_websocket_session_seconds",
+                "From dispatch to the end of a WebSocket session.",
+                lambda each: each.session,
+            ),
+            (
                 "hetlb_predicted_output_ratio",
                 "Predicted over actual output tokens.",
                 lambda each: each.output_ratio,

@@ -78,7 +78,7 @@ def test_a_drain_is_clicked_and_takes_effect(look: Look, running: Fleet) -> None
     assert "a800-0" in running.ask(3)
 
 
-def test_whoever_drains_the_last_one_is_asked_first(look: Look, running: Fleet) -> None:
+def test_draining_the_last_instance_asks_first(look: Look, running: Fleet) -> None:
     asked: list[str] = []
 
     def answer(dialog: Any) -> None:

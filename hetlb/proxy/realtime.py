@@ -1,0 +1,323 @@
+"""`/v1/realtime`: a request for a WebSocket, and the session that it becomes.
+
+Until the engine answers, a session is a request like any other. Its 101 is the head of the answer; then bytes
+pass both ways as they come, and its one lease lasts until either side ends. What the engine sends is read
+along: where a frame ends (only there may a Close frame of our own stand), its Close frame, and the token
+counts of `transcription.done`. Extensions are not offered to the engine: compressed frames cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from hetlb.core.types import Request
+from hetlb.proxy import ends
+from hetlb.proxy.ends import End
+from hetlb.proxy.exchange import ClientSide, DriverSide, Exchange
+from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, WRITTEN, Phase
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.error_responses import Refusal
+from hetlb.proxy.http.forward_headers import response_lines
+from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
+from hetlb.proxy.http.openai_body import Call
+from hetlb.proxy.http.sse import usage_in_tail
+from hetlb.proxy.upstream import EngineConnection
+from hetlb.websocket import (
+    BAD_GATEWAY,
+    CLOSE,
+    GOING_AWAY,
+    INTERNAL_ERROR,
+    SERVICE_RESTART,
+    TEXT,
+    TRY_AGAIN_LATER,
+    VERSION,
+    FrameReader,
+    ProtocolError,
+    accept_of,
+    close_code,
+    close_frame,
+    frame,
+    is_key,
+)
+
+#: The end of an engine's message, where its usage stands.
+_TAIL_BYTES: Final = 1 << 10
+#: The longest message of a client that is looked at: uvicorn's limit.
+_MOST_MESSAGE: Final = 16 << 20
+#: Close codes with which an engine gives up by itself.
+_GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)
+_AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
+_NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+
+
+def check_upgrade(head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
+    """Raise `GateError` unless a request is a WebSocket handshake (RFC 6455, 4.2.1).
+
+    With `open_to_all` no key is needed: then no page of another origin may open one in a user's browser.
+    """
+    names = [name for name, _ in head.headers]
+    fields = head.fields
+    options = b",".join(value for name, value in head.headers if name == b"connection")
+    asked = fields.get(b"upgrade", b"").strip().lower() == b"websocket" and names.count(b"upgrade") == 1
+    if not asked or not head.http11 or b"upgrade" not in map(bytes.strip, options.lower().split(b",")):
+        raise _upgrade_required("This path is a WebSocket: Upgrade: websocket is expected.")
+    if fields.get(b"sec-websocket-version") != VERSION or names.count(b"sec-websocket-version") > 1:
+        raise _upgrade_required("The only WebSocket version understood is 13.")
+    if names.count(b"sec-websocket-key") != 1 or not is_key(fields[b"sec-websocket-key"]):
+        raise GateError(400, "Exactly one Sec-WebSocket-Key of 16 bytes in base64 is expected.")
+    if body or head.chunked:
+        raise GateError(400, "A request for a WebSocket has no body.")
+    origin = fields.get(b"origin")
+    if open_to_all and origin is not None and origin.partition(b"://")[2] != fields.get(b"host"):
+        raise GateError(403, "Pages of other origins may open no WebSocket here.")
+
+
+def _upgrade_required(message: str) -> Refusal:
+    answer = error_responses.bad_request(426, "upgrade_required")
+    return Refusal(answer, message, 1.0, b"upgrade: websocket\r\nsec-websocket-version: 13\r\n")
+
+
+def model_asked_for(query: bytes) -> str | None:
+    """The model in the query of a request, None without one. Raises `GateError` (400) where there are two."""
+    try:
+        found = parse_qs(query.decode("ascii"), max_num_fields=64, errors="strict").get("model", [])
+    except ValueError as error:
+        raise GateError(400, "The query is malformed.") from error
+    if len(found) > 1:
+        raise GateError(400, "The query names more than one model.")
+    return found[0] if found else None
+
+
+class Session(Exchange):
+    """One WebSocket, from the request for it to its one end."""
+
+    __slots__ = ("_asked", "_closed", "_frames", "_full_since", "_heard_at", "_open", "_spoken", "_to_engine")
+
+    def __init__(
+        self,
+        driver: DriverSide,
+        client: ClientSide,
+        head: RequestHead,
+        kind: Kind,
+        call: Call,
+        request: Request,
+        body: list[bytes],
+        label: str,
+        now: float,
+        tenant: str | None = None,
+        engine_label: str | None = None,
+    ) -> None:
+        super().__init__(driver, client, head, kind, call, request, body, label, now, tenant, engine_label)
+        #: True once the engine has agreed; the code of its Close frame, None until that came.
+        self._open = False
+        self._closed: int | None = None
+        self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
+        #: Of a session for an alias: the client's messages, in which the engine's own name is put.
+        self._spoken = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
+        self._asked = call.asked
+        self._to_engine: Callable[[bytes], None] | None = None
+        #: Since when the engine takes no more, and when either side was heard last.
+        self._full_since: float | None = None
+        self._heard_at = now
+
+    # --- from the engine's connection ---
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Send the handshake: the client's key, so that the engine's answer is one to the client."""
+        self._engine = connection
+        self._enter(WRITTEN, self._now())
+        lines = self._driver.forward_rules.request_lines(self._head, passthrough=passthrough)
+        if self.trace is not None:
+            lines = self.trace.onto(lines)
+        key = self._head.fields[b"sec-websocket-key"]
+        lines = b"%b%bx-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % (
+            lines, own_headers, self._engine_label, _NEEDED, key,
+        )  # fmt: skip
+        for name, value in self._head.headers:
+            if name == b"sec-websocket-protocol":
+                lines += b"sec-websocket-protocol: %b\r\n" % value
+        connection.may_upgrade = True
+        connection.send(lines + b"\r\n", [b""])
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The engine agrees, or answers like any other request."""
+        if head.status != 101:
+            super().engine_head(head, length)
+            return
+        fields, engine = head.fields, self._engine
+        key = self._head.fields[b"sec-websocket-key"]
+        assert engine is not None, "expected an answer on a connection"
+        if (
+            fields.get(b"upgrade", b"").lower() != b"websocket"
+            or fields.get(b"sec-websocket-accept") != accept_of(key)
+            or b"sec-websocket-extensions" in fields
+        ):
+            self._drop_engine()
+            self.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
+            return
+        now = self._now()
+        self.status, self._answer_head = 101, head
+        self.first_byte_at = self._heard_at = now
+        self._enter(FIRST_BYTE, now)
+        self._respond(COMMITTED)
+        assert self.lease is not None
+        out = b"%b%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
+            response_lines(head), _AGREED, self.lease.instance.encode("ascii"), self.label.encode("ascii"),
+        )  # fmt: skip
+        if self.ticket is not None:
+            out += self.ticket.headers(now)
+        self._write(out + b"\r\n")
+        self._open = True
+        self._to_engine = engine.relay(self._engine_has_room)
+        self._client.upgraded(self.client_data)
+
+    def engine_body(self, payload: bytes) -> None:
+        """Pass on what the engine says."""
+        if not self._open:
+            super().engine_body(payload)
+            return
+        self.since = self._heard_at = self._now()
+        try:
+            messages = self._frames.feed(payload)
+        except ProtocolError as error:
+            self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
+            return
+        self._write(payload)
+        for opcode, message in messages:
+            if opcode == CLOSE:
+                self._closed = close_code(message)
+            elif opcode == TEXT:
+                self._count(message)
+
+    def engine_end(self, payload: bytes) -> None:
+        """The engine closed the connection, after a Close frame or without one."""
+        if not self._open:
+            super().engine_end(payload)
+            return
+        self._engine = None
+        if self._closed is None:
+            self._give_up(ends.BROKEN, "the instance closed the connection")
+        else:
+            self._finish(self._close_end, broken=True)
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The engine, or this machine, failed."""
+        if self._open:
+            self.engine_end(b"")
+        else:
+            super().engine_failed(end, detail)
+
+    def _engine_has_room(self, room: bool) -> None:
+        self._full_since = None if room else self._now()
+        if self.phase is not Phase.DONE:
+            self._client.hold(not room)
+
+    # --- from the client's connection ---
+
+    def client_data(self, data: bytes) -> None:
+        """Pass on what the client says."""
+        write = self._to_engine
+        if write is None or self._engine is None:
+            return
+        self._heard_at = self._now()
+        if not self._call.renamed:
+            write(data)
+            return
+        try:
+            for opcode, message in self._spoken.feed(data):
+                write(_masked(opcode, self._renamed(message) if opcode == TEXT else message))
+        except ProtocolError as error:
+            self._stop_engine()
+            self._close_client(error.code, str(error))
+            self._finish(ends.LEFT, broken=True)
+
+    def client_gone(self) -> None:
+        """The client left: for the engine the session ends now."""
+        if self._closed is not None and self.phase is not Phase.DONE:
+            self._stop_engine()
+            self._finish(self._close_end, client_gone=True)
+        else:
+            super().client_gone()
+
+    # --- from the clock ---
+
+    def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
+        """End what has waited for too long."""
+        if not self._open:
+            super().sweep(now, first_byte_s, idle_s, heartbeat_s)
+        elif self._held_since is not None:
+            return  # `ClientConnection.sweep` ends a client that does not read
+        elif self._full_since is not None and now - self._full_since > idle_s:
+            self._stop_engine()
+            self._give_up(ends.STALLED, "the instance does not read")
+        elif now - self._heard_at > idle_s:
+            self._stop_engine()
+            self._close_client(GOING_AWAY, "nothing was said for too long")
+            self._finish(ends.IDLE, broken=True)
+
+    def shut_down(self) -> None:
+        """The grace period is over."""
+        if not self._open:
+            super().shut_down()
+            return
+        self._stop_engine()
+        self._close_client(GOING_AWAY, "the proxy is shutting down")
+        self._finish(ends.STOPPED, broken=True)
+
+    # --- inside ---
+
+    @property
+    def _close_end(self) -> End:
+        """The end of a session that the engine closed with a Close frame."""
+        if self._closed == INTERNAL_ERROR:
+            return ends.ERROR_EVENT
+        return ends.BROKEN if self._closed in _GAVE_UP else ends.ANSWERED
+
+    def _give_up(self, end: End, detail: str, *, whole: bool = True) -> None:
+        """The engine ended the session badly; `whole`: all that it sent has been passed on."""
+        self._drop_engine()
+        if whole:
+            self._close_client(BAD_GATEWAY, detail)
+        self._finish(ends.HELD_UP if self._held_up else end, broken=True)
+
+    def _close_client(self, code: int, reason: str) -> None:
+        """Send a Close frame, unless there was one or it would stand inside a frame."""
+        if self._closed is None and self._frames.between:
+            self._closed = code
+            self._write(close_frame(code, reason))
+
+    def _count(self, message: bytes) -> None:
+        """Count the tokens of `transcription.done`."""
+        output, prompt, _ = usage_in_tail(message)
+        lease = self.lease
+        if output is None or lease is None or not 0 <= output <= 1 << 31:
+            return
+        if prompt is None or not 0 <= prompt <= 1 << 31:
+            prompt = 0
+        lease.output_tokens += output
+        self.usage_prompt_tokens = (self.usage_prompt_tokens or 0) + prompt
+        if self.ticket is not None:
+            self.ticket.used(prompt + output, self._now())
+
+    def _renamed(self, message: bytes) -> bytes:
+        """A message with the engine's name of the model in place of the alias."""
+        try:
+            event = msgspec.json.decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return message
+        if not isinstance(event, dict) or event.get("type") != "session.update" or "model" not in event:
+            return message
+        if event["model"] != self._asked:
+            return message
+        return msgspec.json.encode({**event, "model": self.request.model})
+
+
+def _masked(opcode: int, payload: bytes) -> bytes:
+    """A whole message as one frame of a client."""
+    return frame(opcode, payload, os.urandom(4))
