@@ -44,7 +44,6 @@ from hetlb.core.policies.base import (
     SchedulingContext,
     SplitChoice,
     cached_at,
-    pair_choice,
 )
 from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.transfer import TransferTimes
@@ -173,6 +172,23 @@ class _InstanceScore:
         self.last_s = self.late_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
         self.now_s = self.step_s = self.decode_s = 0.0
+
+
+@mypyc_attr(acyclic=True)
+class _Pair:
+    """Instances, by index, of which one would read a prompt and the other decode the answer, and their score.
+
+    `start_s`: from the arrival of the KV cache to the first token. `in_time`: see `_Evaluation._in_time`.
+    """
+
+    __slots__ = ("in_time", "score", "source", "start_s", "target")
+
+    def __init__(self, source: int, target: int, score: float, start_s: float, in_time: bool) -> None:
+        self.source = source
+        self.target = target
+        self.score = score
+        self.start_s = start_s
+        self.in_time = in_time
 
 
 @mypyc_attr(acyclic=True)
@@ -471,14 +487,12 @@ class _Evaluation:
             return None
         return index, self._scores[index].score + self._reading_to_come_s(index)[0]
 
-    def best_pair(
-        self, transfers: TransferTimes, below: float, mixed: bool
-    ) -> tuple[int, int, float, bool] | None:
+    def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
 
         The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
-        only the two best are combined: a decision's cost must not grow with the square of the fleet. With the
-        indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        only the two best by a lower bound are combined, and the first of these pairs that is good is taken:
+        the cost of a decision must not grow with the square of the fleet. Those not in time come last.
         `mixed`: all have the role `both`.
         """
         costs = self._fleet.costs
@@ -513,17 +527,21 @@ class _Evaluation:
                     decoding, target = score, i
                 elif score < decoding_2:
                     decoding_2, target_2 = score, i
-        found: tuple[int, int, float, bool] | None = None
-        for i, least in ((source, reading), (source_2, reading_2)):
-            for j, rest in ((target, decoding), (target_2, decoding_2)):
-                if i == j or i < 0 or j < 0 or least + rest >= below or not self._reads_faster(i, j):
-                    continue
-                score, in_time = self._pair_score(transfers, i, j)
-                if score < below and (in_time or found is None):
-                    found = i, j, score, in_time
-                    if in_time:
-                        below = score
-        return found
+        late: _Pair | None = None
+        for i, j, least in (
+            (source, target, reading + decoding),
+            (source, target_2, reading + decoding_2),
+            (source_2, target, reading_2 + decoding),
+            (source_2, target_2, reading_2 + decoding_2),
+        ):
+            if least < below and i != j and self._reads_faster(i, j):
+                pair = self._pair(transfers, i, j)
+                if pair.score < below:
+                    if pair.in_time:
+                        return pair
+                    if late is None or pair.score < late.score:
+                        late = pair
+        return late
 
     def _reads_faster(self, i: int, j: int) -> bool:
         """True if one instance, idle, reads the prompt faster than another, or roles say that it reads it.
@@ -539,11 +557,8 @@ class _Evaluation:
             self._prompt - self._scores[j].cached
         )
 
-    def _pair_score(self, transfers: TransferTimes, i: int, j: int) -> tuple[float, bool]:
-        """Cost of a request whose prompt is read at one instance and whose answer is decoded at another.
-
-        And whether the answer comes in time (see `_in_time`).
-        """
+    def _pair(self, transfers: TransferTimes, i: int, j: int) -> _Pair:
+        """The pair that reads at one instance and decodes at another."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
         source, target = self._scores[i], self._scores[j]
         self._rate(source, _EXACT)
@@ -552,15 +567,16 @@ class _Evaluation:
         slowed_s, wait_s = self._reading_to_come_s(j)
         start_s = JOINING_STEPS * target.step_s
         # What is read at the target by then, and what will be.
-        wait_s = max(wait_s, instances[j].join_s(prompt) - start_s - ready_s)
-        first_s = ready_s + wait_s + start_s
+        reading_s = instances[j].join_s(prompt) - start_s - ready_s
+        start_s += wait_s if wait_s > reading_s else reading_s
+        first_s = ready_s + start_s
         decode_s = target.decode_s + slowed_s
         score = _FIRST_SHARE * first_s + decode_s + self._joining_s(target)
         score += max(0.0, source.others_s - self._joining_s(source))
         usual_s = self._fleet.first_token_s
         if first_s > _LATE * usual_s > 0.0:
             score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
-        return score + target.last_s, self._in_time(instances[j], first_s + decode_s)
+        return _Pair(i, j, score + target.last_s, start_s, self._in_time(instances[j], first_s + decode_s))
 
     def _reading_to_come_s(self, i: int) -> tuple[float, float]:
         """Seconds by which prompts that are yet to come slow an answer down, and delay one that joins.
@@ -576,6 +592,20 @@ class _Evaluation:
         if share > _MOST_READING:
             share = _MOST_READING
         return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
+
+    def split(self, pair: _Pair) -> SplitChoice:
+        """What a pair books: the prefill alone here, the decoding alone there."""
+        source, target = self.instances[pair.source], self.instances[pair.target]
+        score, prompt = pair.score, self._prompt
+        return SplitChoice(
+            pair.source,
+            pair.target,
+            min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+            lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
+            decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
+            first_s=self._scores[pair.source].first_s,
+            decode_first_s=pair.start_s,
+        )
 
     def by_role(self) -> list[Candidate]:
         """Candidates for people; those that get no whole request by their role are not eligible."""
@@ -700,16 +730,8 @@ class Hetlb(Policy):
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
-        if pair is not None and pair[3]:
-            prefill, decode, score, _ = pair
-            names = pair_name(instances[prefill].name, instances[decode].name)
-            return pair_choice(
-                ctx,
-                instances,
-                prefill,
-                decode,
-                lambda: [*evaluation.by_role(), Candidate(names, score)],
-            )
+        if pair is not None and pair.in_time:
+            return evaluation.split(pair)
         if whole is None:
             return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
         index = whole[0]
