@@ -59,7 +59,7 @@ class PickService(Service):
 
     @property
     def _leader(self) -> Leader | None:
-        """Election of the picker that serves, None where all do."""
+        """The leader, None where all pickers serve."""
         if self._lease is not None:
             return self._lease
         return None if self.sharing is None else self.sharing.leader

@@ -726,7 +726,7 @@ class Service(FleetService):
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        """Table of what is shared with other processes of the fleet, and the key of that table."""
+        """Table of what is shared with other processes of the fleet, and its key."""
         return fleet.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:
