@@ -15,7 +15,7 @@ from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.token_estimator import TokenEstimator
 
 
-@pytest.mark.parametrize("count", [10, 3 * LARGEST_WHOLE])
+@pytest.mark.parametrize("count", [30, 3 * LARGEST_WHOLE])
 async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: int) -> None:
     capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
     scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")
