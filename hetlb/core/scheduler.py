@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core import rejections
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
@@ -55,7 +56,6 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
-    RejectReason,
     Request,
     RequestId,
     Role,
@@ -356,9 +356,9 @@ class Scheduler:
         """A request came in. No command for it means it is queued."""
         ready = self._ready.get(request.model)
         if ready is None:
-            return [self._unknown_model(request)]
+            return [rejections.unknown_model(request, self._instances.values())]
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
-            return [self._too_long(request, ready.instances)]
+            return [rejections.too_long(request, ready.instances)]
         long: float | None = None
         if self._policy.reads_demand:
             demand = self._demands.get(request.model)
@@ -754,16 +754,11 @@ class Scheduler:
         """Rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
-            return Reject(
-                request.id,
-                RejectReason.QUEUE_EXPIRED,
-                f"The request waited {waited_s:.0f} s for an instance and none became free.",
-                retry_after_s=1.0,
-            )
+            return rejections.expired(request.id, waited_s)
         down_since = self._down_since.get(request.model)
         if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
             return None
-        return self._no_instance(request)
+        return rejections.no_instance(request)
 
     # --- integrity ---
 
@@ -1211,15 +1206,15 @@ class Scheduler:
         self, request: Request, now: float, predicted: float, *, again: bool = False
     ) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
-            return [self._no_instance(request)]
+            return [rejections.no_instance(request)]
         commands: list[Command] = []
         if not self._queue.has_room(request):
             leave = self._queue.crowding_out(request)
             if not leave:
-                return [self._queue_full(request.id)]
+                return [rejections.queue_full(request.id)]
             for request_id in leave:
                 self._forget(request_id)
-                commands.append(self._queue_full(request_id))
+                commands.append(rejections.queue_full(request_id))
         if not len(self._queue):
             self._last_tick = now
         size = round(size_of(request, predicted))
@@ -1284,7 +1279,7 @@ class Scheduler:
         request = head.request
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             self._forget(request.id)
-            return self._too_long(request, ready.instances)
+            return rejections.too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
         found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling)
         if found is None:
@@ -1353,51 +1348,8 @@ class Scheduler:
     def _give_up(self, request: Request, *, unsent: bool) -> Reject:
         """A request that no engine answered is tried no more. `unsent`: none can have run it."""
         self._forget(request.id)
-        if unsent:
-            detail = "No instance of this model accepts connections."
-            return Reject(request.id, RejectReason.CONNECT_FAILED, detail, retry_after_s=1.0)
-        detail = "The instance closed the connection without answering."
-        return Reject(request.id, RejectReason.NO_RESPONSE, detail)
+        return rejections.not_answered(request.id, unsent=unsent)
 
     def _forget(self, request_id: RequestId) -> None:
         self._queue.remove(request_id)
         self._attempts.pop(request_id, None)
-
-    # --- rejections ---
-
-    def _queue_full(self, request_id: RequestId) -> Reject:
-        return Reject(
-            request_id,
-            RejectReason.QUEUE_FULL,
-            "Too many requests are waiting for an instance.",
-            retry_after_s=1.0,
-        )
-
-    def _unknown_model(self, request: Request) -> Reject:
-        unknown = [i.name for i in self._instances.values() if i.served is None and not i.spec.model]
-        if unknown:
-            return Reject(
-                request.id,
-                RejectReason.NO_INSTANCE,
-                f"Not every instance has told yet what it serves; none is known to serve {request.model!r}.",
-                retry_after_s=1.0,
-            )
-        return Reject(request.id, RejectReason.UNKNOWN_MODEL, f"The model `{request.model}` does not exist.")
-
-    def _too_long(self, request: Request, instances: Sequence[Instance]) -> Reject:
-        largest = max(instance.longest_request_tokens or 0 for instance in instances)
-        prompt = request.longest_prompt_tokens or request.prompt_tokens
-        return Reject(
-            request.id,
-            RejectReason.TOO_LONG,
-            f"This model's maximum context length is {largest} tokens. "
-            f"However, your prompt has {prompt} input tokens. Please reduce its length.",
-        )
-
-    def _no_instance(self, request: Request) -> Reject:
-        return Reject(
-            request.id,
-            RejectReason.NO_INSTANCE,
-            f"No instance of the model `{request.model}` is up.",
-            retry_after_s=1.0,
-        )

@@ -594,7 +594,7 @@ class _Evaluation:
         return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
 
     def split(self, pair: _Pair) -> SplitChoice:
-        """What a pair books: the prefill alone here, the decoding alone there."""
+        """Bookings of a pair: the prefill alone here, the decoding alone there."""
         source, target = self.instances[pair.source], self.instances[pair.target]
         score, prompt = pair.score, self._prompt
         return SplitChoice(
