@@ -22,6 +22,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # Tests wait for sockets and processes half of their time: one process more than there are cores.
 JOBS ?= $(shell expr $$(nproc) + 1)
+# Folders of which `make test-slow` runs the tests; all of them.
+SLOW ?=
+# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, simulator.
+COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py \
+  tests/sim/test_fleet.py tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
+# Seconds for each fuzz target; that for cost takes a minute at least.
+FUZZ_SECONDS ?= 60
 
 .PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm test-vllm-slow fuzz soak mutation clean
 .DELETE_ON_ERROR:
@@ -55,11 +62,11 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n 2 -m 'not vllm' tests/core tests/proxy tests/workers tests/pick tests/faults tests/sim tests/fuzz/test_growth.py
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n 2 -m 'not vllm' $(COMPILED_TESTS)
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -n 2 -m 'slow and not vllm'
+	$(BIN)/python -m pytest -n 2 -m 'slow and not vllm' $(SLOW)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -125,7 +132,7 @@ bench-proxies: .venv/.run
 	@touch $@
 
 fuzz: .venv/.dev .venv/.fuzz
-	$(BIN)/python tests/fuzz/run.py
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)

@@ -1,7 +1,8 @@
 """Cost and gain of compiling each group of modules.
 
 `python bench/compile_modules.py build NAME` compiles the groups up to and including NAME (in the order of
-`GROUPS`) into `.cache/compile/NAME` and prints CPU seconds and sizes; `build NAME --opt 2` with gcc's -O2.
+`GROUPS`) into `.cache/compile/NAME` and prints CPU seconds and sizes; `build NAME --opt 2` with gcc's -O2;
+`build --plain core/types,core/health` all but these modules.
 `python bench/compile_modules.py measure NAME...` drives hetlb of these folders, and the interpreted one, with
 plain requests and with paced streams (`bench/proxies`), a round each in turn, and prints least and median
 CPU: on a machine that others use the least is nearest to the truth.
@@ -139,6 +140,7 @@ def main() -> None:
     building = commands.add_parser("build")
     building.add_argument("name", nargs="?", choices=list(GROUPS))
     building.add_argument("--opt", default="3", choices=("0", "1", "2", "3", "s"))
+    building.add_argument("--plain", default="", help="modules that are left out, separated by commas")
     measuring = commands.add_parser("measure")
     measuring.add_argument("names", nargs="+")
     measuring.add_argument("--rounds", type=int, default=5)
@@ -147,7 +149,11 @@ def main() -> None:
     if args.command == "measure":
         measure(args.names, args.rounds, args.requests)
     elif args.name is None:
-        build(f"listed-O{args.opt}", _listed(), args.opt)
+        plain = [f"hetlb/{module}.py" for module in args.plain.split(",") if module]
+        if missing := set(plain) - set(_listed()):
+            parser.error(f"--plain: expected modules that are compiled, got {', '.join(sorted(missing))}")
+        name = "-without-".join(["listed", *(Path(module).stem for module in plain)])
+        build(f"{name}-O{args.opt}", [file for file in _listed() if file not in plain], args.opt)
     else:
         build(f"{args.name}-O{args.opt}", _up_to(args.name), args.opt)
 

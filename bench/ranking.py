@@ -1,6 +1,8 @@
 """How the three estimates order tensor-parallel degrees: static, simulated, and by plain least squares.
 
-    python bench/ranking.py DIR [TRACE] > docs/ranking.md
+    python bench/ranking.py DIR [TRACE]
+
+It writes bench/results/ranking.json and prints the summary of docs/ranking.md.
 
 DIR holds aic_vllm.csv and aic_kv_capacity.csv (NVIDIA aiconfigurator-core 0.12.0, Apache-2.0). Every
 configuration is fitted on the default 12 + 12 points. A machine has 8 GPUs; degrees that do not fit in
@@ -10,10 +12,14 @@ memory are left out.
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from hetlb.cli.search import simulated_estimate
 from hetlb.config.profile import EngineInfo, Source
@@ -23,6 +29,7 @@ from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase,
 from hetlb.profiler.sources import make_profile
 from hetlb.workload.traces import read_trace
 
+RESULT = Path(__file__).parent / "results" / "ranking.json"
 GPUS = 8
 ROWS = 500
 MAX_NUM_SEQS = 256
@@ -81,13 +88,13 @@ def estimates(kv: int, points: list[Point], rows: list[tuple[int, int]]) -> tupl
 
 
 def main() -> None:
-    """Print the page."""
+    """Estimate, record, print."""
     folder = Path(sys.argv[1])
     trace = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / "data/azure-conv-sample.csv"
     every = [(r.input_tokens, max(1, r.output_tokens)) for r in read_trace(trace)]
     every = [(i, o) for i, o in every if i + o <= LONGEST]
     rows = [every[k * len(every) // ROWS] for k in range(ROWS)]
-    lines, taus, plain_taus, same, plain_same, notes = [], [], [], 0, 0, []
+    found = []
     for (system, model), degrees in sorted(load(folder).items()):
         by_kind: list[dict[int, float]] = [{}, {}, {}]
         for tp, (kv, points) in degrees.items():
@@ -95,50 +102,36 @@ def main() -> None:
                 table[tp] = value * (GPUS // tp)
         static, simulated, plain = by_kind
         orders = [sorted(table, key=lambda tp: -table[tp]) for table in by_kind]
-        tau, plain_tau = kendall_tau(static, simulated), kendall_tau(plain, simulated)
-        taus.append(tau)
-        plain_taus.append(plain_tau)
-        same += orders[0][0] == orders[1][0]
-        plain_same += orders[2][0] == orders[1][0]
         best = orders[1][0]
-        cells = (" > ".join(map(str, order)) for order in orders)
-        lines.append(
-            f"| {system} | {model} | {' | '.join(cells)} | {tau:.2f} | {plain_tau:.2f} "
-            f"| {static[best] / simulated[best]:.2f} |"
+        shown = (" > ".join(map(str, order)) for order in orders)
+        found.append(
+            {
+                "gpu": system,
+                "model": model,
+                **dict(zip(("static", "simulated", "plain"), shown, strict=True)),
+                "tau_static": kendall_tau(static, simulated),
+                "tau_plain": kendall_tau(plain, simulated),
+                "ratio": static[best] / simulated[best],
+            }
         )
-        for name, order, table in (("static", orders[0], static), ("plain", orders[2], plain)):
-            if order != orders[1]:
-                shown = "; ".join(
-                    f"TP {tp}: {table[tp]:,.0f} against {simulated[tp]:,.0f}" for tp in sorted(degrees)
-                )
-                notes.append(f"- {system}, {model}, {name} against simulated, tokens/s: {shown}.")
-    count = len(lines)
-    print("# How the estimates order tensor-parallel degrees\n")
-    print(
-        f"Made by `bench/ranking.py` on the latency grids of NVIDIA aiconfigurator-core 0.12.0 (Apache-2.0), "
-        f"fitted on the default\n12 + 12 points; machines of {GPUS} GPUs; {ROWS} rows of the Azure "
-        f"conversation trace of at most {LONGEST} tokens; {MAX_NUM_SEQS} sequences at most.\nThere is no "
-        "measured throughput in this data: the columns are compared with the simulation, the most detailed "
-        "of the three.\n`static`: algorithm 1 from k1..k8. `simulated`: hetlb's engine model with the better "
-        "prefill form. `plain`: algorithm 1 on\nunweighted, unbounded least squares. Orders are best "
-        "first; tau is Kendall's. `ratio`: static / simulated tokens/s at the simulated best.\n"
-    )
-    print(
-        f"- Same best degree as the simulation: static {same} of {count}, plain {plain_same} of {count}.\n"
-        f"- Mean tau: static {sum(taus) / count:.3f}, plain {sum(plain_taus) / count:.3f}.\n"
-    )
-    print("| GPU | model | static | simulated | plain | tau static | tau plain | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
-    print("\n".join(lines))
-    print("\n## What disagrees\n")
-    print("\n".join(notes) if notes else "Nothing.")
-    print(
-        "\nAlgorithm 1 fills a batch, runs it to its longest answer and only then starts the next; an "
-        "engine refills. That costs the\nstatic estimate most where the KV cache and not `max_num_seqs` "
-        "ends a batch (TP 1 of a 70B model on one card): few requests wait\nfor one long answer while the "
-        "weights are read for them alone. In such places the static figure is about half of the\nsimulated "
-        "one against two thirds at higher degrees, which is enough to turn close neighbours around."
-    )
+    RESULT.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+    print(summary(found))
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Two sentences and a table, a line for each GPU."""
+    lines = ["| GPU | models | same order | static / simulated tokens/s |", "|---|---|---|---|"]
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        mine = [row for row in rows if row["gpu"] == gpu]
+        same = sum(row["tau_static"] == 1.0 for row in mine)
+        ratios = [row["ratio"] for row in mine]
+        lines.append(f"| {gpu} | {len(mine)} | {same} | {min(ratios):.2f} to {max(ratios):.2f} |")
+    text = []
+    for name in ("static", "plain"):
+        best = sum(row[name].split(" ")[0] == row["simulated"].split(" ")[0] for row in rows)
+        tau = mean(row[f"tau_{name}"] for row in rows)
+        text.append(f"- `{name}`: the simulation's best degree in {best} of {len(rows)}; mean tau {tau:.3f}.")
+    return "\n".join([*text, "", *lines])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Makers of small fleets and requests, shared by the tests."""
+"""Makers of small fleets and requests, and a wait for what will come, shared by the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hetlb.core.admission import Queue, Queued, QueueKey, QueueLimits
@@ -87,3 +88,19 @@ def waiting(queue: Queue, key: QueueKey, fit: int = 0) -> list[Queued]:
 def head(queue: Queue) -> Queued:
     """The next request to be served where every instance takes every request."""
     return waiting(queue, queue.keys[0])[0]
+
+
+#: So many turns of the loop are given without a pause: what needs more waits for time to pass.
+_TURNS = 2000
+
+
+async def turns_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Let the event loop turn until a condition holds; the limit only ends a test that has failed.
+
+    After many turns there is a pause in each: other tests need the core.
+    """
+    turns = 0
+    async with asyncio.timeout(limit_s):
+        while not holds():
+            turns += 1
+            await asyncio.sleep(0 if turns < _TURNS else 0.002)

@@ -299,7 +299,7 @@ def test_several_processes_split_no_requests(tmp_path: Path, capsys: pytest.Capt
     assert "proxy.workers: expected 1 with kv_transfer, got 2" in capsys.readouterr().err
 
 
-def test_all_mistakes_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = (
         FLEET.replace("policy:", "polisy:").replace("port: 8080", "port: 99999").replace("weight", "weigth")
     )
@@ -316,7 +316,7 @@ def test_all_mistakes_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path
     assert "(did you mean weight?)" in caught.value.lines[2]
 
 
-def test_mistakes_that_only_the_whole_shows_are_told_at_once_too(tmp_path: Path) -> None:
+def test_mistakes_that_only_the_whole_shows_are_reported_at_once_too(tmp_path: Path) -> None:
     text = FLEET.replace("name: hetlb", "name: hetl").replace(":8001", ":8000").replace("p.yaml}", "q.yaml}")
     text = text.replace("version: 1\n", "version: 1\ntracing: {otlp_endpoint: nowhere}\n")
     with pytest.raises(InputError) as caught:

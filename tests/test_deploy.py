@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, serving
 from test_walkthrough import free_ports, vllm_accepts
 
@@ -142,7 +142,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines if line.strip()]
 
 
-def test_the_image_runs_hetlb_as_nobody_on_the_ports_of_the_fleet() -> None:
+def test_the_image_runs_hetlb_unprivileged_on_the_ports_of_the_fleet() -> None:
     said = dict(instructions())
     entry, command = json.loads(said["ENTRYPOINT"]), json.loads(said["CMD"])
     assert entry == ["hetlb"]

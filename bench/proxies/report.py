@@ -354,14 +354,11 @@ def _by_instances(document: dict[str, Any]) -> dict[int, Figures]:
 
 
 def setup(document: dict[str, Any]) -> str:
-    """The command, the machine, the versions."""
+    """The command, the machine, the versions; the record also holds how each proxy logs and chooses."""
     told = document["about"]
-    rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
-    return (
-        f"```\n{told['command']}\n```\n\n{told['date']}, {told['machine']}; hetlb at {told['commit']}.\n\n"
-        + table(["proxy", "version", "log and policy"], rows)
-        + "\n"
-    )
+    versions = ", ".join(f"{name} {facts['version']}" for name, facts in told["proxies"].items())
+    when = f"{told['date']}, {told['machine']}; hetlb at {told['commit']}."
+    return f"```\n{told['command']}\n```\n\n{when}\n{versions}.\n"
 
 
 def write_page(document: dict[str, Any]) -> None:

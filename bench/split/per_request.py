@@ -106,13 +106,13 @@ def plan(of: Sequence[tuple[int, int]], rate: float, rng: random.Random) -> list
     return planned
 
 
-def run(
+def simulation(
     profiles: Sequence[Profile],
     roles: Sequence[Role] | None,
     bandwidth: float,
     requests: list[PlannedRequest],
-) -> tuple[FleetResult, FleetSimulation]:
-    """One simulation; without `roles` nothing is split."""
+) -> FleetSimulation:
+    """A simulation; without `roles` nothing is split."""
     link = KvTransfer(Connector.NIXL, 30.0, KV_BYTES, bandwidth, 0.005)
     specs, engines = [], {}
     for i, profile in enumerate(profiles):
@@ -129,8 +129,17 @@ def run(
         lengths=LengthDistribution([each.output_tokens for each in requests]),
         initial_health=Health.UP,
     )
-    simulation = FleetSimulation(setup, engines, requests, model=MODEL)
-    return simulation.run(), simulation
+    return FleetSimulation(setup, engines, requests, model=MODEL)
+
+
+def run(
+    profiles: Sequence[Profile],
+    roles: Sequence[Role] | None,
+    bandwidth: float,
+    requests: list[PlannedRequest],
+) -> FleetResult:
+    """Result of a simulation."""
+    return simulation(profiles, roles, bandwidth, requests).run()
 
 
 def goodput(profiles: Sequence[Profile], requests: list[PlannedRequest], result: FleetResult) -> float:
@@ -156,12 +165,12 @@ def case(fleet: str, mix: str, load: float, count: int) -> dict[str, Any]:
     rng = random.Random(f"{fleet}/{mix}")
     of = lengths(mix, count, rng)
     at_once = plan(of, math.inf, rng)
-    result, _ = run(profiles, None, bandwidth, at_once)
+    result = run(profiles, None, bandwidth, at_once)
     capacity = count / max(record.end_s or 0.0 for record in result.records)
     requests = plan(of, load * capacity, random.Random(f"{fleet}/{mix}/{load}"))
     found: dict[str, float] = {}
-    found["whole"] = goodput(profiles, requests, run(profiles, None, bandwidth, requests)[0])
-    mixed, _ = run(profiles, [Role.BOTH] * len(profiles), bandwidth, requests)
+    found["whole"] = goodput(profiles, requests, run(profiles, None, bandwidth, requests))
+    mixed = run(profiles, [Role.BOTH] * len(profiles), bandwidth, requests)
     found["mixed"] = goodput(profiles, requests, mixed)
     best, roles_of_best = 0.0, ""
     seen: set[tuple[tuple[str, Role], ...]] = set()
@@ -170,7 +179,7 @@ def case(fleet: str, mix: str, load: float, count: int) -> dict[str, Any]:
         if len(set(roles)) < 2 or kind in seen:
             continue
         seen.add(kind)
-        value = goodput(profiles, requests, run(profiles, roles, bandwidth, requests)[0])
+        value = goodput(profiles, requests, run(profiles, roles, bandwidth, requests))
         if value > best:
             best, roles_of_best = value, " ".join(role[0] for role in roles)
     return {

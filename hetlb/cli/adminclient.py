@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
 
-#: Where `hetlb serve` has its admin listener unless told otherwise.
+#: Default address of `hetlb serve`'s admin listener.
 DEFAULT_URL = "http://127.0.0.1:8081"
 TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
 

@@ -60,53 +60,136 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
     add = parser.add_argument
-    add("--url", required=True, metavar="URL", help="the server, http://HOST:PORT")
-    add("--model", help="default: the first of /v1/models")
-    add("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help=f"default {COMPLETIONS}")
+    add("--url", required=True, metavar="URL", help="server, http://HOST:PORT")
+    add("--model", help="model to ask for (default: the first of /v1/models)")
+    add(
+        "--endpoint",
+        choices=(COMPLETIONS, CHAT),
+        default=COMPLETIONS,
+        help=f"path of the requests (default {COMPLETIONS})",
+    )
 
-    add("--trace", type=Path, metavar="T.csv", help="arrival_s,input_tokens,output_tokens")
-    add("--dataset-name", choices=_DATASETS, help="instead of a trace")
-    add("--dataset-path", type=Path, metavar="FILE", help="of sharegpt (JSON) or custom (text or .jsonl)")
-    add("--random-input-len", type=int, default=1024, metavar="N", help="tokens (default 1024)")
-    add("--random-output-len", type=int, default=128, metavar="N", help="tokens (default 128)")
-    add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths spread by +-R (0 to 1)")
-    add("--sharegpt-output-len", type=int, metavar="N", help="default: as long as the recorded answers")
-    add("--custom-output-len", type=int, default=256, metavar="N", help="tokens (default 256)")
-    add("--prompt-format", choices=("ids", "text"), help="default: ids of a trace or random lengths")
-    add("--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of a trace's hash_ids")
-    add("--num-prompts", type=int, metavar="N", help="default: every row (random, sharegpt: 1000)")
+    add("--trace", type=Path, metavar="T.csv", help="requests: arrival_s,input_tokens,output_tokens")
+    add("--dataset-name", choices=_DATASETS, help="source of requests, instead of a trace")
+    add(
+        "--dataset-path", type=Path, metavar="FILE", help="file of sharegpt (JSON) or custom (text or .jsonl)"
+    )
+    add(
+        "--random-input-len",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="prompt tokens of random (default 1024)",
+    )
+    add(
+        "--random-output-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="output tokens of random (default 128)",
+    )
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="spread of random lengths, +-R (0 to 1)",
+    )
+    add(
+        "--sharegpt-output-len",
+        type=int,
+        metavar="N",
+        help="output tokens of sharegpt (default: as recorded)",
+    )
+    add(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="output tokens of custom (default 256)",
+    )
+    add(
+        "--prompt-format",
+        choices=("ids", "text"),
+        help="prompts as token ids or text (default: ids of a trace or random lengths)",
+    )
+    add(
+        "--hash-block-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of a block of hash_ids (default 512)",
+    )
+    add("--num-prompts", type=int, metavar="N", help="requests (default: every row; random, sharegpt: 1000)")
 
-    add("--request-rate", default="inf", metavar="R", help="requests/s, inf or trace; several: 2,4,8")
-    add("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson, inf constant")
+    add(
+        "--request-rate",
+        default="inf",
+        metavar="R",
+        help="requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,8",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="gamma shape of the gaps (default 1: Poisson; inf: constant)",
+    )
     add("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
-    add("--ramp-up-strategy", choices=("linear", "exponential"), help="a rate that grows during the run")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="growth of the rate during a run")
     add("--ramp-up-start-rps", type=float, metavar="R", help="requests/s at the start")
     add("--ramp-up-end-rps", type=float, metavar="R", help="requests/s at the end")
-    add("--max-concurrency", type=int, metavar="N", help="requests in flight; with rate inf a closed loop")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests before every run, not measured")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers of exact length")
-    add("--seed", type=int, default=0, help="draws lengths and arrivals (default 0)")
-    add("--prompt-salt", metavar="TEXT", help="draws prompts; default: new ones that no cache has seen")
+    add(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="most requests in flight; with rate inf a closed loop",
+    )
+    add("--num-warmups", type=int, default=0, metavar="N", help="unmeasured requests before every run")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answers of exactly the planned length (default)",
+    )
+    add("--seed", type=int, default=0, help="seed of lengths and arrivals (default 0)")
+    add("--prompt-salt", metavar="TEXT", help="seed of the prompts (default: new ones, in no cache)")
 
-    add("--session-header", default="x-session-id", metavar="NAME", help="names a trace's conversations")
-    add("--tenant-header", default="", metavar="NAME", help="names a trace's tenants (always sent as `user`)")
-    add("--admin", metavar="URL", help="the admin listener of the proxy at --url")
-    add("--compare", metavar="A,B,C", help="the same load under each policy; the first is the baseline")
-    add("--rounds", type=int, default=1, metavar="N", help="of a comparison; from 2 on with intervals")
+    add(
+        "--session-header",
+        default="x-session-id",
+        metavar="NAME",
+        help="header that names a conversation (default x-session-id)",
+    )
+    add("--tenant-header", default="", metavar="NAME", help="header that names a tenant, besides `user`")
+    add("--admin", metavar="URL", help="admin address of the proxy at --url")
+    add("--compare", metavar="A,B,C", help="policies to compare on the same load; the first is the baseline")
+    add("--rounds", type=int, default=1, metavar="N", help="rounds of a comparison; from 2 on with intervals")
     add("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
-    add("--slo-attainment", type=float, default=0.95, metavar="S", help="share of requests (default 0.95)")
+    add(
+        "--slo-attainment",
+        type=float,
+        default=0.95,
+        metavar="S",
+        help="share of requests that must meet the limits (default 0.95)",
+    )
 
-    add("--goodput", nargs="+", default=(), metavar="NAME:MS", help="limits of ttft, tpot, e2el")
-    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="A,B", help="shown in the table")
+    add("--goodput", nargs="+", default=(), metavar="NAME:MS", help="latency limits: ttft, tpot, e2el")
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="A,B", help="latencies in the table")
     add("--metric-percentiles", default="90,99", metavar="P,Q", help="percentiles of the latencies")
 
-    add("--metadata", nargs="+", default=(), metavar="KEY=VALUE", help="kept in the result")
-    add("--save-result", action="store_true", help="the JSON document in a file")
-    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="default: the working directory")
-    add("--result-filename", metavar="NAME", help="default: RATEqps-MODEL-DATE.json")
-    add("--save-detailed", action="store_true", help="times and lengths of every request in the document")
-    add("--csv", type=Path, metavar="FILE", help="a line per run")
-    add("--html", type=Path, metavar="FILE", help="a report with pictures, in one file")
+    add("--metadata", nargs="+", default=(), metavar="KEY=VALUE", help="entries of the result's metadata")
+    add("--save-result", action="store_true", help="write the JSON document to a file")
+    add(
+        "--result-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder of the result (default: the working directory)",
+    )
+    add("--result-filename", metavar="NAME", help="name of the result (default: RATEqps-MODEL-DATE.json)")
+    add("--save-detailed", action="store_true", help="add times and lengths of every request")
+    add("--csv", type=Path, metavar="FILE", help="CSV file, a line per run")
+    add("--html", type=Path, metavar="FILE", help="report with charts, in one file")
     add("--json", action="store_true", help="one JSON document on stdout")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 

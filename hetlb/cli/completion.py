@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+    parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,12 +53,10 @@ _PLAIN_WIDTH = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb demo`."""
     parser.add_argument(
-        "--num-prompts", type=int, metavar="N", help="requests of each run (default: all 800 of its trace)"
+        "--num-prompts", type=int, metavar="N", help="requests of each run (default: all 800 of the trace)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="draws the prompts (default 0)")
-    parser.add_argument(
-        "--split", action="store_true", help="show prompts read at one engine and answered by another"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
+    parser.add_argument("--split", action="store_true", help="prefill at one engine, decode at another")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, required=True, metavar="P.yaml", help="latency profile that times the engine"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default 8000)")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on (default 8000; 0 picks a free one)"
+    )
     parser.add_argument(
         "--served-model-name",
         nargs="+",
@@ -56,49 +58,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1.0,
         metavar="X",
-        help="multiplies every duration of the engine: 0.1 is ten times faster (default 1)",
+        help="factor on every duration: 0.1 is ten times faster (default 1)",
     )
     parser.add_argument(
         "--enable-prefix-caching",
         action="store_true",
-        help="compute no KV block that an earlier prompt began with (default: each computes its own)",
+        help="share KV blocks between prompts with a common prefix (default: off)",
     )
     parser.add_argument(
         "--kv-transfer",
         choices=("nixl", "mooncake", "shared-storage"),
-        help="hand KV blocks over to other engines as this connector of vLLM does (default: no connector)",
+        help="transfer KV blocks as this connector of vLLM does (default: none)",
     )
     parser.add_argument(
         "--kv-lease",
         type=_positive,
         default=30.0,
         metavar="S",
-        help="seconds for which blocks that are not fetched are kept (default 30)",
+        help="seconds that blocks are kept for a fetch (default 30)",
     )
     parser.add_argument(
         "--kv-bandwidth",
         type=_positive,
         default=5e9,
         metavar="B",
-        help="bytes per second at which blocks are fetched (default 5e9)",
+        help="bytes per second of a fetch (default 5e9)",
     )
     parser.add_argument(
         "--kv-load-failure-policy",
         choices=("fail", "recompute"),
         default="fail",
-        help="what becomes of a request whose blocks cannot be fetched (default fail)",
+        help="treatment of a request whose blocks cannot be fetched (default fail)",
     )
     parser.add_argument(
         "--kv-folder",
         type=Path,
         metavar="DIR",
-        help="folder of the blocks, with --kv-transfer shared-storage",
+        help="folder of the blocks (--kv-transfer shared-storage)",
     )
     parser.add_argument(
         "--iteration",
         choices=[rule.value for rule in IterationRule],
         default=IterationRule.TOKEN.value,
-        help="how the time of an iteration with prefill and decode work is put together (default token)",
+        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
     )
 
 

@@ -33,18 +33,20 @@ from hetlb.errors import ConfigError, InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb explain`."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--config", type=Path, metavar="FLEET.yaml", help="explain a request on this fleet")
+    source.add_argument(
+        "--config", type=Path, metavar="FLEET.yaml", help="fleet file: explain a request on it"
+    )
     source.add_argument(
         "--url",
         metavar="ADMIN",
         help=f"a running proxy's admin address: its last decisions (default {DEFAULT_URL})",
     )
     parser.add_argument(
-        "--last", type=int, metavar="N", help="of a running proxy: how many, up to 1000 (default 10)"
+        "--last", type=int, metavar="N", help="decisions of a running proxy, up to 1000 (default 10)"
     )
     add_token_argument(parser)
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="default: the file's")
-    parser.add_argument("--model", help="default: the first of the file")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's)")
+    parser.add_argument("--model", help="model of the file (default: its first)")
     parser.add_argument(
         "--input", type=int, default=512, metavar="TOKENS", help="prompt tokens (default 512)"
     )

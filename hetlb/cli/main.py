@@ -19,21 +19,21 @@ from hetlb.extras import missing_extra, require
 
 #: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
 COMMANDS = {
-    "demo": "the whole loop on this machine, no GPU needed",
+    "demo": "a comparison of policies on this machine, without a GPU",
     "serve": "the reverse proxy in front of a fleet",
     "pick": "the endpoint picker for Envoy and the Gateway API",
     "engine": "an emulated vLLM server, timed by a latency profile",
-    "simulate": "a fleet in virtual time, or a replay of a recorded event log",
-    "profile": "latency profiles: make one, show one, compare two",
-    "search": "the tensor-parallel degree that suits every machine of a cluster",
+    "simulate": "a fleet in virtual time, or the replay of an event log",
+    "profile": "latency profiles: make, show, compare, list",
+    "search": "tensor-parallel degrees and layouts for the machines of a cluster",
     "stage": "a worker that holds some layers of a model",
-    "place": "layers of a model over machines none of which holds it",
-    "split": "groups of GPUs for prefill and for decode, their parallelism, the KV flows between them",
-    "rent": "which GPUs to rent for a budget, divided into which instances, and which requests go where",
-    "bench": "load against any OpenAI-compatible server, measured by a client that judges itself",
+    "place": "a model's layers over machines none of which holds it",
+    "split": "GPUs for prefill and for decode, and the KV flows between them",
+    "rent": "the GPUs to rent for a budget, the instances on them, their requests",
+    "bench": "a load test of any OpenAI-compatible server",
     "explain": "one decision in numbers, or the last ones of a running proxy",
     "top": "the live fleet in a terminal",
-    "completion": "completion of commands and flags for bash, zsh, fish or tcsh",
+    "completion": "the completion script for bash, zsh, fish or tcsh",
 }
 
 

@@ -20,8 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb pick`; each beats the file."""
     add_fleet_arguments(parser)
     parser.set_defaults(host=None, port=None, workers=None)
-    parser.add_argument("--grpc-host", help="address that gateways reach (default 127.0.0.1)")
-    parser.add_argument("--grpc-port", type=int, help="its port (default 9002; 0 picks a free one)")
+    parser.add_argument("--grpc-host", help="address that gateways connect to (default 127.0.0.1)")
+    parser.add_argument(
+        "--grpc-port", type=int, help="port that gateways connect to (default 9002; 0 picks a free one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

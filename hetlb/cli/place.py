@@ -58,23 +58,31 @@ _VLLM_SHARE = 0.95
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb place`."""
     add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="PLACE.yaml", help="machines, links and model")
-    add("--placement", type=Path, metavar="P.json", help="evaluate this placement instead of searching")
+    add("--config", type=Path, required=True, metavar="PLACE.yaml", help="file of machines, links and model")
+    add("--placement", type=Path, metavar="P.json", help="placement to evaluate instead of searching")
     add(
         "--partial-inference",
         choices=("on", "off"),
         default="off",
-        help="whether a request may enter a machine behind its first layer (off)",
+        help="requests may enter a machine behind its first layer (default off)",
+    )
+    add("--simulate", type=float, metavar="SECONDS", help="seconds of the simulations that choose the plan")
+    add("--scheduler", choices=tuple(PATH_POLICIES), default="hetlb", help="path policy (default hetlb)")
+    add(
+        "--lengths",
+        type=Path,
+        metavar="L.csv",
+        help="requests: input_tokens,output_tokens (default 750 and 240)",
     )
     add(
-        "--simulate", type=float, metavar="SECONDS", help="let simulations of so many seconds choose the plan"
+        "--load",
+        default="offline",
+        metavar="offline|RATE",
+        help="as much as fits, or requests/s (default offline)",
     )
-    add("--scheduler", choices=tuple(PATH_POLICIES), default="hetlb", help="who chooses paths (hetlb)")
-    add("--lengths", type=Path, metavar="L.csv", help="input_tokens,output_tokens of requests (750 and 240)")
-    add("--load", default="offline", metavar="offline|RATE", help="as much as fits, or requests/s (offline)")
-    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search (60)")
-    add("--seed", type=int, default=0, metavar="N", help="of search and simulation (0)")
-    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="separate pipelines as instances of a fleet")
+    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the search (default 60)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of search and simulation (default 0)")
+    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of separate pipelines")
     add("--json", action="store_true", help="one JSON document on stdout")
 
 

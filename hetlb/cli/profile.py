@@ -53,55 +53,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml | list FOLDER"
     )
-    parser.add_argument("verb", nargs="?", choices=("show", "compare", "list"), help="instead of making one")
-    parser.add_argument("files", nargs="*", type=Path, metavar="P.yaml", help="what to show, compare or list")
+    parser.add_argument(
+        "verb", nargs="?", choices=("show", "compare", "list"), help="action on existing profiles"
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="P.yaml", help="files to show or compare, folder to list"
+    )
     parser.add_argument(
         "--from",
         dest="source",
         metavar="SOURCE",
         help="csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline",
     )
-    parser.add_argument("--out", type=Path, metavar="P.yaml", help="where the profile goes")
-    parser.add_argument("--name", help="the profile's name (default: system, model and degree)")
-    parser.add_argument("--system", help="csv: the rows of this system; roofline: the GPU's name")
-    parser.add_argument("--model", help="csv: the rows of this model; roofline: the model's name")
+    parser.add_argument("--out", type=Path, metavar="P.yaml", help="profile to write")
+    parser.add_argument("--name", help="name of the profile (default: system, model and degree)")
+    parser.add_argument("--system", help="GPU; selects the rows of a CSV")
+    parser.add_argument("--model", help="model; selects the rows of a CSV, or one of several served")
+    parser.add_argument("--tp", metavar="N", help="tensor-parallel degree (aiconfigurator: several, 1,2,4,8)")
     parser.add_argument(
-        "--tp", metavar="N", help="tensor-parallel degree; aiconfigurator: or several, 1,2,4,8"
+        "--form", choices=tuple(Form), help="form of prefill (default: the least held-out error)"
     )
-    parser.add_argument("--form", choices=tuple(Form), help="of prefill (default: by held-out error)")
-    parser.add_argument("--weights", choices=("relative", "absolute"), default="relative")
-    parser.add_argument("--plot", type=Path, metavar="P.png", help="measured against fitted")
-    parser.add_argument("--licence", help="of the data, kept in the file")
-    parser.add_argument("--attribution", help="whom the data is from, kept in the file")
-    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="capacity, kept in the file")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="capacity, kept in the file")
-    parser.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of the model, over all GPUs")
-    parser.add_argument("--memory-bytes", type=int, metavar="N", help="of one GPU")
-    parser.add_argument("--block-size", type=int, metavar="N", help="of the KV cache, kept in the file")
-    parser.add_argument("--layers", type=int, metavar="N", help="of the model (default: known by its name)")
-    parser.add_argument("--heads", type=int, metavar="N", help="attention heads of the model, likewise")
     parser.add_argument(
-        "--tile", type=int, metavar="N", help="tokens of a tile of dense kernels (default: shown, else 128)"
+        "--weights",
+        choices=("relative", "absolute"),
+        default="relative",
+        help="weights of the fit (default relative)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="P.png", help="picture of measured and fitted times")
+    parser.add_argument("--licence", help="licence of the data")
+    parser.add_argument("--attribution", help="origin of the data")
+    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="tokens that the KV cache holds")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences of a batch")
+    parser.add_argument(
+        "--kv-bytes-per-token", type=int, metavar="N", help="KV cache per token, over all GPUs"
+    )
+    parser.add_argument("--memory-bytes", type=int, metavar="N", help="memory of one GPU")
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="layers of the model (default: known by its name)"
+    )
+    parser.add_argument(
+        "--heads", type=int, metavar="N", help="attention heads of the model (default: known by its name)"
+    )
+    parser.add_argument(
+        "--tile",
+        type=int,
+        metavar="N",
+        help="tokens of a tile of dense kernels (default: what the points show, else 128)",
     )
     parser.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="whether the engine schedules asynchronously (default: as vLLM of its version does)",
+        help="asynchronous scheduling (default: as vLLM of that version)",
     )
     profile_live.add_arguments(parser)
     log = parser.add_argument_group("from a log or a running proxy")
-    log.add_argument("--server", metavar="NAME", help="proxy: the instance, by its name in the fleet")
-    log.add_argument("--start", type=Path, metavar="P.yaml", help="the profile that is corrected")
+    log.add_argument("--server", metavar="NAME", help="instance of the proxy (--from proxy:URL)")
+    log.add_argument("--start", type=Path, metavar="P.yaml", help="profile to correct (--from log:, proxy:)")
     log.add_argument(
-        "--hash-block-size", type=int, default=512, metavar="N", help="tokens of one of the log's hash_ids"
+        "--hash-block-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of a block of the log's hash_ids (default 512)",
     )
     roofline = parser.add_argument_group("roofline (marked unmeasured)")
     roofline.add_argument("--peak-flops", type=float, metavar="F", help="FLOP/s of one GPU at this precision")
     roofline.add_argument("--bandwidth", type=float, metavar="B", help="memory bytes/s of one GPU")
-    roofline.add_argument("--parameters", type=float, metavar="P", help="of the model")
-    roofline.add_argument("--bytes-per-parameter", type=float, default=2.0, metavar="B")
-    roofline.add_argument("--flops-efficiency", type=float, default=0.5, metavar="SHARE")
-    roofline.add_argument("--bandwidth-efficiency", type=float, default=0.7, metavar="SHARE")
+    roofline.add_argument("--parameters", type=float, metavar="P", help="parameters of the model")
+    roofline.add_argument(
+        "--bytes-per-parameter", type=float, default=2.0, metavar="B", help="bytes of a weight (default 2)"
+    )
+    roofline.add_argument(
+        "--flops-efficiency",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of peak FLOP/s reached (default 0.5)",
+    )
+    roofline.add_argument(
+        "--bandwidth-efficiency",
+        type=float,
+        default=0.7,
+        metavar="SHARE",
+        help="share of the bandwidth reached (default 0.7)",
+    )
     estimated = parser.add_argument_group("without a server")
     estimated.add_argument(
         "--overhead-ms",
@@ -110,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host time of every iteration (default: roofline 2, else 0)",
     )
     estimated.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="aiconfigurator: factor on all times"
+        "--scale", type=float, default=1.0, metavar="X", help="factor on all times (aiconfigurator)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 

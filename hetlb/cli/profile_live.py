@@ -65,14 +65,27 @@ class LiveResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a live sweep."""
     live = parser.add_argument_group("a live server")
-    live.add_argument("--url", metavar="URL", help="of an OpenAI-compatible vLLM server without other load")
-    live.add_argument("--budget", default=_DEFAULT_BUDGET, metavar="TIME", help="such as 90s or 5m (default)")
-    live.add_argument("--grid", type=Path, metavar="FILE", help="YAML: rows of [batch, length] per phase")
-    live.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="samples a point (default 3)")
-    live.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the API key")
-    live.add_argument("--force", action="store_true", help="measure a server that others use too")
-    live.add_argument("--fresh", action="store_true", help="forget the samples of an interrupted sweep")
-    live.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="default: learnt where visible")
+    live.add_argument("--url", metavar="URL", help="vLLM server to measure, without other load")
+    live.add_argument(
+        "--budget", default=_DEFAULT_BUDGET, metavar="TIME", help="time for the measurement (default 5m)"
+    )
+    live.add_argument(
+        "--grid", type=Path, metavar="FILE", help="YAML file of points: rows of [batch, length] per phase"
+    )
+    live.add_argument(
+        "--repeats", type=int, default=REPEATS, metavar="N", help="samples of a point (default 3)"
+    )
+    live.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key"
+    )
+    live.add_argument("--force", action="store_true", help="measure a server that has other load")
+    live.add_argument("--fresh", action="store_true", help="discard the samples of an interrupted sweep")
+    live.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="token budget of an iteration (default: learnt)",
+    )
 
 
 def measure(args: argparse.Namespace) -> LiveResult:

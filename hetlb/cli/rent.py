@@ -47,27 +47,49 @@ _MOST_ROWS = 20_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb rent`."""
-    parser.add_argument("--config", type=Path, required=True, metavar="MARKET.yaml", help="offers and budget")
-    parser.add_argument("--trace", type=Path, metavar="T.csv", help="the requests, in place of workloads")
-    parser.add_argument("--workloads", type=int, default=9, metavar="N", help="types to find in the trace")
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workloads"
+    )
+    parser.add_argument(
+        "--workloads", type=int, default=9, metavar="N", help="types of request to find in the trace"
+    )
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver")
-    parser.add_argument("--gap", type=float, default=1e-4, metavar="G", help="good enough, relative")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of clusters, solver and simulation")
+    parser.add_argument(
+        "--gap", type=float, default=1e-4, metavar="G", help="relative gap at which the solver stops"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of types, solver and simulation"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="the plan as a fleet file")
-    parser.add_argument("--no-simulate", action="store_true", help="do not simulate the whole fleet")
-    parser.add_argument("--no-baselines", action="store_true", help="do not plan the baselines")
-    parser.add_argument("--cache", type=Path, metavar="FILE", help="throughputs (default: under ~/.cache)")
-    parser.add_argument("--no-cache", action="store_true", help="simulate all throughputs anew")
+    parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
+    parser.add_argument("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
+    parser.add_argument("--no-baselines", action="store_true", help="skip the baselines")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FILE", help="file of known throughputs (default: under ~/.cache)"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="simulate all throughputs again")
     sweep = parser.add_argument_group("sweeps")
-    sweep.add_argument("--budgets", metavar="B,B,...", help="a plan for each of these budgets per hour")
-    sweep.add_argument("--hours", type=Path, metavar="H.csv", help="a plan for every hour: hour,request_rate")
-    sweep.add_argument("--plot", type=Path, metavar="P.png", help="budgets or hours as a picture")
+    sweep.add_argument("--budgets", metavar="B,B,...", help="budgets per hour, a plan for each")
+    sweep.add_argument(
+        "--hours", type=Path, metavar="H.csv", help="hours, a plan for each: hour,request_rate"
+    )
+    sweep.add_argument("--plot", type=Path, metavar="P.png", help="picture of budgets or hours")
     again = parser.add_argument_group("replanning")
-    again.add_argument("--replan", type=Path, metavar="PLAN.json", help="the running plan (its --json)")
-    again.add_argument("--load-time", type=float, default=300.0, metavar="S", help="to load a model")
-    again.add_argument("--horizon", type=float, default=3600.0, metavar="S", help="until the next change")
-    again.add_argument("--keep", type=float, default=0.95, metavar="SHARE", help="of a plan from scratch")
+    again.add_argument("--replan", type=Path, metavar="PLAN.json", help="running plan (its --json)")
+    again.add_argument("--load-time", type=float, default=300.0, metavar="S", help="seconds to load a model")
+    again.add_argument(
+        "--horizon", type=float, default=3600.0, metavar="S", help="seconds until the next change"
+    )
+    again.add_argument(
+        "--keep",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="share of a plan from scratch that must be kept",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -73,32 +73,42 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1e-3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb search`."""
-    parser.add_argument("--config", type=Path, required=True, metavar="CLUSTER.yaml", help="the machines")
-    parser.add_argument("--trace", type=Path, required=True, metavar="T.csv", help="the requests to expect")
+    parser.add_argument("--config", type=Path, required=True, metavar="CLUSTER.yaml", help="cluster file")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="T.csv",
+        help="expected requests: arrival_s,input_tokens,output_tokens",
+    )
     parser.add_argument(
         "--estimate",
         choices=("simulate", "static"),
         default="simulate",
-        help="hetlb's engine model (default), or the paper's algorithm 1: the order, not the figures",
+        help="engine model (default), or the paper's algorithm 1 (order, not figures)",
     )
     parser.add_argument(
-        "--num-prompts", type=int, default=MAX_ROWS, metavar="N", help=f"rows to sample ({MAX_ROWS} at most)"
+        "--num-prompts",
+        type=int,
+        default=MAX_ROWS,
+        metavar="N",
+        help=f"rows to sample (default and most: {MAX_ROWS})",
     )
-    parser.add_argument(
-        "--request-rate", metavar="R", help="requests/s of the whole fleet: rank by goodput at this rate"
-    )
-    parser.add_argument("--slo", metavar="TARGET", help="latencies to meet: ttft=500ms,tpot=50ms")
+    parser.add_argument("--request-rate", metavar="R", help="requests/s of the whole fleet; ranks by goodput")
+    parser.add_argument("--slo", metavar="TARGET", help="latency limits: ttft=500ms,tpot=50ms")
     parser.add_argument(
         "--pipeline-parallel",
         type=int,
         metavar="N",
-        help="stages of an instance at most (default: 1, or more where GPUs would be left over)",
+        help="most stages of an instance (default: 1, more where GPUs would be left over)",
     )
     parser.add_argument(
-        "--data-parallel", action="store_true", help="alike instances of a machine behind one URL"
+        "--data-parallel", action="store_true", help="put equal instances of a machine behind one URL"
     )
-    parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="the best layout as a fleet")
-    parser.add_argument("--plot", type=Path, metavar="P.png", help="the ranking as bars")
+    parser.add_argument(
+        "--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the best layouts"
+    )
+    parser.add_argument("--plot", type=Path, metavar="P.png", help="picture of the ranking")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 

@@ -32,16 +32,18 @@ logger = logging.getLogger("hetlb.serve")
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of all that serve a fleet; each beats the file."""
-    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet")
+    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="fleet file")
     parser.add_argument(
         "--instance", action="append", default=[], metavar="URL",
-        help="a server, instead of a file (repeatable): capacity is read from it, speed learnt while serving",
+        help="server, instead of a file (repeatable); its capacity is read, its speed is learnt",
     )  # fmt: skip
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="default: hetlb")
-    parser.add_argument("--check", action="store_true", help="validate and exit")
     parser.add_argument(
-        "--event-log", type=Path, metavar="FILE", help="write what the scheduler sees and decides"
+        "--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's, else hetlb)"
+    )
+    parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
+    parser.add_argument(
+        "--event-log", type=Path, metavar="FILE", help="record the scheduler's facts and decisions"
     )
 
 
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
     parser.add_argument(
-        "--replace", action="store_true", help="take the place of the process that serves this address"
+        "--replace", action="store_true", help="take over from the process that serves this address"
     )
 
 

@@ -45,50 +45,80 @@ _REQUESTS_WORTH_A_PROCESS = 4000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb simulate`."""
-    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="the fleet; needs profiles")
-    parser.add_argument("--trace", type=Path, metavar="T.csv", help="arrival_s,input_tokens,output_tokens")
+    parser.add_argument(
+        "--config", type=Path, metavar="FLEET.yaml", help="fleet file; every instance needs a profile"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="T.csv", help="requests: arrival_s,input_tokens,output_tokens"
+    )
     parser.add_argument(
         "--request-rate",
         default="inf",
         metavar="R",
-        help="requests/s, inf (all at once) or trace; several: 8,16,inf",
+        help="requests/s, inf (all at once) or trace (recorded arrivals); several: 8,16,inf",
     )
-    parser.add_argument("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson")
+    parser.add_argument(
+        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps (default 1: Poisson)"
+    )
     parser.add_argument("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="default: every row of the trace")
-    parser.add_argument("--policy", metavar="A,B,C", help="one run each (default: the file's)")
-    parser.add_argument("--predictor", choices=PREDICTORS, default="empirical")
-    parser.add_argument("--iteration", choices=tuple(IterationRule), default=IterationRule.TOKEN)
-    parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait (default: any)")
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help="rows of the trace, repeated where there are fewer (default: all)",
+    )
+    parser.add_argument(
+        "--policy", metavar="A,B,C", help="scheduling policies, a run each (default: the file's)"
+    )
+    parser.add_argument(
+        "--predictor",
+        choices=PREDICTORS,
+        default="empirical",
+        help="predictor of output lengths (default empirical)",
+    )
+    parser.add_argument(
+        "--iteration",
+        choices=tuple(IterationRule),
+        default=IterationRule.TOKEN,
+        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
+    )
+    parser.add_argument(
+        "--queue-limit",
+        type=int,
+        metavar="N",
+        help="requests that may wait at the proxy (default: any number)",
+    )
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
-        help="engines keep prefixes; needs hash_ids or session_id",
+        help="engines cache prefixes; the trace needs hash_ids or session_id",
     )
     parser.add_argument(
         "--hash-block-size",
         type=int,
         default=HASH_BLOCK_TOKENS,
         metavar="N",
-        help="tokens of one of a trace's hash_ids",
+        help="tokens of a block of hash_ids (default 512)",
     )
     parser.add_argument(
         "--restart-at",
         metavar="S",
-        help="a proxy that knows nothing takes over at these seconds: 60,120",
+        help="seconds at which an empty proxy takes over: 60,120",
     )
-    parser.add_argument("--seed", default="0", metavar="S", help="draws arrivals and choices; several: 0,1,2")
-    parser.add_argument("--seeds", type=int, metavar="N", help="that many seeds, from --seed on")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as cores)")
-    parser.add_argument("--model", help="which model of the file (default: its first)")
     parser.add_argument(
-        "--plot", type=Path, metavar="P.png", help="throughput, latencies, KV use and queues as a picture"
+        "--seed", default="0", metavar="S", help="seed of arrivals and random choices; several: 0,1,2"
     )
-    parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay what a proxy recorded")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds, from --seed on")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--model", help="model of the file (default: its first)")
     parser.add_argument(
-        "--against", type=Path, metavar="LOG", help="hold a log of a real server against its profile"
+        "--plot", type=Path, metavar="P.png", help="picture of throughput, latencies, KV use and queues"
     )
-    parser.add_argument("--profile", type=Path, metavar="P.yaml", help="--against: of the server")
+    parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay a recorded event log")
+    parser.add_argument(
+        "--against", type=Path, metavar="LOG", help="compare the log of a real server with its profile"
+    )
+    parser.add_argument("--profile", type=Path, metavar="P.yaml", help="profile of the server (--against)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 

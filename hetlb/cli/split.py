@@ -39,23 +39,36 @@ _MOST_ROWS = 20_000
 _MOST_EXHAUSTIVE = 8
 #: Seconds for the search where none are given: for so many GPUs, per GPU beyond, and at most.
 _SMALL_GPUS, _SMALL_S, _GPU_S, _MOST_S = 24, 4.0, 0.75, 240.0
-#: What a plan that splits counts in simulation: it has more that can fail, so it must serve a good deal more.
+#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
 _WORTH = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb split`."""
     add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="CLUSTER.yaml", help="machines, links, model, workload")
-    add("--trace", type=Path, metavar="T.csv", help="the requests, in place of the file's workload")
-    add("--cost-model", choices=("profiles", "paper"), help="profiles (default), or HexGen-2's appendix A")
-    add("--exhaustive", action="store_true", help=f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)")
-    add("--time-limit", type=float, metavar="S", help="seconds for the search (4 up to 24 GPUs, then more)")
     add(
-        "--simulate", type=int, default=4, metavar="N", help="plans that simulation chooses from (4; 0: none)"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="CLUSTER.yaml",
+        help="cluster file: machines, links, model, workload",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of search and simulation (0)")
-    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="the plan as a fleet file")
+    add("--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workload")
+    add(
+        "--cost-model",
+        choices=("profiles", "paper"),
+        help="latency profiles (default), or HexGen-2's appendix A",
+    )
+    add("--exhaustive", action="store_true", help=f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)")
+    add(
+        "--time-limit",
+        type=float,
+        metavar="S",
+        help="seconds for the search (default: 4 up to 24 GPUs, then more)",
+    )
+    add("--simulate", type=int, default=4, metavar="N", help="plans that are simulated (default 4; 0: none)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of search and simulation (default 0)")
+    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
     add("--json", action="store_true", help="one JSON document on stdout")
 
 

@@ -32,40 +32,51 @@ _CPU_KV_BYTES = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb stage`; those that vLLM has bear its names."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="FOLDER", help="config.json and safetensors of a model")
-    add("--layers", required=True, metavar="A:B", help="hold the layers A to B-1, counted from 0")
+    add("--model", type=Path, required=True, metavar="FOLDER", help="folder with config.json and safetensors")
+    add("--layers", required=True, metavar="A:B", help="layers A to B-1, counted from 0")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=int, default=9100, help="0 picks a free one (default 9100)")
+    add("--port", type=int, default=9100, help="port to listen on (default 9100; 0 picks a free one)")
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
-        help="of weights, KV cache and activations (auto: as in config.json)",
+        help="type of weights, KV cache and activations (auto: as in config.json)",
     )
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU when there is one)")
-    add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="KV cache (1 GiB on CPU)")
+    add(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="BYTES",
+        help="bytes of the KV cache (default 1 GiB on CPU)",
+    )
     add(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
         metavar="SHARE",
-        help="share of the GPU's memory for weights and KV cache (0.9)",
+        help="share of the GPU's memory for weights and KV cache (default 0.9)",
     )
-    add("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of a KV block (16)")
-    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a batch (2048)")
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="requests of a batch (256)")
+    add("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of a KV block (default 16)")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="most tokens of a batch (default 2048)",
+    )
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="most requests of a batch (default 256)")
     add("--threads", type=int, metavar="N", help="CPU threads of torch")
-    add("--key-file", type=Path, metavar="FILE", help="shared key; needed elsewhere than on loopback")
-    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate: speak TLS and nothing else")
+    add("--key-file", type=Path, metavar="FILE", help="file of the shared key; needed beyond loopback")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate; turns plain connections off")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate")
     add("--ssl-ca-certs", type=Path, metavar="FILE", help="authorities of the other stages' certificates")
     add(
         "--layer-times",
         type=Path,
         metavar="CSV",
-        help="rehearse other hardware: batches take at least these times (layer_times of PLACE.yaml)",
+        help="least times of batches, to rehearse other hardware (layer_times of PLACE.yaml)",
     )
-    add("--gpu-type", metavar="NAME", help="whose times of --layer-times")
+    add("--gpu-type", metavar="NAME", help="GPU whose rows of --layer-times apply")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ _MAX_EVENT_BYTES = 16 << 20
 _CURVES_FROM = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
-#: What the rows are ordered by; `o` takes the next one.
+#: Orders of the rows; `o` takes the next one.
 ORDERS = ("as configured", "trouble", "work", "KV cache", "in flight")
 _HELP = "q quit   o order   ↑↓ scroll   d decisions"
 
@@ -189,7 +189,7 @@ class View:
     def __init__(self, url: str) -> None:
         self._url = url
         self.snapshot: dict[str, Any] | None = None
-        #: Why there is nothing new, "" while there is.
+        #: Reason why there is nothing new, "" while there is.
         self.trouble = ""
         self.done = False
         self._order = 0

@@ -452,7 +452,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 #: Address of an instance made of stages until its coordinator listens.
 STAGES_URL = "http://stages.invalid"
 
-#: What may stand between `//` and the path: it is sent as the Host header.
+#: Characters between `//` and the path of a URL: they are sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
 

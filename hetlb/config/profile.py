@@ -260,7 +260,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
 
-#: Where a profile must predict positive times: both formulas are bilinear, so the corners suffice.
+#: Corners at which a profile must predict positive times: both formulas are bilinear, so these suffice.
 _CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
 
 

@@ -92,7 +92,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.live = False
-        #: Why it is not live.
+        #: Reason why it is not live.
         self.reason = "no event has come yet"
         self.block_tokens = 0
         self._chains: dict[int, int] = {}  # by the engine's name of a block

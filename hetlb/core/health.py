@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.transition import Transition
 from hetlb.core.types import Health, Outcome, ProbeResult
 
 FALL: Final = 3
@@ -74,15 +75,6 @@ def verdict(outcome: Outcome, server_error: bool) -> Verdict:
     if server_error and outcome is Outcome.UPSTREAM_ERROR:
         return Verdict.ERROR
     return _VERDICTS.get(outcome, Verdict.NOTHING)
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A change of `Health`: the event, the states in which it may happen, the state that follows."""
-
-    event: str
-    before: tuple[Health, ...]
-    after: Health
 
 
 _IN_USE: Final = (Health.SUSPECT, Health.UP)
@@ -176,7 +168,7 @@ class HealthTracker:
         self._failures = 0
         self._failed_at = 0.0
         self._held_until = 0.0
-        #: How many requests that went elsewhere end a pause, None where none do, and how many did.
+        #: Requests that must go elsewhere to end a pause (None: none do), and those that did.
         self._skip: int | None = None
         self._skipped = 0
 
@@ -280,7 +272,9 @@ class HealthTracker:
         self._skip = None
         return self._failed_once(None, "", now, may_eject)
 
-    def _failed_once(self, found: Transition | None, reason: str, now: float, may_eject: bool) -> bool:
+    def _failed_once(
+        self, found: Transition[Health] | None, reason: str, now: float, may_eject: bool
+    ) -> bool:
         self._clean = False
         self._failures = self._remembered(now) + 1
         self._failed_at = now
@@ -343,14 +337,14 @@ class HealthTracker:
 
     # --- states ---
 
-    def _eject(self, transition: Transition, reason: str, now: float) -> bool:
+    def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
         self._ejections += 1
         self._forgiven_at = now
         jitter = 1.0 + EJECTION_JITTER * (2.0 * self._rng.random() - 1.0)
         self.ejected_until = now + min(EJECTION_CAP_S, EJECTION_BASE_S * self._ejections) * jitter
         return self._enter(transition, reason)
 
-    def _enter(self, transition: Transition, reason: str) -> bool:
+    def _enter(self, transition: Transition[Health], reason: str) -> bool:
         assert self.state in transition.before, f"{self.state.value}: {transition.event}"
         self.state = state = transition.after
         self.reason = reason

@@ -28,7 +28,7 @@ from hetlb.core.types import (
     Request,
 )
 
-#: What an engine that has not told its KV capacity is taken to hold, in tokens.
+#: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS: Final = 256
@@ -169,6 +169,7 @@ class Instance:
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
+        "kv_variance",
         "latency",
         "latency_bound",
         "leases",
@@ -214,7 +215,7 @@ class Instance:
         self.changes = changes or ChangeCounter()
         #: Belief about its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
-        #: What its cache holds by its own KV events, None where it publishes none.
+        #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
         #: Its LoRA adapters, None where it lists none.
         self.adapters: AdapterSlots | None = None
@@ -235,12 +236,12 @@ class Instance:
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
-        #: What derived figures rest on: instances with equal ones are of one kind.
+        #: Parameters that derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
         #: By the number of sequences, at the parameters of now.
         self._loads: dict[int, EngineLoad] = {}
-        #: How often they have changed: what is derived from them goes by it.
+        #: Number of their changes: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
         self.capacity = Capacity()
@@ -248,7 +249,7 @@ class Instance:
         self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: How many sequences all its engines run at once: as stated, or as was seen, or vLLM's default.
+        #: Sequences that all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
@@ -265,6 +266,8 @@ class Instance:
         #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
+        #: Of what the answers hold at a random moment, tokens squared.
+        self.kv_variance = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
         #: attention reads in every step; and those of them that are still to be computed.
         self.promised_tokens = 0
@@ -328,14 +331,14 @@ class Instance:
             prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
         )
 
-    def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
+    def expected_kv_tokens(self, now: float, deviations: float = 0.0) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
 
-        What `n` answers hold together is above its mean by `spread` / sqrt(n) of it.
+        `deviations`: so many standard deviations of what the answers hold are added.
         """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
-        if spread and self.sequences:
-            expected += (self.kv_tokens - self.kv_prompt_tokens) / 2.0 * spread / math.sqrt(self.sequences)
+        if deviations:
+            expected += deviations * math.sqrt(self.kv_variance)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -482,6 +485,7 @@ class Instance:
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.kv_prompt_tokens += lease.kv_prompt_tokens
+        self.kv_variance += lease.kv_variance
         shared = lease.shared
         if shared is not None:
             self.kv_tokens += shared.new_tokens
@@ -568,6 +572,7 @@ class Instance:
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens
+        self.kv_variance -= lease.kv_variance
         self.promised_tokens -= lease.promised_tokens
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
@@ -584,6 +589,7 @@ class Instance:
             self.work_ns < 0
             or self.kv_prompt_tokens < 0
             or self.kv_tokens < self.kv_prompt_tokens
+            or self.kv_variance < 0
             or self.promised_tokens < 0
             or self.prompt_tokens < 0
             or self.pending_prompt_tokens < 0
@@ -645,6 +651,7 @@ class Instance:
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
+        assert self.kv_variance == sum(lease.kv_variance for lease in leases), self.name
         assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
         assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
         unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)

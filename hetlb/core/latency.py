@@ -551,14 +551,6 @@ class LatencyModel(PickleByFields):
         tokens = sequences * (new if new >= 1.0 else 1.0)
         return delay_of_reading_s(read_s, tokens, batch, self.step_s(batch, kv_tokens), budget)
 
-    def step_delay_s(self, batch: float, kv_tokens: float, context: float, sequences: float = 1.0) -> float:
-        """Seconds by which `sequences` more of `context` tokens each make a step of `batch` others longer."""
-        if batch <= 0.0:
-            return 0.0
-        more = self.step_s(batch + sequences, kv_tokens + sequences * context)
-        delay_s = more - self.step_s(batch, kv_tokens)
-        return delay_s if delay_s > 0.0 else 0.0
-
     def least_read_s(self, tokens: float) -> float:
         """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
         prefill = self.better_prefill
@@ -603,7 +595,7 @@ def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float
     return delay_s if delay_s > 0.0 else 0.0
 
 
-#: What an instance without a profile is taken for until it has shown its speed: an 8B model at bf16 on
+#: Model of an instance without a profile until it has shown its speed: an 8B model at bf16 on
 #: one 80 GB card, rounded. Only ratios between instances matter to a placement, and `core.instance`
 #: corrects the factor from the first answers on.
 DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e-5, k7=0.0, k8=1e-2)

@@ -8,7 +8,7 @@ from typing import Any
 from mypy_extensions import mypyc_attr
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class PickleByFields:
     """Base of dataclasses: pickled by their fields. What is compiled is made by its constructor alone."""
 

@@ -22,11 +22,11 @@ PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 #: Cold start of `online`: before any answer was seen a request counts as this many tokens (or its
 #: `max_tokens`, if less). About the mean of public chat traces (Azure 2023 conversation: 221).
 PRIOR_OUTPUT_TOKENS: Final = 256.0
-#: How many answers the prior weighs as: after 8 real ones it counts half.
+#: Weight of the prior, in answers: after 8 real ones it counts half.
 PRIOR_WEIGHT: Final = 8.0
 
 
-#: What counts as a long answer: all but one in fifty are shorter.
+#: Quantile that counts as a long answer: all but one in fifty are shorter.
 LONG_SHARE: Final = 0.98
 
 

@@ -79,7 +79,7 @@ class Tree:
     def __init__(self, index: PrefixIndex, cache_id: int) -> None:
         self._index = index
         self.cache_id = cache_id
-        #: What of the KV cache holds unused blocks; 1 until evidence says otherwise.
+        #: Share of the KV cache that holds unused blocks; 1 until evidence says otherwise.
         self.share = 1.0
         #: True if the engine tells what it evicts: then it is not guessed from the room there is.
         self.told = False

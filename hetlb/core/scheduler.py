@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core import rejections
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
@@ -55,7 +56,6 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
-    RejectReason,
     Request,
     RequestId,
     Role,
@@ -109,7 +109,7 @@ class _Decision:
         pair: SplitChoice | None = None,
         target: Instance | None = None,
     ) -> None:
-        #: Where the answer is decoded, if elsewhere than on `instance`, and what that books.
+        #: Instance that decodes the answer, if that is not `instance`, and what that books.
         self.pair = pair
         self.target = target
         self.ctx = ctx
@@ -157,7 +157,7 @@ class _Ready:
             self.able = [each for each in routable if each.name not in self.roles]
         #: True if an instance is throttled: then every request is looked at by itself.
         self.throttled = any(instance.throttled(now) for instance in self.able)
-        #: Whose prompt and output stay within this fits everywhere.
+        #: A request whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
             -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
         )
@@ -180,6 +180,11 @@ def _needs(request: Request) -> int:
     """Tokens of its longest sequence, with the output that the client may ask for."""
     output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
     return (request.longest_prompt_tokens or request.prompt_tokens) + output
+
+
+def _tokens(request: Request) -> int:
+    """Tokens of its longest sequence, one of output where the client does not bound it."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
 
 
 def _longest(instance: Instance) -> float:
@@ -265,7 +270,7 @@ class Scheduler:
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
         self._demands: dict[str, Demand] = {}
-        #: What capacity is measured by before the first request.
+        #: Mean request by which capacity is measured before the first one.
         self._usual = Mix()
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
@@ -332,7 +337,7 @@ class Scheduler:
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
         """Weighted tokens per second of each instance at the mean request of a model; for people."""
         demand = self._demands.get(model)
-        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        mix = self._usual if demand is None or not demand.mix.count else demand.mix
         return {instance.name: mix.speed(instance) for instance in instances}
 
     @property
@@ -353,10 +358,11 @@ class Scheduler:
         """A request came in. No command for it means it is queued."""
         ready = self._ready.get(request.model)
         if ready is None:
-            return [self._unknown_model(request)]
+            return [rejections.unknown_model(request, self._instances.values())]
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
-            return [self._too_long(request, ready.instances)]
+            return [rejections.too_long(request, ready.instances)]
         long: float | None = None
+        residual = 0.0
         if self._policy.reads_demand:
             demand = self._demands.get(request.model)
             if demand is None:
@@ -372,7 +378,7 @@ class Scheduler:
             predicted = self._predictor.predict(request) if request.generates else 0.0
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
-        found = self._choose(request, ready, now, predicted, long=long)
+        found = self._choose(request, ready, now, predicted, long=long, residual=residual)
         return self._enqueue(request, now, predicted) if found is None else [self._book(found, ready, now)]
 
     def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
@@ -751,16 +757,11 @@ class Scheduler:
         """Rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
-            return Reject(
-                request.id,
-                RejectReason.QUEUE_EXPIRED,
-                f"The request waited {waited_s:.0f} s for an instance and none became free.",
-                retry_after_s=1.0,
-            )
+            return rejections.expired(request.id, waited_s)
         down_since = self._down_since.get(request.model)
         if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
             return None
-        return self._no_instance(request)
+        return rejections.no_instance(request)
 
     # --- integrity ---
 
@@ -905,7 +906,7 @@ class Scheduler:
     def _capacity(self, instance: Instance, pool: Sequence[Instance]) -> float:
         """Sizes per second that an instance does of what is asked for."""
         demand = self._demands.get(instance.spec.model)
-        mix = self._usual if demand is None or demand.mix.empty else demand.mix
+        mix = self._usual if demand is None or not demand.mix.count else demand.mix
         return mix.speed(instance)
 
     def _able(
@@ -913,8 +914,15 @@ class Scheduler:
     ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
         """Filter: the instances that may be chosen now, why each other one may not, how they stand.
 
-        None: like any other.
+        None: like any other. Most requests may go to all that are ready: nothing is looked at for them.
         """
+        if (
+            _tokens(request) <= ready.longest_tokens
+            and request.pinned is None
+            and request.subset is None
+            and (not self._attempts or request.id not in self._attempts)
+        ):
+            return ready.able, ready.excluded, None
         if ready.throttled and not any(instance.throttled(now) for instance in ready.able):
             ready = self._ready[request.model] = _Ready(ready.instances, now)
         chosen, excluded = self._fitting(request, ready)
@@ -937,8 +945,8 @@ class Scheduler:
         """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
-        if attempts is None and request.restriction is None:
-            tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+        if attempts is None and request.pinned is None and request.subset is None:
+            tokens = _tokens(request)
             if all(tokens <= _longest(instance) for instance in ready.able):
                 return ready.able, ready.excluded
         tried: Sequence[str] = attempts.tried if attempts is not None else ()
@@ -981,23 +989,26 @@ class Scheduler:
         now: float,
         availabilities: list[tuple[int, str]] | None,
         long: float | None = None,
+        residual: float = 0.0,
     ) -> SchedulingContext:
-        if not request.generates:
-            long = 0.0
+        if not request.generates or not self._policy.reads_demand:
+            long = residual = 0.0
         elif long is None:
-            long = self._predictor.long(request)
+            long, residual = self._predictor.long(request), self._predictor.residual(request)
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if demand.mix.empty and self._policy.reads_demand:  # to explain one request: it is the mean one
+        if not demand.mix.count and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
-            demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
+            demand.mix.add(request.prompt_tokens, predicted, long, residual)
         held = (
             self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
         )
         if self._telling and request.blocks is not None:
             held = self._exact(request, held)
-        ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
+        ctx = SchedulingContext(
+            request, predicted, long, waiting, demand, now, held, availabilities, residual
+        )
         if self._adapters and request.model in self._adapters:
             ctx.adapter_load_s = self._params.adapter_load_s
         return ctx
@@ -1046,16 +1057,17 @@ class Scheduler:
         predicted: float,
         own_size: int = 0,
         long: float | None = None,
+        residual: float = 0.0,
         ceiling: int | None = None,
     ) -> _Decision | None:
-        """Choose the instance that would get a request now, None if none would. Books nothing.
+        """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
-        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
-        instances of class `ceiling` and above are kept for another.
+        `own_size` is what it counts for in the queue; `long` and `residual` are the predictor's, where it was
+        asked already; instances of class `ceiling` and above are kept for another.
         """
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
-            ctx = self._question(request, predicted, waiting, now, None, long)
+            ctx = self._question(request, predicted, waiting, now, None, long, residual)
             choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
             if choice is None:
                 return None
@@ -1063,17 +1075,7 @@ class Scheduler:
                 source, target = parts[choice.prefill], parts[choice.decode]
                 pair = None if source is target else choice
                 return _Decision(ctx, choice.work_s, choice.candidates, parts, {}, source, pair, target)
-        availabilities: list[tuple[int, str]] | None = None
-        tokens = (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
-        if (
-            tokens <= ready.longest_tokens
-            and request.restriction is None
-            and (not self._attempts or request.id not in self._attempts)
-        ):
-            able: Sequence[Instance] = ready.able
-            excluded = ready.excluded
-        else:
-            able, excluded, availabilities = self._able(request, ready, now)
+        able, excluded, availabilities = self._able(request, ready, now)
         if ceiling is not None:
             below = [ready.class_of(instance) < ceiling for instance in able]
             able = [instance for instance, keep in zip(able, below, strict=True) if keep]
@@ -1084,7 +1086,7 @@ class Scheduler:
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
         if self._elsewhere:
             waiting += self._elsewhere.get(request.model, 0)
-        ctx = self._question(request, predicted, waiting, now, availabilities, long)
+        ctx = self._question(request, predicted, waiting, now, availabilities, long, residual)
         index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:
             return None
@@ -1123,7 +1125,13 @@ class Scheduler:
         lease.expected_first_s = pair.first_s / source.speed.factor
         self._next_lease += 1
         decode = self._lease(
-            request, target, ctx.predicted_output, round(pair.decode_work_s * 1e9), now, transferred=True
+            request,
+            target,
+            ctx.predicted_output,
+            round(pair.decode_work_s * 1e9),
+            now,
+            ctx.residual,
+            transferred=True,
         )
         decode.expected_first_s = pair.decode_first_s
         self._next_lease += 1
@@ -1139,7 +1147,7 @@ class Scheduler:
             lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
         else:
             work_ns = round(found.work_s * 1e9)
-            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
+            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now, ctx.residual)
             self._next_lease += 1
             instance.acquire(lease)
         if ctx.availabilities is not None:
@@ -1154,7 +1162,8 @@ class Scheduler:
             ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
         self._leased[lease.id] = instance
         policy = self._policy
-        policy.committed(ctx, instance, found.able)
+        if policy.remembers:
+            policy.committed(ctx, instance, found.able)
         considered: Callable[[], Sequence[Candidate]] = found.candidates
         excluded = found.excluded
         if excluded:
@@ -1169,10 +1178,13 @@ class Scheduler:
         predicted: float,
         work_ns: int,
         now: float,
+        residual: float = 0.0,
         transferred: bool = False,
     ) -> Lease:
         """Lease of a request on an instance: its prefixes are used from now on.
 
+        An answer of O tokens holds U * O at a random moment, U uniform in (0, 1): with E[O^2] = 2 E[O] *
+        `residual` its variance is E[O^2] / 3 - E[O]^2 / 4. Where O is known it is O^2 / 12.
         `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
         """
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
@@ -1180,6 +1192,7 @@ class Scheduler:
         prompt_tokens = min(sequences * prompt, cache)
         answers = sequences * round(predicted)
         promised = min(sequences * prompt + answers, cache)
+        variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = instance.exact_held(request) if self._telling else None
         if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
@@ -1213,21 +1226,22 @@ class Scheduler:
             predicted_output=predicted,
             dispatched_at=now,
             shared=shared,
+            kv_variance=round(variance) if variance > 0.0 else 0,
         )
 
     def _enqueue(
         self, request: Request, now: float, predicted: float, *, again: bool = False
     ) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
-            return [self._no_instance(request)]
+            return [rejections.no_instance(request)]
         commands: list[Command] = []
         if not self._queue.has_room(request):
             leave = self._queue.crowding_out(request)
             if not leave:
-                return [self._queue_full(request.id)]
+                return [rejections.queue_full(request.id)]
             for request_id in leave:
                 self._forget(request_id)
-                commands.append(self._queue_full(request_id))
+                commands.append(rejections.queue_full(request_id))
         if not len(self._queue):
             self._last_tick = now
         size = round(size_of(request, predicted))
@@ -1292,7 +1306,7 @@ class Scheduler:
         request = head.request
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             self._forget(request.id)
-            return self._too_long(request, ready.instances)
+            return rejections.too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
         found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling)
         if found is None:
@@ -1361,51 +1375,8 @@ class Scheduler:
     def _give_up(self, request: Request, *, unsent: bool) -> Reject:
         """A request that no engine answered is tried no more. `unsent`: none can have run it."""
         self._forget(request.id)
-        if unsent:
-            detail = "No instance of this model accepts connections."
-            return Reject(request.id, RejectReason.CONNECT_FAILED, detail, retry_after_s=1.0)
-        detail = "The instance closed the connection without answering."
-        return Reject(request.id, RejectReason.NO_RESPONSE, detail)
+        return rejections.not_answered(request.id, unsent=unsent)
 
     def _forget(self, request_id: RequestId) -> None:
         self._queue.remove(request_id)
         self._attempts.pop(request_id, None)
-
-    # --- rejections ---
-
-    def _queue_full(self, request_id: RequestId) -> Reject:
-        return Reject(
-            request_id,
-            RejectReason.QUEUE_FULL,
-            "Too many requests are waiting for an instance.",
-            retry_after_s=1.0,
-        )
-
-    def _unknown_model(self, request: Request) -> Reject:
-        unknown = [i.name for i in self._instances.values() if i.served is None and not i.spec.model]
-        if unknown:
-            return Reject(
-                request.id,
-                RejectReason.NO_INSTANCE,
-                f"Not every instance has told yet what it serves; none is known to serve {request.model!r}.",
-                retry_after_s=1.0,
-            )
-        return Reject(request.id, RejectReason.UNKNOWN_MODEL, f"The model `{request.model}` does not exist.")
-
-    def _too_long(self, request: Request, instances: Sequence[Instance]) -> Reject:
-        largest = max(instance.longest_request_tokens or 0 for instance in instances)
-        prompt = request.longest_prompt_tokens or request.prompt_tokens
-        return Reject(
-            request.id,
-            RejectReason.TOO_LONG,
-            f"This model's maximum context length is {largest} tokens. "
-            f"However, your prompt has {prompt} input tokens. Please reduce its length.",
-        )
-
-    def _no_instance(self, request: Request) -> Reject:
-        return Reject(
-            request.id,
-            RejectReason.NO_INSTANCE,
-            f"No instance of the model `{request.model}` is up.",
-            retry_after_s=1.0,
-        )

@@ -83,7 +83,7 @@ class SharedView:
         self._waits: dict[str, dict[str, int]] = {}
         self._said: dict[str, int] = {}
         self._next_request = -(1 << 40)
-        #: How old news of peers is when it comes, in seconds.
+        #: Age of news of peers when it comes, in seconds.
         self.delay_s = 0.0
         #: Requests per second that peers book, as of a time.
         self._rate = 0.0

@@ -85,9 +85,9 @@ class SpeedTracker:
         self._read_per_s, self._read_seen, self._read_at = 0.0, 0, now
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
-        #: What the model's durations are to be multiplied with.
+        #: Factor for the model's durations.
         self.factor = 1.0
-        #: What the model says of the last answer's steps, and whether prompts were read beside much of them.
+        #: The model's seconds of the last answer's steps, and whether prompts were read beside much of them.
         self.last_expected_s = 0.0
         self.last_mixed = False
         #: Engines that share what runs: the model is of one of them.

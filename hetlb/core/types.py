@@ -279,10 +279,11 @@ class Lease:
 
     Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of
     all sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
-    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with
-    others). All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all
-    sequences together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before
-    it reports the end; nothing is called per token."""
+    `kv_prompt_tokens` (what it needs of the KV cache for itself), `kv_variance` (of what its answers hold at
+    a random moment, tokens squared), `shared` (what it uses together with others). All are fixed at dispatch
+    and given back exactly once. The driver sets `output_tokens` (all sequences together) and
+    `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports the end;
+    nothing is called per token."""
 
     __slots__ = (
         "decode",
@@ -300,6 +301,7 @@ class Lease:
         "instance",
         "kv_prompt_tokens",
         "kv_tokens",
+        "kv_variance",
         "mark",
         "outcome",
         "output_tokens",
@@ -329,6 +331,7 @@ class Lease:
         predicted_output: float,
         dispatched_at: float,
         shared: Shared | None = None,
+        kv_variance: int = 0,
     ) -> None:
         self.id = lease_id
         self.request = request
@@ -337,6 +340,7 @@ class Lease:
         self.work_ns = work_ns
         self.kv_tokens = kv_tokens
         self.kv_prompt_tokens = kv_prompt_tokens
+        self.kv_variance = kv_variance
         self.promised_tokens = promised_tokens
         self.prompt_tokens = prompt_tokens
         self.unread_tokens = unread_tokens
@@ -344,7 +348,7 @@ class Lease:
         self.dispatched_at = dispatched_at
         self.shared = shared
         self.first_token_at: float | None = None
-        #: What the instance had done when the lease began and when its first token came (see `core.speed`).
+        #: Work of the instance when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
@@ -353,7 +357,7 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
-        #: How and when it ended, None before.
+        #: Outcome and time of its end, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the

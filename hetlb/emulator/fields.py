@@ -17,7 +17,7 @@ import msgspec
 #: Ids from here on are out of vocabulary: the largest vocabulary of models in common use.
 VOCABULARY = 262_144
 BYTES_PER_TOKEN = 4
-#: What a chat template adds to a message.
+#: Tokens that a chat template adds to a message.
 TOKENS_PER_MESSAGE = 4
 #: Answers without `max_tokens` end by themselves: log-normal lengths, mean about 220 tokens.
 ANSWER_SIGMA = 0.8

@@ -77,7 +77,7 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
-        #: What stands before the number of a token: `x` where its KV cache is that of another prompt.
+        #: Prefix of the number of a token: `x` where its KV cache is that of another prompt.
         self.word = "t"
         #: KV hand-over: what the answer says of the blocks that are kept, and whence they are fetched.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
@@ -160,6 +160,21 @@ class Reply:
     def closing(self) -> bytes:
         """Bytes that end a stream, framed."""
         return DONE
+
+    def usage_event(self, kind: str) -> bytes:
+        """The event with the usage of the whole answer, framed; nothing where the client asked for none."""
+        if not self.generation.include_usage:
+            return b""
+        event = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.generation.model,
+            "choices": [],
+            "usage": self.usage,
+            "system_fingerprint": FINGERPRINT,
+        }
+        return chunk(b"data: %b\n\n" % _encode(event))
 
     def usage_so_far(self, choice: ReplyChoice, extra: str = "") -> str:
         """The `usage` of one event under `continuous_usage_stats`."""
@@ -326,18 +341,7 @@ class CompletionReply(Reply):
         )
 
     def closing(self) -> bytes:
-        if not self.generation.include_usage:
-            return DONE
-        event = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.generation.model,
-            "choices": [],
-            "usage": self.usage,
-            "system_fingerprint": FINGERPRINT,
-        }
-        return chunk(b"data: %b\n\n" % _encode(event)) + DONE
+        return self.usage_event("text_completion") + DONE
 
 
 class ChatReply(Reply):
@@ -445,18 +449,7 @@ class ChatReply(Reply):
         return f'"tool_calls":[{{"index":0,"function":{{"arguments":{quoted(tool.piece(number))}}}}}]'
 
     def closing(self) -> bytes:
-        if not self.generation.include_usage:
-            return DONE
-        event = {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.generation.model,
-            "choices": [],
-            "usage": self.usage,
-            "system_fingerprint": FINGERPRINT,
-        }
-        return chunk(b"data: %b\n\n" % _encode(event)) + DONE
+        return self.usage_event("chat.completion.chunk") + DONE
 
 
 class ResponsesReply(Reply):

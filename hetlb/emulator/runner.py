@@ -17,7 +17,7 @@ from collections.abc import Sequence as Many
 
 from hetlb.sim.engine import EngineModel, Sequence, SequenceState
 
-#: How long the runner may catch up in one go before the loop gets to its sockets again, seconds.
+#: Seconds that the runner may catch up in one go before the loop gets to its sockets again.
 _CATCH_UP_S = 0.005
 
 

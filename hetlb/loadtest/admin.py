@@ -21,8 +21,8 @@ from hetlb.errors import HetlbError
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _IDLE_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-#: How often the fleet is looked at during a run, and how long a new report of every engine is waited for
-#: before and after it (the proxy asks each once a second).
+#: Seconds between looks at the fleet during a run, and those for which a new report of every engine is waited
+#: for before and after it (the proxy asks each once a second).
 _LOOK_S = 0.5
 _REPORT_TIMEOUT_S = 5.0
 

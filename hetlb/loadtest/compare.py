@@ -19,7 +19,7 @@ from hetlb.loadtest.verdict import verdict_of
 Policy = TypeVar("Policy", bound="str | None")
 
 CONFIDENCE = 0.95
-#: What is compared; all of the contract's figures.
+#: Figures that are compared: all that the contract names.
 FIGURES = (
     "total_token_throughput",
     "output_throughput",

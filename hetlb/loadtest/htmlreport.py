@@ -21,7 +21,7 @@ from hetlb.loadtest.verdict import SUSPECT, VALID, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
 
 _LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
-#: What is compared at a glance: figure, heading, how it is written.
+#: Figures compared at a glance: figure, heading, how it is written.
 _GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("output_throughput", "output tok/s", lambda value: f"{value:,.0f}"),
     ("request_goodput", "goodput/s", lambda value: f"{value:,.2f}"),

@@ -76,7 +76,7 @@ class StreamReader:
         self.done = False
         #: Events with text so far.
         self.tokens = 0
-        #: When the last text of each choice came, seconds.
+        #: Time of the last text of each choice, seconds.
         self._last_s: dict[int, float] = {}
         record.itl_s = array("d")
 

@@ -6,11 +6,9 @@ fails, Envoy's retries go down the list that it got, and the lease follows.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
 from typing import Final
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     EngineSample,
@@ -26,12 +24,13 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.shared_driver import SharedDriver
-from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
 
+#: Instances of a large fleet out of which those for the gateway's retries are taken.
+_LOOKED_AT: Final = 32
 _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
     Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
@@ -41,16 +40,8 @@ _REASONS: Final = {
 class PickDriver(SharedDriver):
     """The scheduler's driver over streams of Envoy."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(scheduler, table, token_estimator, loop, on_ended, access)
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(scheduler, setup)
         #: Streams of the requests that are open, by request.
         self.streams: dict[RequestId, Upstream] = {}
         #: Requests at the engines that are not ours.
@@ -122,6 +113,24 @@ class PickDriver(SharedDriver):
             return []
         decision = next(iter(reversed(self.decisions)))
         chosen = decision.lease.instance
+        if len(self.scheduler.instances) > LARGEST_WHOLE:
+            return self._neighbours(decision.lease, count)
         others = [each for each in decision.candidates if each.eligible and each.instance != chosen]
         others.sort(key=lambda each: each.score)
         return [each.instance for each in others[:count]]
+
+    def _neighbours(self, lease: Lease, count: int) -> list[str]:
+        """The least busy of some instances of a large fleet: ranking all costs more than a decision."""
+        instances, request = self.scheduler.instances, lease.request
+        number = len(instances)
+        found: list[tuple[float, str]] = []
+        for step in range(number):
+            each = instances[(request.id * _LOOKED_AT + step) % number]
+            if request.subset is not None and each.name not in request.subset:
+                continue
+            if each.name != lease.instance and each.routable and each.serves(request.model):
+                found.append((each.sequences / each.max_num_seqs, each.name))
+                if len(found) >= _LOOKED_AT:
+                    break
+        found.sort()
+        return [name for _, name in found[:count]]

@@ -130,7 +130,7 @@ def _continues(
 
 # --- what to rent ---------------------------------------------------------------------------------------
 
-#: What floating point may add to a sum of rates or prices.
+#: Rounding error allowed in a sum of rates or prices.
 _ROUNDING = 1e-6
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, pairwise
 
@@ -523,8 +523,3 @@ def pipeline_profile(
             note=f"{count} stages composed from profiles of the whole model and the links between them",
         ),
     )
-
-
-def with_throughput(candidate: Candidate, throughput: dict[str, float]) -> Candidate:
-    """The candidate with what it was found to serve."""
-    return replace(candidate, throughput=throughput)

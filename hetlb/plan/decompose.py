@@ -53,7 +53,7 @@ _STEPS_IN_VAIN = 12
 _KEEP = 0.8
 #: Above this share of the resources a rate is so far from what can be that the next one is guessed from it.
 _FAR = 1.002
-#: Where between plan and bound the next round looks.
+#: Point between plan and bound at which the next round looks.
 _WHERE = (0.65, 0.4, 0.2)
 #: The share of the bound that the first plan aims at; how near to the rate of its columns a plan has to be.
 _EARLY = 0.8

@@ -131,12 +131,6 @@ class LinearProgram:
         if self._highs is not None:
             self._highs.changeColBounds(column, lower, upper)
 
-    def set_row(self, row: int, lower: float, upper: float) -> None:
-        """Change the bounds of a row, also between solves."""
-        self._row_lower[row], self._row_upper[row] = lower, upper
-        if self._highs is not None:
-            self._highs.changeRowBounds(row, lower, upper)
-
     def solve(
         self,
         limits: SolveLimits,

@@ -44,7 +44,7 @@ _GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
 MOST_SIMULATED = 12
 MOST_INSTANCES = 64
-#: What stages hand over inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
+#: Link between stages inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
 _LINK_BYTES_S = 25e9
 _LINK_BATCH_S = 5e-5
 

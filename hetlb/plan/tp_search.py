@@ -31,7 +31,7 @@ class PlanModel:
     kv_bytes_per_token: int
     max_input_tokens: int
     max_output_tokens: int
-    #: What vLLM must split evenly; None: not known, so degrees are not checked.
+    #: Counts that vLLM must split evenly; None: not known, so degrees are not checked.
     shape: ModelShape | None = None
 
     @property

@@ -528,7 +528,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 #: With fewer mixed points none are fitted.
 LEAST_MIXED = 4
-#: How much a constant weighs against the points: an error of this share for each e-fold off the assumed one.
+#: Weight of a constant against the points: an error of this share for each e-fold off the assumed one.
 _PRIOR = 0.01
 
 
@@ -546,7 +546,7 @@ class ModelShape:
 _SEQUENCE_S, _PAIR_S, _CONTEXT_S = 3.3e-8, 5e-11, 2.9e-8
 #: The same as multiples of `token_s` of a decode step where the shape is not known.
 _SEQUENCE_TOKENS, _PAIR_TOKENS, _CONTEXT_TOKENS = 240.0, 0.36, 6.7
-#: How many times as long the attention of decodes takes beside a prompt: 1.3 to 3.4 were measured.
+#: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
 _SHARED_READS = 2.0
 
 

@@ -38,7 +38,7 @@ _WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
 #: A sample that others disturbed is taken again so often.
 _TRIES = 3
 _WARM_UP_TOKENS = 512
-#: What the prompt before a prefill must outlast: the reading of the request, by its size.
+#: Seconds that the prompt before a prefill must outlast: the reading of the request, by its size.
 _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
 #: Its lead, twice as long at every try: an engine reads in one iteration what has come when that begins.
 _LEAD_S = 0.004

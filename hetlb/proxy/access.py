@@ -22,7 +22,7 @@ from hetlb.errors import ConfigError
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-#: Where clouds hand out credentials, besides the link-local addresses.
+#: Addresses at which clouds hand out credentials, besides the link-local ones.
 _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
@@ -52,7 +52,7 @@ class EngineAccess:
     kv_bootstrap: str | None = None
 
 
-#: How an engine is reached of which nothing is said: no key, no TLS.
+#: Access to an engine of which nothing is said: no key, no TLS.
 PLAIN_ACCESS = EngineAccess()
 
 

@@ -18,7 +18,27 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from hetlb.config.fleet import ProxyTable
+from hetlb.core.transition import Transition
 from hetlb.proxy.access import Tenant
+from hetlb.proxy.connection_states import (
+    ANSWERED,
+    ANSWERED_HERE,
+    BODY_READ,
+    CLIENT_GONE,
+    HEAD_BEGUN,
+    HEAD_PASSED,
+    HELD_BACK,
+    LAST_ANSWERED,
+    LAST_HERE,
+    READ_ON,
+    REFUSED,
+    SUBMITTED,
+    TURN_TAKEN,
+    UNUSED,
+    UPGRADED,
+    ClientState,
+    Reading,
+)
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
@@ -53,10 +73,24 @@ _SMALL_PIECE: Final = 4 << 10
 _BODY_GRACE_S: Final = 5.0
 #: No body may stop for longer.
 _BODY_STOP_S: Final = 10.0
-#: How long a refused client may still send before its connection is dropped.
+#: Seconds in which a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
-#: What the kernel may hold of an answer for a client that does not read.
+#: Bytes of an answer that the kernel may hold for a client that does not read.
 _SEND_BUFFER: Final = 64 << 10
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_IDLE: Final = ClientState.IDLE
+_HEAD: Final = ClientState.HEAD
+_BODY: Final = ClientState.BODY
+_READ: Final = ClientState.READ
+_ANSWERING: Final = ClientState.ANSWERING
+_UPGRADED: Final = ClientState.UPGRADED
+_CLOSING: Final = ClientState.CLOSING
+_CLOSED: Final = ClientState.CLOSED
+#: States in which requests are read.
+_READS: Final = (_IDLE, _HEAD, _BODY, _READ)
+_OPEN: Final = Reading.OPEN
+_TURN: Final = Reading.TURN
+_HELD: Final = Reading.HELD
 
 
 class Clients:
@@ -147,26 +181,23 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_closing",
-        "_decoder", "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_partial", "_paused",
-        "_raw", "_reading_paused", "_ripe", "_scheduled", "_since", "_small", "_stalled_since", "_tenant",
-        "_transport",
+        "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_decoder",
+        "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_raw", "_searched", "_since", "_small",
+        "_stalled_since", "_tenant", "_transport", "reading", "state",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._transport: asyncio.Transport | None = None
-        #: What is being read, and how much of it was.
+        self.state = _IDLE
+        self.reading = _OPEN
+        #: The read that is looked at, and the position in it.
         self._buffer = b""
         self._at = 0
-        #: What came while something else was done; with `_partial` the beginning of a head.
+        #: Bytes that came while something else was done; the first `_searched` bytes are part of a head.
         self._backlog = bytearray()
-        self._partial = False
+        self._searched = 0
         self._blank_lines = 0
-        #: True if a large body is whole and its turn has come.
-        self._ripe = False
-        #: True if reading goes on in a later turn of the loop.
-        self._scheduled = False
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
         #: The body so far: whole pieces, then what came in small ones.
@@ -179,13 +210,11 @@ class ClientConnection(asyncio.Protocol):
         #: Takes what comes once the connection has another protocol than HTTP.
         self._raw: Callable[[bytes], None] | None = None
         self._now = clients.driver.now
-        self._closing = False
-        self._paused = False
-        self._reading_paused = False
-        #: When the body began, or when the last piece of it came.
+        #: Time at which the body began, or its last piece came.
         self._fed_at = 0.0
         self._since = 0.0
-        self._stalled_since = 0.0
+        #: Since when the client does not read what is written.
+        self._stalled_since: float | None = None
 
     # --- asyncio's side ---
 
@@ -202,20 +231,21 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        state = self.state
+        if state is _CLOSING or state is _CLOSED:
             transport = self._transport
             if len(data) >= _LARGE_READ and transport is not None and not transport.is_closing():
                 transport.pause_reading()  # what is thrown away has its turn like anything else
                 self._clients.driver.loop.call_soon(self._throw_away)
             return
-        if self._exchange is not None or self._paused or self._scheduled:
-            if self._raw is not None:
-                self._raw(data)
-                return
+        if state is _UPGRADED and self._raw is not None:
+            self._raw(data)
+            return
+        if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
             self._backlog += data
             self._bound_reading()
             return
-        if self._head is None and not self._begun:
+        if state is _IDLE:
             self._since = self._now()  # the head's time begins with its first byte
         self._buffer, self._at = data, 0
         if len(data) >= _LARGE_READ:
@@ -227,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def eof_received(self) -> bool:
-        if self._closing:
+        if self.state is _CLOSING:
             return False  # what was written still goes out
         # A client that closes its sending side is gone (HAProxy's abortonclose): a client that waits
         # for an answer keeps the connection open.
@@ -236,7 +266,9 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._closing = True
+        if self.state is _CLOSED:
+            return
+        self._enter(CLIENT_GONE)
         self._clients.left(self)
         self._release()
         exchange, self._exchange = self._exchange, None
@@ -244,19 +276,16 @@ class ClientConnection(asyncio.Protocol):
             exchange.client_gone()
 
     def pause_writing(self) -> None:
-        self._paused = True
         self._stalled_since = self._now()
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
-        self._paused = False
+        self._stalled_since = None
         if self._exchange is not None:
             self._exchange.resume()
-            return
-        self._bound_reading()
-        if self._unread:
-            self._continue_later()
+        else:
+            self._read_on()
 
     # --- the exchange's side ---
 
@@ -276,70 +305,83 @@ class ClientConnection(asyncio.Protocol):
         self._buffer, self._at = b"", 0
         self._backlog.clear()
         self._raw = take
-        self._bound_reading()
+        self._enter(UPGRADED)
+        self.hold(False)
         if early:
             take(early)
 
     def hold(self, held: bool) -> None:
         """Read nothing while the engine has no room for it."""
-        if (
-            self._transport is not None
-            and not self._transport.is_closing()
-            and held is not self._reading_paused
-        ):
-            self._reading_paused = held
-            if held:
-                self._transport.pause_reading()
-            else:
-                self._transport.resume_reading()
+        transport = self._transport
+        if transport is None or transport.is_closing() or held is not (self.reading is _OPEN):
+            return
+        if held:
+            self._enter_reading(HELD_BACK)
+            transport.pause_reading()
+        else:
+            self._enter_reading(READ_ON)
+            transport.resume_reading()
 
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
+        here = self.state is _BODY or self.state is _READ
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._clients.stopping:
-            self._close()
+            self._close(LAST_HERE if here else LAST_ANSWERED)
             return
+        self._enter(ANSWERED_HERE if here else ANSWERED)
         self._since = self._now()
-        if self._unread:
-            self._continue_later()  # in a turn of its own: pipelined requests must not nest
-        else:
-            self._bound_reading()
+        self._read_on()
 
     def break_off(self) -> None:
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
-        if self._raw is not None:
+        if self.state is _UPGRADED:
             self._raw = None
             if self._transport is not None:
                 self._clients.parting.add(self)
-                self._transport.resume_reading()
-            self._linger()  # the client may still be sending: a reset would lose the Close frame
+            self._linger(LAST_ANSWERED)  # the client may still be sending: a reset would lose the Close frame
         else:
-            self._close()
+            self._close(LAST_ANSWERED)
+
+    # --- states ---
+
+    def _enter(self, transition: Transition[ClientState]) -> None:
+        assert self.state in transition.before, f"connection, {self.state}: {transition.event}"
+        self.state = transition.after
+
+    def _enter_reading(self, transition: Transition[Reading]) -> None:
+        assert self.reading in transition.before, f"connection, {self.reading}: {transition.event}"
+        self.reading = transition.after
 
     # --- from the listener ---
 
     @property
     def _unread(self) -> bool:
         """True if something is there that can be read on."""
-        return self._at < len(self._buffer) or (len(self._backlog) > 0 and not self._partial)
+        return self._at < len(self._buffer) or len(self._backlog) > self._searched
 
-    @property
-    def _begun(self) -> bool:
-        """True if something of a head is there, were it an empty line."""
-        return self._partial or self._blank_lines > 0
+    def _read_on(self) -> None:
+        """Read on, what is there already in a turn of its own: pipelined requests must not nest."""
+        if self._unread:
+            self._continue_later()
+        else:
+            self._bound_reading()
 
     def _continue_later(self) -> None:
         """Read on when the others have had their turn."""
-        if not self._scheduled:
-            self._scheduled = True
-            self._clients.have_turn(self)
-        self._bound_reading()
+        if self.reading is _TURN or self.state is _CLOSING or self._transport is None:
+            return
+        if self.reading is _OPEN:
+            self._transport.pause_reading()
+        self._enter_reading(TURN_TAKEN)
+        self._clients.have_turn(self)
 
     def go_on(self) -> None:
         """The turn of this connection has come."""
-        self._scheduled = False
-        self._advance()
+        if self.reading is _TURN:
+            self._enter_reading(HELD_BACK)
+            self._advance()
 
     def _bound_reading(self) -> None:
         """Read from the socket only while few requests wait behind the one being answered.
@@ -347,26 +389,28 @@ class ClientConnection(asyncio.Protocol):
         A head is smaller than the bound and a body leaves the buffer as it comes, so more than that can
         only be requests whose turn has not come.
         """
-        full = self._scheduled or len(self._buffer) - self._at + len(self._backlog) > _MAX_PIPELINED
-        if full is self._reading_paused or self._closing or self._transport is None:
+        reading, transport = self.reading, self._transport
+        if reading is _TURN or self.state is _CLOSING or transport is None:
             return
-        self._reading_paused = full
-        if full:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        full = len(self._buffer) - self._at + len(self._backlog) > _MAX_PIPELINED
+        if full and reading is _OPEN:
+            self._enter_reading(HELD_BACK)
+            transport.pause_reading()
+        elif not full and reading is _HELD:
+            self._enter_reading(READ_ON)
+            transport.resume_reading()
 
     @property
     def idle(self) -> bool:
         """True if no request is read or answered here; the beginning of a head is none yet."""
-        if self._exchange is not None or self._head is not None or self._closing:
+        if self.state is not _IDLE and self.state is not _HEAD:
             return False
         return self._transport is not None and not self._transport.get_write_buffer_size()
 
     def close_if_idle(self) -> None:
         """Close a connection that has no request."""
-        if self._exchange is None and self._head is None and not self._unread and not self._begun:
-            self._close()
+        if self.state is _IDLE and not self._unread:
+            self._close(UNUSED)
 
     def abort(self) -> None:
         """Drop the connection at once."""
@@ -375,42 +419,43 @@ class ClientConnection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """End what has taken too long: heads, bodies, idle connections, clients that do not read."""
-        table = self._clients.table
-        if self._paused and now - self._stalled_since > table.write_timeout_s:
+        table, state = self._clients.table, self.state
+        if self._stalled_since is not None and now - self._stalled_since > table.write_timeout_s:
             self.abort()
-        elif self._exchange is not None:
+        elif state is _ANSWERING or state is _UPGRADED:
             return
-        elif self._closing:
+        elif state is _CLOSING:
             # A slow client may still be reading the end of its answer.
             unsent = self._transport is not None and self._transport.get_write_buffer_size() > 0
             if now - self._since > (table.write_timeout_s if unsent else LINGER_S):
                 self.abort()
-        elif self._head is not None:
+        elif state is _BODY or state is _READ:
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
             stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
             if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
-        elif self._begun:
+        elif state is _HEAD:
             if now - self._since > table.head_timeout_s:
                 self._refuse(GateError(408, "The request head took too long."))
         elif now - self._since > table.keepalive_timeout_s:
-            self._close()
+            self._close(UNUSED)
 
     # --- reading requests ---
 
     def _advance(self) -> None:
         """Read on, up to one request that can be served."""
         # A client that does not read its answers gets no further ones: they would pile up here.
-        if self._closing or self._paused or self._exchange is not None:
+        state = self.state
+        if self._stalled_since is not None or state not in _READS:
             return
-        if self._at >= len(self._buffer) and self._backlog and not self._partial:
+        if self._at >= len(self._buffer) and self._backlog and not self._searched:
             self._buffer, self._at = bytes(self._backlog), 0
             self._backlog.clear()
         try:
-            if (self._head is not None or self._read_head()) and self._read_body():
-                if self._held >= _LARGE_BODY and not self._ripe:
-                    self._ripe = True  # to look at it is a turn of its own
+            if (state is _BODY or state is _READ or self._read_head()) and self._read_body():
+                if self._held >= _LARGE_BODY and state is not _READ:
+                    self._enter(BODY_READ)  # to look at it is a turn of its own
                     self._continue_later()
                 else:
                     self._serve()
@@ -425,12 +470,15 @@ class ClientConnection(asyncio.Protocol):
     def _read_head(self) -> bool:
         end = self._find_head()
         if not end:
+            if self.state is _IDLE and (self._searched or self._blank_lines):
+                self._enter(HEAD_BEGUN)
             return False
         clients, raw = self._clients, self._buffer[self._at : end]
         self._at = end
         self._blank_lines = 0
         head, length = clients.heads.find(raw)
         self._head = head  # first: how a refusal is written depends on it
+        self._enter(HEAD_PASSED)
         self._tenant = clients.router.authenticate(head)
         self._since = self._fed_at = self._now()
         self._body = []
@@ -445,16 +493,16 @@ class ClientConnection(asyncio.Protocol):
 
     def _find_head(self) -> int:
         """Position of the next head's end in the buffer, 0 if it is not whole. Raises `GateError`."""
-        seen = 0
-        if self._partial:
-            backlog, seen = self._backlog, len(self._backlog)
+        if self._searched:
+            backlog = self._backlog
             backlog += self._buffer[self._at :]
             self._buffer, self._at = b"", 0
-            if backlog[0] != 13 and not head_end(backlog, seen=seen):
+            if backlog[0] != 13 and not head_end(backlog, seen=self._searched):
+                self._searched = len(backlog)
                 return 0
             self._buffer = bytes(backlog)
             backlog.clear()
-            self._partial = False
+            self._searched = 0
         buffer, at = self._buffer, self._at
         while buffer[at : at + 2] == b"\r\n":
             self._blank_lines += 1
@@ -469,7 +517,7 @@ class ClientConnection(asyncio.Protocol):
         end = head_end(buffer, begin=at)
         if not end:
             self._backlog += buffer[at:]
-            self._partial = True
+            self._searched = len(self._backlog)
             self._buffer, self._at = b"", 0
         return end
 
@@ -545,7 +593,6 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._small.clear()
         self._form = None
-        self._ripe = False
 
     # --- answering ---
 
@@ -563,6 +610,7 @@ class ClientConnection(asyncio.Protocol):
             self._reply(taken)
         else:
             self._exchange = taken
+            self._enter(SUBMITTED)
             clients.driver.submit(taken)
 
     def _send(self, data: bytes) -> None:
@@ -603,24 +651,25 @@ class ClientConnection(asyncio.Protocol):
         if keep:
             self.end(keep=True)
         else:
-            self._linger()
+            self._linger(REFUSED)
 
-    def _linger(self) -> None:
+    def _linger(self, transition: Transition[ClientState]) -> None:
         """Close our side only: bytes still on their way would otherwise reset what was just written."""
-        self._closing = True
+        self._enter(transition)
         self._head = None
         self._since = self._now()
         if self._transport is None or self._transport.is_closing():
             return
+        self.hold(False)  # what still comes is thrown away, its end is heard
         if self._transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client has reset the connection
                 self._transport.write_eof()
         else:
             self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 
-    def _close(self) -> None:
+    def _close(self, transition: Transition[ClientState]) -> None:
         """End the connection when what was written is out."""
-        self._closing = True
+        self._enter(transition)
         self._since = self._now()
         if self._transport is not None:
             self._transport.close()

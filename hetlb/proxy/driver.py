@@ -14,12 +14,12 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final, NamedTuple
 
 from hetlb.config.api_keys import LimitsTable
 from hetlb.config.fleet import ProxyTable
-from hetlb.core.block_index import KvEventBatch
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -27,22 +27,12 @@ from hetlb.core.types import (
     Abort,
     AdminState,
     AdminStateSet,
-    Command,
     Dispatch,
-    EngineSample,
-    HealthChanged,
     Hold,
-    InstanceAdded,
-    InstanceChange,
-    InstanceRemoved,
     KvTransfer,
     Lease,
     Outcome,
-    PassOn,
-    Probed,
-    ProbeResult,
     Reject,
-    Request,
     RequestId,
     Role,
 )
@@ -57,11 +47,10 @@ from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.limits import Limiters
 from hetlb.proxy.predicted_duration import expected_s
+from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
-    Decisions,
     Responses,
     StallWatch,
-    log_health,
     log_loop,
     only_model,
     retry_after_s,
@@ -79,8 +68,21 @@ SWEEP_S: Final = 0.5
 SETTLED_AT_ONCE: Final = 64
 #: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
-#: An instance from which something came within so many seconds is not failed by a probe.
-EMITS_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSetup:
+    """Parts of every driver of exchanges.
+
+    `on_ended` gets the requests that ended, some at once. `access` says how the engines are reached, by
+    instance; the owner of this mapping alone changes it.
+    """
+
+    table: ProxyTable
+    token_estimator: TokenEstimator
+    loop: asyncio.AbstractEventLoop
+    on_ended: Callable[[list[Exchange]], None] | None = None
+    access: Mapping[str, EngineAccess] = field(default_factory=dict)
 
 
 class Target(NamedTuple):
@@ -94,30 +96,20 @@ class Target(NamedTuple):
 class ExchangeDriver(ABC):
     """Exchanges, connections to engines and counters of one process, wherever its scheduler is."""
 
-    def __init__(
-        self,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        self.table = table
-        self.token_estimator = token_estimator
-        self.loop = loop
+    def __init__(self, setup: DriverSetup) -> None:
+        self.table = table = setup.table
+        self.token_estimator = setup.token_estimator
+        self.loop = loop = setup.loop
         self.now = loop.time
         self._totals = Totals()
-        self._arrival_s: list[float] = []
-        self._end_s: list[float] = []
         #: Requests that ended and were not counted yet.
         self._ended: list[Exchange] = []
         self.exchanges: dict[RequestId, Exchange] = {}
         self.forward_rules = ForwardRules(table.forward_headers)
         #: Called with an instance's name and its `/v1/models` after its engine closed connections.
         self.on_reconnect: Callable[[str, bytes], None] | None = None
-        #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
-        self._access = {} if access is None else access
-        self._on_ended = on_ended
+        self._access = setup.access
+        self._on_ended = setup.on_ended
         self._drain_rate = DrainRate(random.Random())
         self.limiters = Limiters()
         self._pools: dict[int, EnginePool] = {}
@@ -294,15 +286,10 @@ class ExchangeDriver(ABC):
 
     def settle(self) -> None:
         """Count and log the requests that ended since the last time."""
-        totals = self._totals
-        totals.arrival.observe_all(self._arrival_s)
-        totals.end.observe_all(self._end_s)
-        self._arrival_s.clear()
-        self._end_s.clear()
         if not self._ended:
             return
         ended, self._ended = self._ended, []
-        models = self.models
+        models, totals = self.models, self._totals
         for exchange in ended:
             # A name that was never served is a client's: it must not become a label.
             totals.finished(exchange, exchange.lease is not None or exchange.request.model in models)
@@ -446,27 +433,15 @@ class ExchangeDriver(ABC):
             pool.close()
 
 
-class Driver(ExchangeDriver):
+class Driver(ExchangeDriver, SchedulerDriver):
     """A driver whose scheduler is in this process."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: ProxyTable,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(table, token_estimator, loop, on_ended, access)
-        self.scheduler = scheduler
-        self.decisions = Decisions(len(scheduler.instances))
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(setup)
+        self.schedule(scheduler)
         self.responses = Responses()
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
-        #: How long a probe may take, in seconds.
-        self.probe_timeout_s = 0.0
-        self._ticker: asyncio.TimerHandle | None = None
         #: Connections to bootstrap servers, by URL; requests of our own to engines.
         self._bootstraps: dict[str, EnginePool] = {}
         self._releases: set[SideCall] = set()
@@ -495,14 +470,11 @@ class Driver(ExchangeDriver):
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
-        started = perf_counter()
-        commands = self._arrived(exchange.request, exchange.arrived_at)
-        self._arrival_s.append(perf_counter() - started)
-        self.carry_out(commands)
+        self._arrive(exchange.request, exchange.arrived_at)
 
-    def _arrived(self, request: Request, now: float) -> list[Command]:
-        """Give the scheduler a request."""
-        return self.scheduler.on_arrival(request, now)
+    def settle(self) -> None:
+        self._count_calls()
+        super().settle()
 
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
@@ -511,11 +483,7 @@ class Driver(ExchangeDriver):
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
         if retry:
             self._totals.tried_again(lease.instance, outcome)
-        started = perf_counter()
-        commands = self.scheduler.on_lease_ended(
-            lease, outcome, self.now(), retry=retry, server_error=server_error
-        )
-        self._end_s.append(perf_counter() - started)
+        commands = self._end_lease(lease, outcome, self.now(), retry, server_error)
         if commands or self._ticker is None:
             self.carry_out(commands)
 
@@ -624,18 +592,9 @@ class Driver(ExchangeDriver):
     def targets(self) -> Iterable[Target]:
         return [Target(each.name, each.incarnation, each.spec.url) for each in self.scheduler.instances]
 
-    def change(self, change: InstanceChange) -> None:
-        """Something about an instance changed."""
-        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
-            if self._emits(change.name):
-                return  # busy, not dead: its probes wait behind its work
-            if self.stalls.since(self.now() - self.probe_timeout_s):
-                return  # the probe may have been answered while this process stood still
-        self.carry_out(self.scheduler.on_instance(change, self.now()))
-        if isinstance(change, InstanceAdded | InstanceRemoved):
-            self.drop_unused_pools()
-            self.decisions.bound(len(self.scheduler.instances))
-            self._look_for_splits()
+    def _instances_changed(self) -> None:
+        self.drop_unused_pools()
+        self._look_for_splits()
 
     def serves(self, lease: Lease) -> bool:
         served = self.scheduler.holder(lease).served
@@ -656,35 +615,13 @@ class Driver(ExchangeDriver):
     def block_tokens(self) -> int:
         return self.scheduler.block_tokens
 
-    def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        """An engine told what came into its prefix cache and what left it."""
-        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
-
-    def sample(self, name: str, sample: EngineSample) -> None:
-        """An engine's metrics were read."""
-        self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
-
-    def set_policy(self, name: str) -> None:
-        """Switch the policy."""
-        self.carry_out(self.scheduler.set_policy(name, self.now()))
-
     # --- commands ---
 
-    def carry_out(self, commands: list[Command]) -> None:
-        """Do what the scheduler said."""
-        for command in commands:
-            if type(command) is Dispatch:
-                self._dispatch(command)
-            elif isinstance(command, Reject):
-                self.exchanges[command.request_id].rejected(command)
-            elif isinstance(command, HealthChanged):
-                log_health(command, self._totals)
-            elif isinstance(command, Abort):
-                self.exchanges[command.request_id].client_gone()
-            else:
-                assert isinstance(command, PassOn)  # what the engine says goes on by itself
-        if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
-            self._ticker = self.loop.call_at(deadline, self._tick)
+    def _reject(self, command: Reject) -> None:
+        self.exchanges[command.request_id].rejected(command)
+
+    def _abort(self, command: Abort) -> None:
+        self.exchanges[command.request_id].client_gone()
 
     def _dispatch(self, command: Dispatch) -> None:
         lease = command.lease
@@ -703,16 +640,10 @@ class Driver(ExchangeDriver):
         total_s, first_s, mixed = expected_s(instance, lease)
         exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
-    def _tick(self) -> None:
-        self._ticker = None
-        self.carry_out(self.scheduler.on_tick(self.now()))
-
     def close(self) -> None:
         super().close()
         for call in self._releases:
             call.abort()
         for pool in self._bootstraps.values():
             pool.close()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            self._ticker = None
+        self._stop_ticking()

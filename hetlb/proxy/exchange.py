@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
+from hetlb.core.transition import Transition
 from hetlb.core.types import Hold, KvTransfer, Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
@@ -35,8 +36,6 @@ from hetlb.proxy.exchange_states import (
     WRITTEN,
     Phase,
     Response,
-    ResponseTransition,
-    Transition,
 )
 from hetlb.proxy.handover import HandOver, fresh_salt, with_field
 from hetlb.proxy.http import error_responses
@@ -96,7 +95,7 @@ class ClientSide(Protocol):
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
-#: What an engine answers with that has no room now, if it says when to come again.
+#: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY = frozenset({429, 503})
 #: A client is answered so much before it gives up that it can read the answer.
 _MARGIN_S: Final = 1.0
@@ -163,9 +162,9 @@ class Exchange(RequestRecord):
         self._answer_head: ResponseHead | None = None
         self._answer_length: int | None = None
         self._watcher: SseWatcher | None = None
-        #: Where the times between the tokens of this stream are counted, and when its last text came.
+        #: Counts of the times between the tokens of this stream.
         self._fine: list[int] | None = None
-        #: When it is of no use to wait any longer; read from the head only if it does have to wait.
+        #: Time from which it is of no use to wait; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
         #: `_dropped`: an engine dropped it and may have run it. `_closes`: the client was told that the
         #: connection ends with this answer.
@@ -174,9 +173,9 @@ class Exchange(RequestRecord):
         #: Since when the client does not read, and for how long it did not before.
         self._held_since: float | None = None
         self._held_s = 0.0
-        #: How its last lease ended.
+        #: End of its last lease.
         self.end: End | None = None
-        #: How the events of this stream begin; those that do go on as the engine framed them.
+        #: First bytes of the events of this stream; those that do go on as the engine framed them.
         self._text_beginning: bytes | None = None
         #: The two legs of a split request, until the first token of the second.
         self._handover: HandOver | None = None
@@ -717,12 +716,12 @@ class Exchange(RequestRecord):
         """True if an engine was sent the request and may have worked on it."""
         return self._dropped or self.phase in (Phase.SENT, Phase.STREAMING)
 
-    def _enter(self, transition: Transition, now: float) -> None:
+    def _enter(self, transition: Transition[Phase], now: float) -> None:
         assert self.phase in transition.before, f"request {self.request.id}, {self.phase}: {transition.event}"
         self.phase = transition.after
         self.since = now
 
-    def _respond(self, transition: ResponseTransition) -> None:
+    def _respond(self, transition: Transition[Response]) -> None:
         assert self.response in transition.before, f"{self.response}: {transition.event}"
         self.response = transition.after
 

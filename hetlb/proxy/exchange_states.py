@@ -6,9 +6,10 @@ Every change is one row of `TRANSITIONS`; an exchange that is not in a row's `be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+from hetlb.core.transition import Transition, edges
 
 
 class Phase(StrEnum):
@@ -28,24 +29,6 @@ class Response(StrEnum):
     NOTHING = "nothing"
     HEARTBEATS = "heartbeats"
     STARTED = "started"
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A change of `Phase`: the event, the phases in which it may happen, the phase that follows."""
-
-    event: str
-    before: tuple[Phase, ...]
-    after: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseTransition:
-    """A change of `Response`, in the same form."""
-
-    event: str
-    before: tuple[Response, ...]
-    after: Response
 
 
 DISPATCHED: Final = Transition("the scheduler chooses an instance", (Phase.QUEUED,), Phase.CONNECTING)
@@ -82,13 +65,11 @@ TRANSITIONS: Final = (
     DECODE_UNDER_WAY, FIRST_BYTE, ENDED,
 )  # fmt: skip
 
-HEARTBEAT: Final = ResponseTransition(
+HEARTBEAT: Final = Transition(
     "the first heartbeat: status 200 and a comment", (Response.NOTHING,), Response.HEARTBEATS
 )
-STREAM_FOLLOWS: Final = ResponseTransition(
-    "the engine's stream begins", (Response.HEARTBEATS,), Response.STARTED
-)
-COMMITTED: Final = ResponseTransition(
+STREAM_FOLLOWS: Final = Transition("the engine's stream begins", (Response.HEARTBEATS,), Response.STARTED)
+COMMITTED: Final = Transition(
     "the engine's status and headers go out with the first bytes", (Response.NOTHING,), Response.STARTED
 )
 RESPONSE_TRANSITIONS: Final = (HEARTBEAT, STREAM_FOLLOWS, COMMITTED)
@@ -97,9 +78,7 @@ RESPONSE_TRANSITIONS: Final = (HEARTBEAT, STREAM_FOLLOWS, COMMITTED)
 def diagram() -> str:
     """Both tables as one Mermaid state diagram, as docs/behaviour.md has it."""
     lines = ["```mermaid", "stateDiagram-v2", "    [*] --> QUEUED: a whole request"]
-    for each in TRANSITIONS:
-        lines += [f"    {phase.name} --> {each.after.name}: {each.event}" for phase in each.before]
+    lines += [f"    {each}" for each in edges(TRANSITIONS)]
     lines += ["    DONE --> [*]", "    state response {", f"        [*] --> {Response.NOTHING.name}"]
-    for row in RESPONSE_TRANSITIONS:
-        lines += [f"        {before.name} --> {row.after.name}: {row.event}" for before in row.before]
+    lines += [f"        {each}" for each in edges(RESPONSE_TRANSITIONS)]
     return "\n".join([*lines, "    }", "```"])

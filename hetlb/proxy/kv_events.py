@@ -30,7 +30,7 @@ logger = logging.getLogger("hetlb.kv_events")
 
 #: A message beyond this is none.
 _MAX_MESSAGE_BYTES: Final = 64 << 20
-#: How long a replay may take.
+#: Seconds that a replay may take.
 _REPLAY_S: Final = 5.0
 #: After a failure of ours reading begins again so much later.
 _AGAIN_S: Final = 1.0

@@ -15,7 +15,7 @@ from hetlb.config.api_keys import LimitsTable
 from hetlb.proxy.http.error_responses import RATE_LIMITED, Refusal
 
 WINDOW_S: Final = 60.0
-#: What comes within so long counts as one: a window holds at most 600 of them.
+#: Seconds within which requests count as one entry: a window holds at most 600 of them.
 _SLOT_S: Final = 0.1
 #: Times are rounded: a client that comes again this much later does come after the window.
 _CLOCK_S: Final = 0.001

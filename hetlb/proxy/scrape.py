@@ -70,9 +70,9 @@ class Scraper:
         access: Mapping[str, EngineAccess] | None = None,
     ) -> None:
         self._table = table
-        #: How the engines are reached, by instance. To be changed by the owner of this mapping alone.
+        #: Keys and certificates of the engines, by instance. The owner of this mapping alone changes it.
         self._access = {} if access is None else access
-        #: What was said of an instance that is not let in, so that it is said once.
+        #: Reasons logged for instances that are not let in: each is logged once.
         self._told: dict[str, str] = {}
         self._on_change = on_change
         self._on_sample = on_sample

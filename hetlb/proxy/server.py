@@ -15,7 +15,7 @@ from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.router import FleetView, Router
 
 _SWEEP_S = 0.5
-#: How long clients of WebSocket sessions have to close their side when the process ends.
+#: Seconds in which clients of WebSocket sessions close their side when the process ends.
 _PART_S = 1.0
 
 

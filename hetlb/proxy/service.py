@@ -58,7 +58,7 @@ from hetlb.proxy.discovery.inference_pool import InferencePoolSource
 from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
@@ -87,7 +87,7 @@ FIRST_ROUND_S = 1.0
 _GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
-#: How long the name of an instance that is being registered may take to resolve.
+#: Seconds that the name of an instance that is being registered may take to resolve.
 _RESOLVE_S = 5.0
 #: The longest time for which a registration may hold.
 MOST_TTL_S = 86_400
@@ -124,7 +124,7 @@ class FleetService(ABC):
         self.fleet = fleet
         self._load = load
         self._access = require_urls(fleet)
-        #: How each instance is reached; the driver and the watcher look here.
+        #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
         #: The certificate shown to operators who connect from now on, None without TLS.
         self._admin_tls = self._access.admin_tls
@@ -264,7 +264,7 @@ class FleetService(ABC):
         return None if self.sharing is None else self.sharing.figures
 
     def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
-        """What is watched in a cluster. Raises `ConfigError`."""
+        """Sources of a cluster. Raises `ConfigError`."""
         if table.resource == "inferencepools":
             return [InferencePoolSource(table, base)]
         return [KubernetesSource(table, base)]
@@ -693,11 +693,13 @@ class Service(FleetService):
         make = self._make_driver if table is None else self._make_sharing_driver
         self.driver = make(
             self.scheduler,
-            fleet.proxy,
-            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-            asyncio.get_running_loop(),
-            lambda ended: self._front.requests_ended(ended),
-            self._engines,
+            DriverSetup(
+                fleet.proxy,
+                TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
+                asyncio.get_running_loop(),
+                lambda ended: self._front.requests_ended(ended),
+                self._engines,
+            ),
         )
         self.driver.on_loop = self.take_out
         self.driver.on_reconnect = self.engine_reconnected
@@ -719,12 +721,12 @@ class Service(FleetService):
     #: True if another process may take over the listeners.
     _hands_over = True
     #: The driver and the listener; an endpoint picker has others.
-    _make_driver: Callable[..., Driver] = Driver
-    _make_sharing_driver: Callable[..., SharedDriver] = SharedDriver
+    _make_driver: Callable[[Scheduler, DriverSetup], Driver] = Driver
+    _make_sharing_driver: Callable[[Scheduler, DriverSetup], SharedDriver] = SharedDriver
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        """What is shared with other processes of the fleet, and the key of that table."""
+        """Table of what is shared with other processes of the fleet, and its key."""
         return fleet.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:

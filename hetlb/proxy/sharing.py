@@ -35,7 +35,7 @@ _VERSION: Final = 1
 _CHANGES: Final = 0
 _STATE: Final = 1
 _ASK: Final = 2
-#: What waits to be published, at most; more is told as a whole later.
+#: Messages that wait to be published, at most; more is told as a whole later.
 _MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
@@ -106,7 +106,7 @@ class Sharing:
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
         )
         self._channel = f"{table.group}:leases"
-        #: Which process serves by a key here, None where all do or a Lease says which.
+        #: The leader by a key here, None where all serve or a Lease says which one does.
         self.leader: KeyLeader | None = None
         if table.mode == "active-standby" and table.lease is None:
             self.leader = KeyLeader(self._redis, table.group, name, table.silent_s)

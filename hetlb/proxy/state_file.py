@@ -25,7 +25,7 @@ logger = logging.getLogger("hetlb.proxy")
 
 STATE_KIND: Final = "hetlb-state"
 STATE_VERSION: Final = 1
-#: How often the file is written.
+#: Seconds between writes of the file.
 SAVE_S: Final = 60.0
 #: A larger file is not ours.
 _MAX_BYTES: Final = 256 << 20

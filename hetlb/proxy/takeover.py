@@ -37,11 +37,11 @@ _AT_ONCE: Final = 200
 _MOST_BYTES: Final = 200_000
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
-#: How often the old process tells of leases that were granted and that ended.
+#: Seconds between reports of the old process on leases that were granted and that ended.
 TELL_S: Final = 0.02
-#: How often a process that took over tries to have the name itself.
+#: Seconds between tries of a process that took over to have the name itself.
 _NAME_S: Final = 0.1
-#: How long either side waits for the other's next step; engines are looked at meanwhile.
+#: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
 _STEP_S: Final = 30.0
 
 

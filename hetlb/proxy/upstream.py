@@ -17,8 +17,24 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
+from hetlb.core.transition import Transition
 from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.connection_states import (
+    ANSWER_BEGUN,
+    BEGUN,
+    CLOSED,
+    HEAD_READ,
+    HELD_BACK,
+    KEPT,
+    READ,
+    READ_ON,
+    REUSED,
+    TURN_TAKEN,
+    UNREAD,
+    EngineState,
+    Reading,
+)
 from hetlb.proxy.ends import End
 from hetlb.proxy.http.http1 import (
     ChunkedDecoder,
@@ -40,10 +56,22 @@ TURN_BYTES: Final = 16 << 10
 _LARGE_READ: Final = 64 << 10
 #: A list of models beyond this is none.
 _MAX_LIST_BYTES: Final = 1 << 20
-#: How long an engine may take to take leave of a TLS connection.
+#: Seconds that an engine may take to close a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Bodies up to this size are written in one piece with their head.
 _COPIED_BYTES: Final = 16 << 10
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_FRESH: Final = EngineState.FRESH
+_SENT: Final = EngineState.SENT
+_SENDING: Final = EngineState.SENDING
+_RESENT: Final = EngineState.RESENT
+_HEAD: Final = EngineState.HEAD
+_BODY: Final = EngineState.BODY
+_IDLE: Final = EngineState.IDLE
+_CLOSED: Final = EngineState.CLOSED
+_OPEN: Final = Reading.OPEN
+_TURN: Final = Reading.TURN
+_HELD: Final = Reading.HELD
 
 
 def local_trouble(error: OSError) -> bool:
@@ -180,8 +208,8 @@ class EnginePool(Upstream):
             idle, oldest = self._idle, self._now() - self._idle_s
             while idle:
                 connection = idle.pop()
-                if connection.idle_since > oldest and connection.usable:
-                    connection.begin(exchange, reused=True)
+                if connection.idle_since > oldest and connection.state is _IDLE:
+                    connection.begin(exchange)
                     return
                 connection.close()
         self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
@@ -268,9 +296,9 @@ class EnginePool(Upstream):
             exchange.engine_failed(end, detail)
         elif self._lost and self._on_reconnect is not None:
             check = self._checks[exchange] = IdentityCheck(self, exchange, self._now())
-            connection.begin(check, reused=False)
+            connection.begin(check)
         else:
-            connection.begin(exchange, reused=False)
+            connection.begin(exchange)
 
 
 def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
@@ -342,64 +370,60 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_answered",
-        "_buffer",
-        "_decoder",
-        "_held",
-        "_interim",
-        "_left",
-        "_on_room",
-        "_pool",
-        "_rest",
-        "_rest_at",
-        "_reused",
-        "_scheduled",
-        "_transport",
-        "_unread",
-        "exchange",
-        "head",
-        "idle_since",
-        "may_upgrade",
-        "usable",
+        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "_transport",
+        "_turn", "exchange", "head", "idle_since", "may_upgrade", "reading", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
+        self.state = _FRESH
+        self.reading = _OPEN
         self.exchange: Carried | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
-        self.usable = True
-        self._reused = False
-        self._answered = False
         #: The beginning of a head, and how many interim ones came before it.
         self._buffer = bytearray()
         self._interim = 0
-        #: True if the engine has still to read much of the request.
-        self._unread = False
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
-        #: What was read and is looked at in later turns, from `_rest_at` on.
+        #: Bytes that were read and are looked at in later turns, from `_rest_at` on; the next turn.
         self._rest = b""
         self._rest_at = 0
-        self._scheduled = False
-        #: True if the client is slow: nothing more is read for it.
-        self._held = False
-        #: True if the request asks for another protocol; then who is told whether there is room to write.
+        self._turn: asyncio.Handle | None = None
+        #: True if the request asks for another protocol; then, what is told whether there is room to write.
         self.may_upgrade = False
         self._on_room: Callable[[bool], None] | None = None
 
+    # --- states ---
+
+    def _enter(self, transition: Transition[EngineState]) -> None:
+        assert self.state in transition.before, f"engine connection, {self.state}: {transition.event}"
+        self.state = transition.after
+
+    def _enter_reading(self, transition: Transition[Reading]) -> None:
+        assert self.reading in transition.before, f"engine connection, {self.reading}: {transition.event}"
+        self.reading = transition.after
+
+    def _leave(self) -> None:
+        """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
+        if self.state is not _CLOSED:
+            self._enter(CLOSED)
+        self._pool.forget(self)
+        self._drop_turn()
+        self._rest, self._rest_at = b"", 0
+
     # --- the exchange's side ---
 
-    def begin(self, exchange: Carried, *, reused: bool) -> None:
+    def begin(self, exchange: Carried) -> None:
         """Let `exchange` send its request."""
         self.exchange = exchange
         self.head = None
         self._decoder = None
-        self._reused = reused
-        self._answered = self._held = self._unread = self.may_upgrade = False
+        self.may_upgrade = False
         self._interim = 0
         self._buffer.clear()
+        self._enter(REUSED if self.state is _IDLE else BEGUN)
         pool = self._pool
         pool.busy.add(self)
         exchange.engine_connected(self, pool.own_headers, pool.passthrough)
@@ -425,30 +449,32 @@ class EngineConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
-        self._held = True
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        if self.reading is _HELD:
+            return
+        self._drop_turn()
+        if self.reading is _OPEN:
+            self._pause_reading()
+        self._enter_reading(HELD_BACK)
 
     def resume(self) -> None:
         """Read on."""
-        self._held = False
-        if self._rest or self._scheduled:
-            self._continue_later()
-        elif self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self.reading is not _HELD:
+            return
+        if self._rest:
+            self._take_turn_later()
+        else:
+            self._read_on()
 
     def abort(self) -> None:
-        """Drop the connection at once: the engine stops working for whom it carries."""
+        """Drop the connection at once: the engine stops working for what it carries."""
         self.exchange = None
-        self.usable = False
-        self._pool.forget(self)
+        self._leave()
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
         """Close an idle connection."""
-        self.usable = False
-        self._pool.forget(self)
+        self._leave()
         if self._transport is not None:
             self._transport.close()
 
@@ -464,54 +490,61 @@ class EngineConnection(asyncio.Protocol):
             # Bytes that no request asked for: the framing of this connection cannot be trusted.
             self.abort()
             return
-        decoder = self._decoder
-        if len(data) > TURN_BYTES or self._rest:
+        if len(data) > TURN_BYTES or self.reading is not _OPEN:
             self._rest = self._rest[self._rest_at :] + data if self._rest else data
             self._rest_at = 0
-            self._take_turn()
+            if self.reading is _OPEN:
+                self._take_turn(exchange)
             return
+        decoder = self._decoder
         # By far the most common read: an event in a chunk of its own.
         if decoder is not None and decoder.between and exchange.engine_events(data):
             return
-        self._answered = True
         self._receive_or_fail(exchange, data)
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, exchange: Carried) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
-        stopped, self._scheduled = self._scheduled, False
-        exchange = self.exchange
-        if exchange is None or self._held or not self._rest:
-            return
-        size = len(self._rest) - self._rest_at
+        at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
         if self.head is None or self._decoder is not None or not exchange.plain:
             size = min(size, TURN_BYTES)
-        at = self._rest_at
         data = self._rest[at : at + size]
         self._rest_at = at + size
         if self._rest_at >= len(self._rest):
             self._rest, self._rest_at = b"", 0
-        self._answered = True
-        if self._rest or stopped or size >= _LARGE_READ:
-            self._continue_later()
+        if self._rest or size >= _LARGE_READ or self.reading is _TURN:
+            self._take_turn_later()
         self._receive_or_fail(exchange, data)
 
-    def _continue_later(self) -> None:
-        if self._scheduled:
-            return
-        self._scheduled = True
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-        self._pool.call_soon(self._go_on)
+    def _take_turn_later(self) -> None:
+        if self.reading is not _TURN:
+            if self.reading is _OPEN:
+                self._pause_reading()
+            self._enter_reading(TURN_TAKEN)
+        self._turn = self._pool.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """The others had their turn."""
-        if self._rest:
-            self._take_turn()
-            return
-        self._scheduled = False
-        if not self._held and self._transport is not None and not self._transport.is_closing():
+        self._turn = None
+        exchange = self.exchange
+        if self._rest and exchange is not None:
+            self._take_turn(exchange)
+        else:
+            self._read_on()
+
+    def _drop_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.cancel()
+
+    def _read_on(self) -> None:
+        self._enter_reading(READ_ON)
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
 
     def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
@@ -533,6 +566,8 @@ class EngineConnection(asyncio.Protocol):
                 end = head_end(data, _MAX_HEAD_BYTES)
                 if not end:
                     self._buffer += data
+                    if self.state is not _HEAD:
+                        self._enter(ANSWER_BEGUN)
                     return
                 raw, data = data[:end], data[end:]
                 if exchange.method == b"HEAD":
@@ -549,6 +584,7 @@ class EngineConnection(asyncio.Protocol):
                 self._interim += 1
                 if self._interim > MAX_INTERIM:
                     raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
+            self._enter(HEAD_READ)
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
@@ -582,11 +618,14 @@ class EngineConnection(asyncio.Protocol):
         assert self.head is not None
         self.exchange = None
         self._pool.busy.discard(self)
-        assert self._transport is not None
+        transport = self._transport
         # An early answer leaves a request half-sent.
-        whole = self._transport.get_write_buffer_size() == 0
-        if clean and whole and self.head.keep_alive and not self._transport.is_closing():
-            self._transport.resume_reading()
+        whole = transport is not None and not transport.get_write_buffer_size()
+        if clean and whole and self.head.keep_alive and transport is not None and not transport.is_closing():
+            self._enter(KEPT)
+            if self.reading is not _OPEN:
+                self._drop_turn()
+                self._read_on()
             self._pool.put_back(self)
         else:
             self.close()
@@ -594,43 +633,45 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         if self.exchange is None:
-            self.usable = False  # the transport closes in a later turn: it must not be taken until then
-            self._pool.forget(self)
+            self._leave()  # the transport closes in a later turn: it must not be taken until then
             self._pool.lost()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        left, self.usable = self.usable, False
-        self._pool.forget(self)
-        while self._rest and self.exchange is not None:  # what came before the end comes first
-            self._held = False
-            self._take_turn()
-        exchange, self.exchange = self.exchange, None
+        left = self.state is not _CLOSED
         self._transport = None
+        while self._rest and self.exchange is not None:  # what came before the end comes first
+            self._drop_turn()
+            self._take_turn(self.exchange)
+        state = self.state
+        exchange, self.exchange = self.exchange, None
+        self._leave()
         if left:
             self._pool.lost()  # none of our own doing
         if exchange is None:
             return
-        if not self._answered and self._reused:
+        if state is _RESENT:
             # It was closed while idle and we learnt it too late: that is no failure.
             exchange.engine_lost_idle()
-        elif self.head is None:
-            # Part of an answer is an answer: only an engine that said nothing may be replaced.
-            end = ends.JUNK if self._answered else ends.UNREAD if self._unread else ends.DROPPED
-            exchange.engine_failed(end, "the engine closed the connection")
-        elif self._decoder is None and self._left is None and exc is None:
-            exchange.engine_end(b"")
+        elif state is _BODY:
+            if self._decoder is None and self._left is None and exc is None:
+                exchange.engine_end(b"")
+            else:
+                exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
         else:
-            exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
+            # Part of an answer is an answer: only an engine that said nothing may be replaced.
+            end = ends.JUNK if state is _HEAD else ends.UNREAD if state is _SENDING else ends.DROPPED
+            exchange.engine_failed(end, "the engine closed the connection")
 
     def pause_writing(self) -> None:
-        """The engine has not read the request yet. (It was written in one go: nothing to hold back.)"""
-        self._unread = True
+        # A request was written in one go: nothing to hold back.
+        if self.state is _SENT:
+            self._enter(UNREAD)
         if self._on_room is not None:
             self._on_room(False)
 
     def resume_writing(self) -> None:
-        """The engine has read it, but for the last few bytes."""
-        self._unread = False
+        if self.state is _SENDING:
+            self._enter(READ)
         if self._on_room is not None:
             self._on_room(True)

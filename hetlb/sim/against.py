@@ -36,7 +36,7 @@ LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("abov
 _LEAST_OF_A_LOAD = 10
 #: Corrections are fitted to so many requests at most.
 _FITTED = 1500
-#: How far off 1 factors are expected to be, in logarithms, and how many seconds the host is expected to add;
+#: Expected distance of factors from 1, in logarithms, and the seconds that the host is expected to add;
 #: and by how much a correction of that size must bring the log nearer.
 _SPREADS = (0.3, 0.6, 0.3)
 _HOST_SPREAD_S = 0.002

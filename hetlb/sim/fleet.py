@@ -44,7 +44,7 @@ from hetlb.workload.records import Gaps, RequestResult, summarize
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S = 1.0
 
-#: How a request ends that the scheduler turns down; any other reason is the request's own fault.
+#: Outcome of a request that the scheduler rejects; any other reason is the request's own fault.
 _REJECTED = {
     RejectReason.QUEUE_FULL: Outcome.REJECTED_FULL,
     RejectReason.QUEUE_EXPIRED: Outcome.EXPIRED_QUEUE,
@@ -137,7 +137,7 @@ def _sequences(flight: Flight, leg: Role) -> list[_Run]:
 
 
 def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
-    """The sequences one engine runs for a request that is not split."""
+    """The engine's sequences of a request that is not split."""
     return _sequences(Flight(planned), Role.BOTH)
 
 

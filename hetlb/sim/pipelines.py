@@ -59,7 +59,7 @@ class _Link:
         self.nic_out = nic_out
         self.nic_in = nic_in
         self.free_at = 0.0
-        #: When the coordinator sent its last frame, and when that is there.
+        #: Times at which the coordinator's last frame was sent and arrives.
         self.frame_sent_at = -1.0
         self.frame_arrives_at = 0.0
 

@@ -16,7 +16,7 @@ from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest
 
-#: What one prompt token weighs against one output token in `split`.
+#: Weight of a prompt token against one output token in `split`.
 _PROMPT_WEIGHT = 0.15
 
 

@@ -36,7 +36,7 @@ from hetlb.workload.traces import Row
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
 _INFINITE = float("inf")
-#: How often progress is looked at while other processes work, seconds.
+#: Seconds between looks at the progress of other processes.
 _LOOK_S = 0.2
 
 

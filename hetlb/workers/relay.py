@@ -23,8 +23,9 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess, registered_access
-from hetlb.proxy.driver import EMITS_S
+from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.front import Front
+from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
@@ -57,7 +58,7 @@ from hetlb.workers.relay_driver import RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
 
-#: How often counters and ended requests are reported.
+#: Seconds between reports of counters and ended requests.
 REPORT_S: Final = 0.5
 #: Records in one report: a buffer of a megabyte would be fresh zeroed memory every time.
 _RECORDS_AT_ONCE: Final = 500
@@ -80,12 +81,14 @@ class Relay:
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
         self.driver = RelayDriver(
             life,
-            fleet.proxy,
             fleet.queue_limits,
-            TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-            self._loop,
-            lambda ended: self._front.requests_ended(ended),
-            self._engines,
+            DriverSetup(
+                fleet.proxy,
+                TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
+                self._loop,
+                lambda ended: self._front.requests_ended(ended),
+                self._engines,
+            ),
         )
         self.driver.identify(state.own)
         self._server = ProxyServer(self.driver, self)

@@ -7,18 +7,15 @@ there is no scheduler process, streams go on and arrivals wait, within the limit
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from hetlb.config.api_keys import LimitsTable
-from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
-from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.driver import ExchangeDriver, Target
+from hetlb.proxy.driver import DriverSetup, ExchangeDriver, Target
 from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
@@ -29,7 +26,6 @@ from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
-from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.workers.protocol import (
     Arrival,
@@ -69,17 +65,8 @@ class Sender(Protocol):
 class RelayDriver(ExchangeDriver):
     """A driver that asks the scheduler process over `sender`."""
 
-    def __init__(
-        self,
-        relay: int,
-        table: ProxyTable,
-        limits: QueueLimits,
-        token_estimator: TokenEstimator,
-        loop: asyncio.AbstractEventLoop,
-        on_ended: Callable[[list[Exchange]], None] | None = None,
-        access: Mapping[str, EngineAccess] | None = None,
-    ) -> None:
-        super().__init__(table, token_estimator, loop, on_ended, access)
+    def __init__(self, relay: int, limits: QueueLimits, setup: DriverSetup) -> None:
+        super().__init__(setup)
         self._next_id = (relay << ID_BITS) + 1
         self._limits = limits
         self._sender: Sender | None = None
@@ -90,7 +77,7 @@ class RelayDriver(ExchangeDriver):
         self._held: dict[RequestId, _HeldAnswer] = {}
         self._recent: deque[Lease] = deque(maxlen=_RECENT)
         self._learnt: dict[str, tuple[int, int]] = {}
-        #: What engines served when connections to them were made again, by instance.
+        #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         self.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.

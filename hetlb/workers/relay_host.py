@@ -15,38 +15,28 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.config.api_keys import LimitsTable
-from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
-    Command,
     Dispatch,
-    EngineSample,
-    HealthChanged,
-    InstanceAdded,
-    InstanceChange,
-    InstanceRemoved,
     Lease,
     LiveLease,
     Outcome,
     PassOn,
-    Probed,
-    ProbeResult,
     Reject,
     Request,
     RequestId,
 )
-from hetlb.proxy.driver import EMITS_S, SWEEP_S
+from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.limits import Limiter, Limiters, Ticket
 from hetlb.proxy.predicted_duration import expected_s
+from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
-    Decisions,
     Responses,
     StallWatch,
-    log_health,
     log_loop,
     only_model,
     retry_after_s,
@@ -119,7 +109,7 @@ class _Open:
         self.ticket = ticket
 
 
-class RelayHost:
+class RelayHost(SchedulerDriver):
     """The scheduler's driver over relays. `on_view` is called when what relays answer may differ."""
 
     def __init__(
@@ -131,10 +121,9 @@ class RelayHost:
         on_loop: Callable[[str], None] = lambda instance: None,
         on_models: Callable[[str, bytes], None] = lambda instance, body: None,
     ) -> None:
-        self.scheduler = scheduler
         self.loop = loop
-        self.now: Callable[[], float] = loop.time
-        self.decisions = Decisions(len(scheduler.instances))
+        self.now = loop.time
+        self.schedule(scheduler)
         self.links: list[RelayLink] = []
         self._on_view = on_view
         self._on_report = on_report
@@ -143,18 +132,14 @@ class RelayHost:
         self._open: dict[RequestId, _Open] = {}
         self._responses = Responses()
         self._totals = Totals()
-        self._arrival_s: list[float] = []
-        self._end_s: list[float] = []
         self._drain_rate = DrainRate(random.Random())
         self._streaming_at: dict[str, float] = {}
         #: Relays whose live leases are waited for, and the arrivals that wait for them.
         self._awaited: set[int] = set()
         self._early: list[tuple[RelayLink, Arrival]] = []
-        #: How often the fleet was reloaded: a relay that serves another one is replaced.
+        #: Reloads of the fleet so far: a relay that serves another one is replaced.
         self.generation = 0
-        #: How long a probe may take, in seconds.
-        self.probe_timeout_s = 0.0
-        self._stalls = StallWatch(loop)
+        self.stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
         #: The limits of keys by their names, and what was used of them by all relays.
@@ -162,16 +147,14 @@ class RelayHost:
         self._limiters = Limiters()
         #: True if requests wait, as the relays know it.
         self._waiting = False
-        self._ticker: asyncio.TimerHandle | None = None
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
 
     def close(self) -> None:
         """Stop the timers and close every channel."""
-        self._stalls.close()
-        for timer in (self._ticker, self._sweeper):
-            if timer is not None:
-                timer.cancel()
+        self.stalls.close()
+        self._stop_ticking()
+        self._sweeper.cancel()
         for link in list(self.links):
             if link.channel is not None:
                 link.channel.close()
@@ -265,8 +248,7 @@ class RelayHost:
                 self._used(message, now)
             elif isinstance(message, Prepared):
                 self._answered(link, -message.number, message.error)
-        if self._ticker is None:
-            self._tick_later()
+        self._tick_later()
         self._say_waiting()
 
     def _say_waiting(self) -> None:
@@ -336,10 +318,7 @@ class RelayHost:
             )
             return
         self._open[request.id] = _Open(link, request, bool(arrival.model), ticket)
-        started = perf_counter()
-        commands = self.scheduler.on_arrival(request, now)
-        self._arrival_s.append(perf_counter() - started)
-        self.carry_out(commands)
+        self._arrive(request, now)
 
     def _limiter(self, owner: str | None) -> Limiter | None:
         limits = None if owner is None else self.limits.get(owner)
@@ -429,9 +408,7 @@ class RelayHost:
             return
         if not retry:
             self._drain_rate.ended(now)
-        started = perf_counter()
-        commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
-        self._end_s.append(perf_counter() - started)
+        commands = self._end_lease(lease, outcome, now, retry, server_error)
         if not retry:
             self._totals.believed(lease)
         self.carry_out(commands)
@@ -461,65 +438,29 @@ class RelayHost:
 
     # --- facts about instances ---
 
-    def change(self, change: InstanceChange) -> None:
-        """Something about an instance changed."""
-        probed, now = isinstance(change, Probed), self.now()
-        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
-            since = self._streaming_at.get(change.name)
-            if since is not None and now - since < EMITS_S:
-                return  # busy, not dead: its probes wait behind its work
-            if self._stalls.since(now - self.probe_timeout_s):
-                return  # the probe may have been answered while this process stood still
-        commands = self.scheduler.on_instance(change, now)
-        if isinstance(change, InstanceAdded | InstanceRemoved):
-            self.broadcast(self.addresses())
-            self.decisions.bound(len(self.scheduler.instances))
-        if commands or not probed:
-            self._on_view()
-        self.carry_out(commands)
+    def _emits(self, name: str) -> bool:
+        since = self._streaming_at.get(name)
+        return since is not None and self.now() - since < EMITS_S
 
-    def sample(self, name: str, sample: EngineSample) -> None:
-        """An engine's metrics were read."""
-        asleep = [each.asleep for each in self.scheduler.instances]
-        self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
-        if [each.asleep for each in self.scheduler.instances] != asleep:
-            self._on_view()
+    def _instances_changed(self) -> None:
+        self.broadcast(self.addresses())
 
-    def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        """An engine published what its cache holds."""
-        known = self.scheduler.block_tokens
-        self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
-        if self.scheduler.block_tokens != known:
-            self._on_view()
-
-    def set_policy(self, name: str) -> None:
-        """Switch the policy."""
-        self.carry_out(self.scheduler.set_policy(name, self.now()))
+    def _view_changed(self) -> None:
+        self._on_view()
 
     # --- commands ---
 
-    def carry_out(self, commands: list[Command]) -> None:
-        """Send what the scheduler said to the relays that it is for."""
-        for command in commands:
-            if type(command) is Dispatch:
-                self._dispatch(command)
-            elif isinstance(command, Reject):
-                open_request = self._open.pop(command.request_id)
-                self._settle_ticket(open_request, self.now())
-                again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
-                open_request.link.send(
-                    protocol.Rejected(command.request_id, command.reason, command.detail, again_s)
-                )
-            elif isinstance(command, HealthChanged):
-                log_health(command, self._totals)
-                self._on_view()
-            elif isinstance(command, PassOn):
-                self._open[command.request_id].link.send(protocol.PassOn(command.request_id))
-            else:
-                assert isinstance(command, Abort)
-                self._open[command.request_id].link.send(protocol.Abort(command.request_id))
-        if self._ticker is None:
-            self._tick_later()
+    def _reject(self, command: Reject) -> None:
+        found = self._open.pop(command.request_id)
+        self._settle_ticket(found, self.now())
+        again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
+        found.link.send(protocol.Rejected(command.request_id, command.reason, command.detail, again_s))
+
+    def _pass_on(self, command: PassOn) -> None:
+        self._open[command.request_id].link.send(protocol.PassOn(command.request_id))
+
+    def _abort(self, command: Abort) -> None:
+        self._open[command.request_id].link.send(protocol.Abort(command.request_id))
 
     def _dispatch(self, command: Dispatch) -> None:
         self._totals.decisions += 1
@@ -544,14 +485,7 @@ class RelayHost:
 
     # --- time ---
 
-    def _tick_later(self) -> None:
-        deadline = self.scheduler.next_deadline()
-        if deadline is not None:
-            self._ticker = self.loop.call_at(deadline, self._tick)
-
-    def _tick(self) -> None:
-        self._ticker = None
-        self.carry_out(self.scheduler.on_tick(self.now()))
+    def _ticked(self) -> None:
         self._say_waiting()
 
     def _sweep(self) -> None:
@@ -559,19 +493,12 @@ class RelayHost:
         clock = perf_counter()
         self._totals.lag.observe(max(0.0, clock - self._sweep_due))
         self._sweep_due = clock + SWEEP_S
-        self.settle()
-
-    def settle(self) -> None:
-        """Count the scheduler's calls since the last time."""
-        self._totals.arrival.observe_all(self._arrival_s)
-        self._totals.end.observe_all(self._end_s)
-        self._arrival_s.clear()
-        self._end_s.clear()
+        self._count_calls()
 
     @property
     def totals(self) -> Totals:
         """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
-        self.settle()
+        self._count_calls()
         return self._totals
 
 

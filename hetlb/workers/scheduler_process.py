@@ -54,7 +54,7 @@ logger = logging.getLogger("hetlb.workers")
 
 #: Several changes within so long are one message for the relays.
 _VIEW_S: Final = 0.01
-#: How long relays may take to answer.
+#: Seconds that relays may take to answer.
 _ANSWER_S: Final = 10.0
 _REPORT_ANSWER_S: Final = 1.0
 #: The first round of probes of a successor takes so long at most: requests are waiting.
@@ -109,7 +109,7 @@ class SchedulerProcess(FleetService):
             self._leave,
         )
         self._kv_events = KvEventReader(self.driver.kv_events)
-        #: What the relays learnt; each of them has its own, which begins with this one.
+        #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
         self._learnt = StateFile(state.fleet, self.scheduler, self._token_estimator)
         self._catch_up(state)

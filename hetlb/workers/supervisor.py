@@ -78,7 +78,7 @@ class _Child:
         self.restarts = self.hangs = self.deaths = 0
         self.connections = 0
         self.started_at = self.heard_at = self.asked_at = 0.0
-        #: When its successor is due, None while it lives.
+        #: Time at which its successor is due, None while it lives.
         self.due: float | None = 0.0
         #: The life of the scheduler process that this relay has a channel to.
         self.linked = 0

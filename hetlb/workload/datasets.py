@@ -20,7 +20,8 @@ from hetlb.workload.traces import Row
 
 BYTES_PER_TOKEN = 4
 
-#: What `vllm bench serve` leaves out of ShareGPT: too short to measure, or too long for common limits.
+#: Conversations of ShareGPT beyond these are left out, as by `vllm bench serve`: too short to measure, or too
+#: long for common limits.
 SHAREGPT_MIN_TOKENS = 4
 SHAREGPT_MAX_PROMPT_TOKENS = 1024
 SHAREGPT_MAX_TOKENS = 2048

@@ -22,7 +22,7 @@ REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 _MAX_TOKENS = 1 << 31
 
 
-#: What a row asks for: text, or vectors of texts (`POST /v1/embeddings`).
+#: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).
 ENDPOINTS = ("completions", "embeddings")
 #: Further columns with a meaning.
 _OPTIONAL = ("session_id", "turn", "hash_ids", "prompt", "tenant", "sequences", "n", "endpoint")

@@ -80,7 +80,9 @@ def test_hand_computed_cases_agree_to_1e_9(
     assert document["chosen"] == min(expected, key=expected.__getitem__)
 
 
-def test_who_cannot_take_it_is_shown_with_the_reason(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_instances_that_cannot_take_it_are_shown_with_the_reason(
+    fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", "--config", str(fleet), "--input", "50000", "--json"]) == 0
     slow, fast = json.loads(capsys.readouterr().out)["candidates"]
     assert (slow["eligible"], slow["score"]) == (False, None)

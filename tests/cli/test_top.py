@@ -144,7 +144,7 @@ def test_the_figures_of_an_instance() -> None:
     assert any(re.match("node-003 +up +drain", line) for line in lines)
 
 
-def test_who_is_not_up_and_why() -> None:
+def test_instances_that_are_not_up_and_why() -> None:
     lines = frame(viewing(instance(1), instance(2, health="ejected", health_reason="connection refused")))
     assert "node-002 is ejected: connection refused" in lines
 

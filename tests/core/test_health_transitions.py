@@ -200,7 +200,7 @@ def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
     assert failing(health, PASSIVE_FALL)[:-1] == [False] * (PASSIVE_FALL - 1)
 
 
-def test_who_is_refused_comes_back_as_another_process() -> None:
+def test_a_refused_connection_means_another_process() -> None:
     """Neither half-open nor on probation, no window of failures: one failed answer does not eject it."""
     health = tracker()
     failing(health, PASSIVE_FALL)
@@ -224,7 +224,7 @@ def test_who_is_refused_comes_back_as_another_process() -> None:
     assert health.state is Health.UP
 
 
-def test_who_comes_back_is_on_trial_until_an_answer_ends_well() -> None:
+def test_half_open_until_an_answer_ends_well() -> None:
     health = tracker()
     failing(health, PASSIVE_FALL)
     for _ in range(RISE):
@@ -238,7 +238,7 @@ def test_who_comes_back_is_on_trial_until_an_answer_ends_well() -> None:
     assert failing(health, PASSIVE_FALL, health.ejected_until) == [False] * (PASSIVE_FALL - 1) + [True]
 
 
-def test_who_is_out_is_not_put_out_again() -> None:
+def test_an_ejected_instance_is_not_ejected_again() -> None:
     health = tracker()
     failing(health, PASSIVE_FALL)
     until = health.ejected_until
@@ -246,7 +246,7 @@ def test_who_is_out_is_not_put_out_again() -> None:
     assert health.ejected_until == until
 
 
-def test_who_may_not_be_ejected_stays() -> None:
+def test_an_instance_that_may_not_be_ejected_stays() -> None:
     health = tracker()
     assert not any(health.on_failure(0.0, may_eject=False) for _ in range(3 * PASSIVE_FALL))
     assert health.state is Health.UP

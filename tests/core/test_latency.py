@@ -82,8 +82,6 @@ def test_the_delay_of_others_is_the_first_token_less_the_steps_they_would_have_m
     iterations = math.ceil(sequences * new / (budget - batch))
     assert delay_s == pytest.approx(max(0, first_s - iterations * MODEL.step_s(batch, kv)), abs=1e-12)
     assert MODEL.read_delay_s(prompt, cached, 0, 0, budget) == 0
-    more_s = MODEL.step_s(batch + sequences, kv + sequences * prompt) - MODEL.step_s(batch, kv)
-    assert MODEL.step_delay_s(batch, kv, prompt, sequences) == pytest.approx(max(0, more_s), abs=1e-12)
 
 
 def test_prompts_that_wait_are_read_first_and_decodes_run_beside_them() -> None:

@@ -32,7 +32,7 @@ def test_a_prefix_that_others_are_reading_says_nothing_of_eviction() -> None:
     assert tree.share == 1.0
 
 
-def test_evictions_that_are_told_take_the_place_of_guesses() -> None:
+def test_reported_evictions_replace_guesses() -> None:
     tree = Tree(PrefixIndex(), 1)
     tree.told = True
     tree.detach(tree.attach(KEYS, 1200).node)

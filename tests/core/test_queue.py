@@ -83,7 +83,7 @@ def test_what_is_fair_is_the_work_not_the_count() -> None:
     assert served["long"] == pytest.approx(20, abs=1)
 
 
-def test_nobody_saves_up_by_not_asking() -> None:
+def test_a_tenant_saves_nothing_up_by_not_asking() -> None:
     queue = Queue(QueueLimits())
     for number in range(1000):
         queue.push(asked(number, "early"), 0.0, size=10)
@@ -167,7 +167,7 @@ def full(limits: QueueLimits) -> Scheduler:
     return scheduler
 
 
-def test_in_a_full_queue_the_newest_of_who_holds_most_makes_room() -> None:
+def test_in_a_full_queue_the_newest_of_the_largest_tenant_makes_room() -> None:
     scheduler = full(QueueLimits(max_requests=6))
     for number in range(6):
         assert scheduler.on_arrival(asked(number, "greedy", priority=number % 2), 0.0) == []
@@ -177,12 +177,12 @@ def test_in_a_full_queue_the_newest_of_who_holds_most_makes_room() -> None:
         assert all(isinstance(c, Reject) and c.reason is RejectReason.QUEUE_FULL for c in commands)
         gone += [c.request_id for c in commands if isinstance(c, Reject)]
         scheduler.check_integrity()
-    # The newest of the worst priority first; then both hold three, and nobody else has to leave.
+    # The newest of the worst priority first; then both hold three, and no other has to leave.
     assert gone == [5, 3, 1, 9, 10, 11]
     assert len(scheduler.queue) == 6
 
 
-def test_alone_a_tenant_crowds_nobody_out() -> None:
+def test_alone_a_tenant_crowds_no_other_out() -> None:
     scheduler = full(QueueLimits(max_requests=2))
     rejected = []
     for number in range(4):
@@ -242,7 +242,7 @@ def test_a_free_place_goes_to_whose_turn_it_is() -> None:
     scheduler.check_integrity()
 
 
-def test_who_arrives_does_not_pass_a_better_priority() -> None:
+def test_an_arrival_does_not_pass_a_better_priority() -> None:
     scheduler = full(QueueLimits())
     scheduler.on_arrival(asked(1, priority=-1), 0.0)
     scheduler.on_arrival(asked(2, priority=1), 0.0)

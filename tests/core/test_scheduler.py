@@ -37,7 +37,7 @@ def test_unknown_model_is_rejected() -> None:
     assert reject(scheduler.on_arrival(request(1, model="other"), 0.0)) is RejectReason.UNKNOWN_MODEL
 
 
-def test_a_model_is_not_unknown_while_an_instance_has_not_told_what_it_serves() -> None:
+def test_a_model_is_not_unknown_while_an_instance_has_not_listed_its_models() -> None:
     scheduler = make_scheduler([InstanceSpec("a", "")])
     assert reject(scheduler.on_arrival(request(1), 0.0)) is RejectReason.NO_INSTANCE
     scheduler.on_instance(ModelsLearned("a", ("m", "lora")), 0.0)
@@ -80,7 +80,7 @@ def test_too_small_instances_are_not_eligible() -> None:
     } == {"large"}
 
 
-def test_a_prompt_nobody_can_take_is_rejected_only_if_it_was_counted() -> None:
+def test_a_prompt_too_long_for_all_is_rejected_only_if_it_was_counted() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=2000)])
     assert reject(scheduler.on_arrival(request(1, prompt=3000), 0.0)) is RejectReason.TOO_LONG
     # An estimate may be wrong: the largest engine has the last word.
@@ -111,7 +111,7 @@ def test_nothing_goes_to_a_drained_instance(state: AdminState) -> None:
     assert {dispatched(scheduler.on_arrival(request(i), 0.0)).instance for i in range(4, 8)} == {"a", "b"}
 
 
-def test_suspects_are_used_only_when_nobody_is_up() -> None:
+def test_suspects_are_used_only_when_none_is_up() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "rr", health=Health.SUSPECT)
     assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "a"
     scheduler.on_instance(Probed("b", ProbeResult.OK), 0.0)
@@ -244,7 +244,7 @@ def test_a_lease_cannot_be_given_back_twice() -> None:
         scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
 
 
-def test_pinned_requests_go_to_their_instance_and_block_nobody() -> None:
+def test_pinned_requests_go_to_their_instance_and_block_no_other() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     assert dispatched(scheduler.on_arrival(request(1, pinned="b"), 0.0)).instance == "b"
     scheduler.on_instance(AdminStateSet("b", AdminState.MAINT), 0.0)

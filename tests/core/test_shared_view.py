@@ -58,7 +58,7 @@ steps = st.lists(
 
 @settings(max_examples=60)
 @given(steps, st.sampled_from(["hetlb", "paper", "least-requests", "rr"]), st.sampled_from([0.0, 0.5]))
-def test_when_all_is_told_the_ledgers_are_equal_and_in_the_end_nothing_is_left(
+def test_after_all_messages_the_ledgers_are_equal_and_end_empty(
     todo: list[tuple[str, int]], policy: str, delay_s: float
 ) -> None:
     nodes = [Node(str(n), n, policy, delay_s) for n in range(3)]

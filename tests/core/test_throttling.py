@@ -77,7 +77,7 @@ def test_without_a_time_to_come_again_the_answer_is_passed_on_and_nothing_rememb
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_who_is_busy_is_last_but_not_out_and_not_for_ever(policy: str) -> None:
+def test_a_busy_instance_is_last_but_not_out_and_not_for_ever(policy: str) -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], policy)
     name = ""
     for i in range(40):
@@ -162,7 +162,7 @@ def test_an_engine_that_was_not_there_at_the_start_does_not_start_slowly() -> No
 
 
 @pytest.mark.parametrize("how", ["ejected", "added", "drained"])
-def test_who_comes_back_is_given_more_as_time_passes(how: str) -> None:
+def test_slow_start_grows_with_time(how: str) -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "hetlb")
     if how == "ejected":
         bring_back(scheduler, "b", 10.0)
@@ -265,7 +265,7 @@ def test_an_answer_that_ends_well_ends_the_doubt() -> None:
     assert dispatched(scheduler.on_arrival(request(5), 1.7)).instance == "a"
 
 
-def test_where_all_are_in_doubt_nobody_is() -> None:
+def test_where_all_are_on_probation_none_is() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "rr")
     for i in range(40):
         fail(scheduler, dispatched(scheduler.on_arrival(request(i), 0.0)), "500", 0.0)
@@ -320,7 +320,7 @@ def test_capacity_counts_and_not_heads() -> None:
     assert out == ["s1", "s2", "s3"], "the fast one is more than half of all"
 
 
-def test_who_is_refused_is_out_whatever_is_left() -> None:
+def test_refused_connections_eject_whatever_is_left() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "rr")
     for name in "ab":
         scheduler.on_instance(Probed(name, ProbeResult.REFUSED), 0.0)

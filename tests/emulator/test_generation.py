@@ -38,7 +38,7 @@ def test_tokens_of_a_text() -> None:
     assert all(len(token_ids(text)) == count_text(text) for text in ("", "a", "abcd", "abcde", "é" * 4))
 
 
-def test_answers_that_nobody_limits() -> None:
+def test_answers_without_a_limit() -> None:
     """Deterministic lengths with a mean of about 220."""
     lengths = [answer_length(text_seed(f"prompt {number}"), 0) for number in range(5000)]
     assert 200 < sum(lengths) / len(lengths) < 240
@@ -217,7 +217,7 @@ async def test_the_openai_client(engine: EmulatedEngine) -> None:
 
 
 async def test_a_small_cache_preempts_and_loses_nothing(start: Start) -> None:
-    """Twenty answers that together need four times the cache: all whole, somebody started over."""
+    """Twenty answers that together need four times the cache: all whole, some preempted."""
     engine = await start(make_profile(kv_cache_tokens=1024, max_num_seqs=16))
     body = {"prompt": [3] * 50, "max_tokens": 150, "stream": True}
     answers = await asyncio.gather(*(ask(engine.url, "POST", COMPLETIONS, body) for _ in range(20)))

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import yaml
 from aiohttp import web
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.config.fleet import load_fleet
@@ -169,7 +169,7 @@ class Envoy:
         """Wait until it takes requests and has looked at the health of pickers and engines."""
         async with aiohttp.ClientSession() as session, asyncio.timeout(10):
             while not (await self.admin(session, "/ready")).startswith(b"LIVE"):
-                pass
+                await asyncio.sleep(0.02)
             listeners = msgspec.json.decode(await self.admin(session, "/listeners?format=json"))
             (listener,) = listeners["listener_statuses"]
             self.port = listener["local_address"]["socket_address"]["port_value"]

@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from helpers import turns_until
 from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, rig
 from pick.test_picking import fill
-from proxy.conftest import turns_until
 from proxy.upstreams import DONE, TOKEN
 
 pytestmark = pytest.mark.envoy

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from helpers import turns_until
 from pick.rig import GATEWAY_API, STATIC, Envoy, Rig, rig, stream
-from proxy.conftest import turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
 from hetlb.core.eventlog import Replay

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from pick.rig import Rig, rig
-from proxy.conftest import turns_until
 
 from hetlb.config.fleet import load_fleet
 from hetlb.core.shared_view import Begun, Booked, Ended, Waits

@@ -71,6 +71,6 @@ def test_the_token_budget_shows_in_the_default_grid(budget: int) -> None:
     assert token_budget(observed) == budget
 
 
-def test_a_budget_that_cannot_be_told_is_not_guessed() -> None:
+def test_an_unreadable_budget_is_not_guessed() -> None:
     assert token_budget([(1, 128, 1)]) is None  # any budget from 128
     assert token_budget([(16, 512, 7)]) is None  # none gives seven

@@ -169,7 +169,7 @@ def test_a_grid_file_is_checked(tmp_path: Path) -> None:
         profile_live.read_grid(path)
 
 
-async def test_nobody_there(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_server_there(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert await profile("--url", "http://127.0.0.1:9", *flags) == 1
     assert "expected a page, got none" in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ async def test_bundled_tokens_are_counted_by_the_running_usage() -> None:
     assert [count for _, count in times.stamps] == [3, 6]
 
 
-async def test_bundled_tokens_that_nobody_counts_are_refused() -> None:
+async def test_uncounted_bundles_of_tokens_are_refused() -> None:
     with pytest.raises(ServerFailed, match="bundles tokens"):
         await ask([token(), token(), total(6)], 6)
 

@@ -1,4 +1,4 @@
-"""A proxy over scripted upstreams, on both event loops; when a test is over nothing may be left in it."""
+"""A proxy over scripted upstreams; when a test is over nothing may be left in it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
+import pytest
 import pytest_asyncio
 import uvloop
-from helpers import make_scheduler, spec
+from helpers import make_scheduler, spec, turns_until
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.scheduler import Scheduler
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
 
+#: Modules whose tests run on the standard library's loop too: what they test has transports of its own.
+ON_BOTH_LOOPS = frozenset(
+    {
+        "test_busy", "test_clients_leave", "test_connection_states", "test_failover", "test_identity",
+        "test_proxying", "test_realtime", "test_split", "test_split_failures", "test_tls",
+        "test_unbegun_streams", "test_waiting",
+    }
+)  # fmt: skip
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop of `hetlb serve` and the standard library's."""
-    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of `hetlb serve`, and for tests of connections the standard library's."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    return loops | {"asyncio": asyncio.new_event_loop} if item.path.stem in ON_BOTH_LOOPS else loops
 
 
 class View:
@@ -40,9 +51,8 @@ class Proxy:
 
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[Exchange] = []
-        self.driver = Driver(
-            scheduler, table, TokenEstimator(), asyncio.get_running_loop(), self._exchanges.extend
-        )
+        loop = asyncio.get_running_loop()
+        self.driver = Driver(scheduler, DriverSetup(table, TokenEstimator(), loop, self._exchanges.extend))
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0
@@ -98,10 +108,3 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         await turns_until(lambda p=proxy: not p.driver.engine_connections and not p.server.connections)
     # The fixture's own task is a new one after the test.
     await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))
-
-
-async def turns_until(holds: Callable[[], bool]) -> None:
-    """Let the event loop turn until a condition holds; the limit only ends a test that has failed."""
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
 
 from hetlb.config.fleet import load_fleet

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 from proxy.test_proxying import Client, post
 from proxy.upstreams import plain
@@ -412,7 +412,7 @@ ANN = {"name": "ann", "sha256": sha256(CLIENT_KEY)}
 BOB = {"name": "bob", "sha256": sha256("sk-bob").upper(), "models": ["other"]}
 
 
-async def test_without_a_key_nobody_is_let_in(tmp_path: Path) -> None:
+async def test_without_a_key_no_client_is_let_in(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, with_keys(engine, tmp_path, ANN, BOB)) as running:
         for headers in ({}, bearer("sk-other"), {"authorization": f"Basic {CLIENT_KEY}"}, bearer("")):
             reply = await running.ask(**headers)

@@ -48,7 +48,7 @@ async def test_a_reader_that_is_gone_costs_lines_only() -> None:
     assert writer.lost == 2
 
 
-async def test_a_reader_that_does_not_read_blocks_nobody() -> None:
+async def test_a_reader_that_does_not_read_blocks_no_request() -> None:
     reading, writing = os.pipe()
     writer = LogWriter(writing, "test")
     for _ in range(2000):

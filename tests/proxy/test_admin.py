@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
@@ -124,7 +124,7 @@ async def test_what_is_in_flight_ends_where_it_is(tmp_path: Path) -> None:
         assert (reply.status, reply.body) == (200, PLAIN_BODY)
 
 
-async def test_in_maintenance_nobody_probes(tmp_path: Path) -> None:
+async def test_in_maintenance_nothing_is_probed(tmp_path: Path) -> None:
     async with Engine() as engine, Engine() as other, serving(tmp_path, document(engine, other)) as running:
         await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "maint"})
         # A probe may have been under way; the other engine's clock says that one would have come since.
@@ -158,7 +158,7 @@ async def test_states_that_are_none(tmp_path: Path, body: Any, message: str) -> 
         assert running.instance("i0").admin.value == "ready"
 
 
-async def test_the_state_of_nobody(tmp_path: Path) -> None:
+async def test_the_state_of_an_unknown_instance(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         reply = await running.admin("PUT", "/v1/fleet/instances/i9/state", {"state": "drain"})
         assert (reply.status, reply.message) == (404, "there is no instance 'i9'")
@@ -380,7 +380,7 @@ async def test_a_policy_chosen_by_flag_stays_until_the_file_names_another(tmp_pa
         assert (await running.admin("POST", "/v1/reload")).json["reloaded"].endswith("policy least-requests")
 
 
-async def test_reloads_under_requests_disturb_nobody(tmp_path: Path) -> None:
+async def test_reloads_disturb_no_request(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one)) as running:
         statuses: list[int] = []
         over = False

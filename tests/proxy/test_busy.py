@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.test_proxying import Client, Start, ask, post
 from proxy.upstreams import STREAM, Upstream, plain
 
@@ -34,7 +34,7 @@ async def test_another_instance_takes_what_a_busy_one_turns_away(
     assert proxy.driver.totals.instance("i0").requests == {"upstream_error": 1}
 
 
-async def test_where_nobody_else_has_room_the_engines_own_answer_goes_on(start: Start) -> None:
+async def test_where_no_other_has_room_the_engines_own_answer_is_passed_on(start: Start) -> None:
     both = plain(NO_ROOM, b"429 Too Many Requests", AGAIN)
     async with Upstream(both) as one, Upstream(both) as two:
         proxy = await start(one.url, two.url)
@@ -78,7 +78,7 @@ def completion(priority: str) -> bytes:
     )
 
 
-async def test_of_those_who_wait_the_lower_priority_value_goes_first(start: Start) -> None:
+async def test_of_waiting_requests_the_lower_priority_value_goes_first(start: Start) -> None:
     bodies = [completion(value) for value in ("", "5", "-1", "0", "5")]
     ids = await order_of(start, bodies, ["x-a: b"] * 5)
     assert [each - min(ids) for each in ids] == [2, 0, 3, 1, 4]

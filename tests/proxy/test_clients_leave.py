@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+from helpers import turns_until
 
 from hetlb.config.fleet import fleet_from_urls
 from hetlb.config.profile import load_profile
@@ -102,11 +103,10 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
                     return await ask(service.address[1], number, random.Random(rng.random()))
 
             seen = Counter(await asyncio.gather(*(one_by_one(number) for number in range(REQUESTS))))
-            async with asyncio.timeout(30):
-                while driver.exchanges or one.running or two.running or one.waiting or two.waiting:
-                    await asyncio.sleep(0)
-                while service.server.connections:
-                    await asyncio.sleep(0)
+            engines = (one, two)
+            await turns_until(lambda: not driver.exchanges, 30.0)
+            await turns_until(lambda: not any(each.running or each.waiting for each in engines), 30.0)
+            await turns_until(lambda: not service.server.connections, 30.0)
             driver.settle()
             accepted = REQUESTS - seen["left while sending"]
             assert seen["answered"] > 600
@@ -128,8 +128,6 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert one.model.kv_used_blocks == two.model.kv_used_blocks == 0
             assert asyncio.all_tasks() <= tasks_before
             await service.stop(1.0)
-            async with asyncio.timeout(30):
-                while one.connections or two.connections:
-                    await asyncio.sleep(0)
+            await turns_until(lambda: not any(each.connections for each in engines), 30.0)
         finally:
             await service.close()

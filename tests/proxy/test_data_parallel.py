@@ -58,7 +58,7 @@ async def test_it_serves_with_all_its_engines(tmp_path: Path) -> None:
             assert min(tokens) > 0, tokens
             await running.admin("POST", "/v1/what-if", {"policy": "rr"})
             while (found := (await running.admin("GET", "/v1/what-if")).json)["state"] == "running":
-                pass
+                await asyncio.sleep(0.02)
             assert found["state"] == "done", found
             names = [each["name"] for each in found["runs"][0]["instances"]]
             assert names == ["i0", "i1:0", "i1:1", "i1:2"]

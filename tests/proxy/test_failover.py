@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 from proxy.upstreams import SSE_HEAD, Upstream, chunk, closing
 
@@ -54,7 +54,7 @@ async def test_an_address_is_registered_once(tmp_path: Path) -> None:
             )
 
 
-async def test_another_model_than_the_file_says_is_told_and_served(
+async def test_another_model_than_the_file_says_is_logged_and_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Engine() as engine:

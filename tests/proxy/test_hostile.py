@@ -9,6 +9,7 @@ from proxy.memory import End, Proxy
 
 from hetlb.core.types import Health
 from hetlb.proxy.connection import MAX_BLANK_LINES
+from hetlb.proxy.connection_states import ClientState, Reading
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import MAX_SMALL_CHUNKS
 from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, FormReader
@@ -119,7 +120,8 @@ def test_a_client_that_sends_much_has_its_turn_like_any_other(
         turns += 1
     assert turns <= 3
     connection = loud.transport._protocol if loud.transport else None
-    assert connection._closing or connection._unread or connection._reading_paused, (
+    closing = connection.state is ClientState.CLOSING
+    assert closing or connection._unread or connection.reading is not Reading.OPEN, (
         "all of it was read before"
     )
 

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 
 from hetlb.core.types import AdminState

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.conftest import turns_until
 from proxy.kv_publisher import CLEARED, SIZE, Publisher, removed, stored
 from proxy.services import Engine, Running, document, serving
 

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import make_scheduler, request, spec, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 
@@ -122,7 +121,12 @@ async def everything(tmp_path: Path) -> dict[str, Metric]:
         await stream(running)
         await turns_until(lambda: running.instance("i0").sample is not None)
         running.service.stages = STAGES
-        return await page(running)
+        figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
+        running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
+        try:
+            return await page(running)
+        finally:
+            running.service.sharing = None
 
 
 async def test_every_metric_is_described_and_every_description_is_of_one(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ async def test_what_is_refused_counts_and_leaves_no_label(tmp_path: Path) -> Non
     assert value(parsed(reply.body.decode()), "hetlb_requests_total", outcome="bad_request") == 1
 
 
-async def test_who_waited_in_vain_is_in_the_queue_time(tmp_path: Path) -> None:
+async def test_requests_that_waited_in_vain_are_in_the_queue_time(tmp_path: Path) -> None:
     fleet = {"queue": {"no_instance_timeout_s": 0}}
     async with Engine() as engine, serving(tmp_path, document(engine, **fleet)) as running:
         await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})

@@ -100,7 +100,7 @@ def test_panels_do_not_overlap_and_say_their_unit() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
 
 
-def test_alerts_say_who_and_what() -> None:
+def test_alerts_name_the_instance_and_the_fault() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names) > 10
     for rule in rules():

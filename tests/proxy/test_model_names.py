@@ -10,9 +10,9 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.conftest import turns_until
 from proxy.services import Engine, Running, serving
 
 from hetlb.config.fleet import load_fleet

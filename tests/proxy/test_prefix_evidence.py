@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk, plain
 

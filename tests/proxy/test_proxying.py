@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.upstreams import (
     DONE,
     LAST,
@@ -27,6 +27,7 @@ from proxy.upstreams import (
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
+from hetlb.proxy.connection_states import ClientState, Reading
 
 Start = Callable[..., Any]
 
@@ -561,7 +562,7 @@ async def test_a_queued_request_runs_when_the_instance_is_back(start: Start) -> 
         await proxy.settled()
 
 
-async def test_nobody_there_within_the_limit_is_a_503(start: Start) -> None:
+async def test_no_instance_within_the_limit_is_a_503(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, limits=QueueLimits(no_instance_timeout_s=0.01))
         proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
@@ -618,7 +619,9 @@ async def test_a_client_that_pipelines_and_never_reads_gets_no_more_answers(star
                 await client.writer.drain()
 
         task = asyncio.create_task(flood())
-        await turns_until(lambda: connection._paused and connection._reading_paused)
+        await turns_until(
+            lambda: connection._stalled_since is not None and connection.reading is Reading.HELD
+        )
         assert connection._transport.get_write_buffer_size() < 1 << 20
         assert len(connection._buffer) + len(connection._backlog) < 1 << 20
         task.cancel()
@@ -649,7 +652,7 @@ async def test_the_time_of_a_head_begins_with_its_first_byte(start: Start) -> No
         (connection,) = proxy.server.connections
         connection._since -= 60.0  # idle for a minute, then half a head
         client.send(b"GET /health HTTP/1.1\r\n")
-        await turns_until(lambda: connection._partial)
+        await turns_until(lambda: connection.state is ClientState.HEAD)
         connection.sweep(proxy.driver.now())
         client.send(b"Host: p\r\n\r\n")
         assert (await client.answer()).status == 200

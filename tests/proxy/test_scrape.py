@@ -126,7 +126,7 @@ async def test_an_absent_engine_is_refused_and_comes_back() -> None:
         await runner.cleanup()
 
 
-async def test_a_silent_engine_fails_its_probe_and_holds_nobody_up() -> None:
+async def test_a_silent_engine_fails_its_probe_and_delays_no_other() -> None:
     async def silent(_: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
@@ -53,7 +53,7 @@ async def take_over(old: Service, new: Service) -> None:
     takeover: Takeover | None = None
     while takeover is None:
         takeover = await Takeover.ask(old.address)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)
     await new.start(takeover=takeover)
     await turns_until(lambda: old.replaced)
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import trustme
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import PLAIN_BODY, Engine, Running, document, said, serving
 from proxy.test_access import problem
 from proxy.test_proxying import ASK_STREAM, Client, post

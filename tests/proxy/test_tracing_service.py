@@ -88,7 +88,7 @@ async def test_a_trace_goes_through_the_proxy(tmp_path: Path) -> None:
     assert collector.services == {"edge"}
 
 
-async def test_a_request_that_waits_for_nobody_is_traced_too(tmp_path: Path) -> None:
+async def test_a_request_without_an_instance_is_traced_too(tmp_path: Path) -> None:
     async with collecting() as collector, Engine() as engine:
         fleet = document(engine, tracing={"otlp_endpoint": collector.url})
         async with serving(tmp_path, fleet) as running:

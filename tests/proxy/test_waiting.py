@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.test_proxying import ASK_STREAM, Client, Start, ask, post
 from proxy.upstreams import (
     DONE,
@@ -133,7 +133,7 @@ async def test_a_stream_that_waits_for_its_engine_hears_of_it(start: Start) -> N
     ],
     ids=["off", "plain", "http10", "sound"],
 )
-async def test_who_hears_no_heartbeats(start: Start, table: dict[str, float], data: bytes) -> None:
+async def test_requests_without_heartbeats(start: Start, table: dict[str, float], data: bytes) -> None:
     async with Upstream() as engine, Client(proxy := await start(engine.url, **table)) as client:
         drain(proxy)
         client.send(data)
@@ -289,7 +289,7 @@ async def test_openais_client_reads_through_heartbeats(start: Start) -> None:
 @pytest.mark.parametrize(
     "header", ["x-stainless-read-timeout: 1.0", "X-Envoy-Expected-Rq-Timeout-Ms: 900"], ids=["sdk", "envoy"]
 )
-async def test_who_would_give_up_waiting_is_answered_before(start: Start, header: str) -> None:
+async def test_a_client_is_answered_before_it_gives_up(start: Start, header: str) -> None:
     async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
         drain(proxy)
         client.send(post(b'{"model":"m","prompt":"x"}', header))
@@ -316,7 +316,7 @@ async def test_a_time_that_is_none_or_not_over_is_no_deadline(start: Start, valu
     await proxy.settled()
 
 
-async def test_who_hears_heartbeats_does_not_give_up(start: Start) -> None:
+async def test_a_client_with_heartbeats_does_not_give_up(start: Start) -> None:
     async with Upstream(STREAM) as engine, Client(proxy := await start(engine.url, **BEATS)) as client:
         drain(proxy)
         client.send(post(ASK_STREAM, "x-stainless-read-timeout: 600"))
@@ -394,7 +394,7 @@ def no_more_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_who_is_turned_away_is_told_when_to_come_again(start: Start) -> None:
+async def test_a_rejected_request_gets_retry_after(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, limits=QueueLimits(max_requests=0))
         drain(proxy)
@@ -471,7 +471,7 @@ async def test_where_every_connection_is_busy_the_next_is_told(start: Start) -> 
             ready(proxy)
             assert (await busy.answer()).status == 200
         await proxy.settled()
-        # Whoever stays though there is no room is not told for ever.
+        # A client that stays without room is not answered for ever.
         drain(proxy)
         async with Client(proxy) as busy, contextlib.AsyncExitStack() as stack:
             busy.send(post())

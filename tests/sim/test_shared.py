@@ -23,7 +23,7 @@ def test_every_request_ends_once_and_the_same_seed_gives_the_same_result(count: 
     assert runs[0].summary() == runs[1].summary()
 
 
-def test_one_scheduler_with_nobody_to_tell_is_the_simulation_as_it_was() -> None:
+def test_one_scheduler_without_peers_is_the_simulation_as_it_was() -> None:
     setup, engines = fleet(1.0, 2.0, 4.0, policy="hetlb")
     plan = load(200, 20.0)
     alone = FleetSimulation(setup, engines, plan, model="m").run().summary()

@@ -167,7 +167,7 @@ def test_watching_changes_nothing_and_sees_the_fleet() -> None:
         assert max(instance.running) > 0
 
 
-def test_who_waits_is_seen_at_the_proxy_and_in_the_engines() -> None:
+def test_waiting_requests_are_seen_at_the_proxy_and_in_the_engines() -> None:
     early, late = run_sweep(
         study(1.0, 3.0, count=600),
         [Cell(policy, math.inf, 0, watched=True) for policy in ("rr", "hetlb")],

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers import turns_until
 from stage.toy import make_worker
 
 from hetlb.config.stages import StagesTable, StageTable, resolve_stages
@@ -23,9 +24,7 @@ RANGES = {"a": (0, 7), "b": (0, 6), "c": (5, 12), "d": (6, 12)}
 
 async def until(condition: Callable[[], bool]) -> None:
     """Give the loop its turns until something holds."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
+    await turns_until(condition, 20.0)
 
 
 class Stage:

@@ -137,7 +137,7 @@ async def test_chat_uses_the_template(api: Api) -> None:
         ),
     ],
 )
-async def test_bad_requests_are_told_why(
+async def test_bad_requests_get_the_reason(
     api: Api, path: str, body: dict[str, Any], status: int, message: str
 ) -> None:
     found, reply = await api.ask(path, **body)
@@ -222,7 +222,7 @@ async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> N
 
             async with asyncio.timeout(20):
                 while [each["state"] for each in (await stages()).values()] != ["up"] * 4:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.02)
             assert (await stages())["b"] == {
                 "name": "b", "url": workers[1]["url"], "state": "up", "problem": None, "layers": [0, 6],
                 "in_flight": 0, "kv_reserved_token_layers": 0, "kv_token_layers": 100_000,

@@ -141,7 +141,7 @@ async def test_preempted_requests_go_on_with_the_right_tokens(folder: Path) -> N
         await made.idle()
 
 
-async def test_only_who_has_the_key_is_let_in(folder: Path) -> None:
+async def test_only_holders_of_the_key_are_let_in(folder: Path) -> None:
     key = b"0123456789abcdef"
     async with rig(folder, "ac", key=key) as made:
         _, collector = submit(made, [5], 5)

@@ -146,6 +146,7 @@ def fleet_of(addresses: Sequence[Address], connector: str, bootstrap: int) -> di
         "version": 1,
         "listen": {"port": 0},
         "admin": {"port": 0},
+        "health": {"slow_start_s": 0},  # what has just come back is no part of a pair until then
         "models": [{"name": SERVED_MODEL_NAME, "kv_transfer": transfer, "instances": instances}],
     }
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from helpers import turns_until
 from proxy.services import Reply
 
 PROMPT = {"model": "m", "prompt": [1] * 100, "max_tokens": 50}
 Serve = Callable[..., Any]
+#: Pause between two looks at what several processes must do before it is so.
+_POLL_S = 0.02
 
 
 class Serving:
@@ -90,9 +93,7 @@ class Serving:
         """End the scheduler process; returns when another is there."""
         old = self.scheduler
         os.kill(old, number)
-        async with asyncio.timeout(60):
-            while self.scheduler in (0, old):
-                await asyncio.sleep(0)
+        await turns_until(lambda: self.scheduler not in (0, old), 60.0)
 
     async def ask(
         self,
@@ -127,12 +128,13 @@ class Serving:
                 fleet: dict[str, Any] = (await self.admin("/v1/fleet")).json
                 if holds(fleet):
                     return fleet
+                await asyncio.sleep(_POLL_S)
 
     async def metric_until(self, line: str, value: float) -> None:
         """Wait until a series has a value."""
         async with asyncio.timeout(60):
             while await self.metric(line) != value:
-                pass
+                await asyncio.sleep(_POLL_S)
 
     async def both_serve(self, count: int = 2) -> list[Reply]:
         """Ask until so many workers have answered: all replies."""

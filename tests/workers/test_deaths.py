@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from helpers import turns_until
 from proxy.services import Engine, document
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Visit, chunk
 from workers.processes import PROMPT, Serve, Serving, at_rest, in_flight, name_of
@@ -114,8 +115,7 @@ async def more(proxy: Serving, streams: list[Stream], count: int) -> list[Stream
         wanted = len(streams)
         await proxy.fleet_until(lambda fleet, wanted=wanted: sum(load(fleet)) == wanted)
     running = load((await proxy.admin("/v1/fleet")).json)[0]
-    while sum(stream.tokens > 0 for stream in streams) < running:
-        await asyncio.sleep(0)
+    await turns_until(lambda: sum(stream.tokens > 0 for stream in streams) >= running, 60.0)
     return streams
 
 
@@ -190,7 +190,7 @@ async def test_a_relay_that_hangs_is_replaced(serve: Serve) -> None:
         assert {reply.status for reply in await proxy.both_serve()} == {200}
 
 
-async def test_a_scheduler_process_that_hangs_is_replaced_and_who_waits_is_answered(serve: Serve) -> None:
+async def test_a_hung_scheduler_process_is_replaced_and_waiting_requests_are_answered(serve: Serve) -> None:
     async with Engine() as engine:
         proxy = await serve(document(engine), workers=2)
         stopped = proxy.scheduler

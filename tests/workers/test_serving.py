@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import yaml
 from emulator.conftest import make_profile
+from helpers import turns_until
 from proxy.kv_publisher import Publisher, stored
 from proxy.services import Engine, Reply, document
 from proxy.test_realtime import transcribe
@@ -235,9 +236,7 @@ async def test_engines_are_watched_on_when_the_scheduler_process_is_killed(serve
         for number in range(2):
             await proxy.kill_scheduler()
             probes = one.probes
-            async with asyncio.timeout(10):
-                while one.probes < probes + 2:
-                    await asyncio.sleep(0)
+            await turns_until(lambda probes=probes: one.probes >= probes + 2)
             assert {reply.status for reply in await proxy.both_serve()} == {200}
             await proxy.metric_until('hetlb_worker_restarts_total{worker="scheduler"}', number + 1)
         restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
@@ -267,9 +266,7 @@ async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_request
         proxy.process.kill()
         one.released.set()
         assert (await asked).status == 200
-        async with asyncio.timeout(60):
-            while alive(workers):
-                await asyncio.sleep(0)
+        await turns_until(lambda: not alive(workers), 60.0)
 
 
 @pytest.mark.parametrize("looking", [False, True])
@@ -286,13 +283,12 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
         )  # fmt: skip
         async with asyncio.timeout(60):
             while len(workers := children(process.pid)) < 3:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.005)
             if looking:  # they wait for the engine to be looked at, and it does not answer
                 await silent.visit()
             process.send_signal(number)
             await process.wait()
-            while alive(workers):
-                await asyncio.sleep(0)
+            await turns_until(lambda: not alive(workers), 60.0)
 
 
 # --- what an operator changes ---
@@ -385,7 +381,7 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
         proxy.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             while (await proxy.admin("/readyz")).status == 200:
-                pass
+                await asyncio.sleep(0.02)
         assert (await proxy.ask("/health", "GET")).status == 503
         one.released.set()
         assert {reply.status for reply in await asyncio.gather(*asked)} == {200}

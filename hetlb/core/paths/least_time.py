@@ -43,7 +43,7 @@ class _Stage:
     def __init__(self, spec: StageSpec, ledger: StageLedger) -> None:
         self.spec = spec
         self.ledger = ledger
-        #: When the prompts sent here are through, by prediction.
+        #: Predicted time at which the prompts sent here are through.
         self.free_at = 0.0
         #: A pass of one token alone, then with a few others.
         self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(8.0))

@@ -123,6 +123,7 @@ def paper_terms(
 class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 
+    `residual` is what is left of such an answer at a random moment, in tokens (see `core.predictor`).
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
     `availabilities` give for each instance `core.instance.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
@@ -138,6 +139,7 @@ class SchedulingContext:
         "now",
         "predicted_output",
         "request",
+        "residual",
         "waiting",
     )  # fmt: skip
 
@@ -151,6 +153,7 @@ class SchedulingContext:
         now: float,
         held: Held | None,
         availabilities: Sequence[tuple[int, str]] | None = None,
+        residual: float = 0.0,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -160,11 +163,12 @@ class SchedulingContext:
         self.now = now
         self.held = held
         self.availabilities = availabilities
+        self.residual = residual
         #: Seconds to load the adapter that the request is for, 0 where it is for none.
         self.adapter_load_s = 0.0
 
 
-#: What a policy chose: the index of the instance (None: none now), the seconds of work to book, and what
+#: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what
 #: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
 Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
@@ -248,12 +252,14 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
-    #: How many of those who wait may be looked at for a free instance, and how often the first is overtaken.
+    #: Waiting requests that are looked at for a free instance; the first is overtaken so often at most.
     lookahead: ClassVar[int] = 1
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
         self._rng = rng
+        #: True if its choices depend on earlier ones: `committed` is called for each.
+        self.remembers: bool = type(self).committed is not Policy.committed
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The eligible candidate with the lowest score, the first of several."""

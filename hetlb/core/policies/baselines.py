@@ -30,7 +30,7 @@ _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: `prefix` remembers so many prefixes, the ones used last.
 _PREFIXES_KEPT: Final = 65_536
-#: How the key of a session begins, among the keys of a request.
+#: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
 
 

@@ -11,15 +11,15 @@ Four questions, in this order:
    the engine for a slot.
 2. Cost: the request's own time there (its first token counted many times over, since people wait for it, and
    more so where it comes late by the standard of the fleet), and the time by which it delays those that run
-   there already (the externality): their steps get longer while both run, and wait while its prompt is read.
+   there (the externality): their steps get longer while it runs, and wait while its prompt is read. The own
+   seconds of an answer known to be long weigh more: so the longest get the shortest steps.
 3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps arriving
    meanwhile, before it had finished one long answer. So at the end of a burst nothing waits for the slowest,
    and under load that the fast ones cannot carry all instances work. An instance whose first token comes
    far sooner than that of the best one left is not passed over by a request that has just come, unless the
    whole answer comes much later.
 4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
-   with
-   what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
+   with what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from hetlb.core.policies.base import (
     SchedulingContext,
     SplitChoice,
     cached_at,
-    pair_choice,
 )
 from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.transfer import TransferTimes
@@ -59,8 +58,8 @@ _KV_MARK: Final = 0.98
 _FIRST_TOKEN_WEIGHT: Final = 20.0
 #: ...and as many times more as it takes, beyond so many times what the mean prompt takes the fastest.
 _LATE: Final = 8.0
-#: How much slower a batch thins out than if what is left of its answers were spread exponentially: those
-#: that have just been admitted have all before them.
+#: Factor by which a batch thins out more slowly than if what is left of answers were spread exponentially:
+#: those that have just been admitted have all before them.
 _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
@@ -69,7 +68,7 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
-#: How well a score is known: see `_InstanceScore`.
+#: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
@@ -86,7 +85,7 @@ _MOST_READING: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
-#: A second until the first token, and one of a decode step in that of a decode leg, in a score.
+#: Weight of a second until the first token, and of one of a decode step in that of a decode leg, in a score.
 _FIRST_SHARE: Final = _FIRST_TOKEN_WEIGHT + 1.0
 _START_WEIGHT: Final = _FIRST_SHARE * JOINING_STEPS
 
@@ -100,7 +99,7 @@ FULL: Final = "full"
 #: The reason of an instance of a large fleet that is in none of the groups looked at.
 NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
 
-#: Why an instance cannot take the request now, or that it can.
+#: States of an instance: it can take the request now, or the reason why not.
 _ROOM: Final = 0
 _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
@@ -178,6 +177,23 @@ class _InstanceScore:
 
 
 @mypyc_attr(acyclic=True)
+class _Pair:
+    """Instances, by index, of which one would read a prompt and the other decode the answer, and their score.
+
+    `start_s`: from the arrival of the KV cache to the first token. `in_time`: see `_Evaluation._in_time`.
+    """
+
+    __slots__ = ("in_time", "score", "source", "start_s", "target")
+
+    def __init__(self, source: int, target: int, score: float, start_s: float, in_time: bool) -> None:
+        self.source = source
+        self.target = target
+        self.score = score
+        self.start_s = start_s
+        self.in_time = in_time
+
+
+@mypyc_attr(acyclic=True)
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
@@ -186,8 +202,8 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_ctx", "_fleet", "_output", "_own_context", "_passed_over", "_prompt", "_scores", "_sequences",
-        "_share", "_together", "instances",
+        "_ctx", "_fleet", "_output", "_own_context", "_own_weight", "_passed_over", "_prompt", "_scores",
+        "_sequences", "_share", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -207,8 +223,12 @@ class _Evaluation:
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
-        # What runs there runs for what is left of an answer.
-        self._together = output if output < mix.residual else mix.residual
+        # The longer an answer by what is known of it, the more its own seconds weigh against those of others.
+        long = ctx.residual / mix.residual if mix.residual > 0.0 else 1.0
+        weight = long * long
+        if weight > _FIRST_TOKEN_WEIGHT:
+            weight = _FIRST_TOKEN_WEIGHT
+        self._own_weight = weight if weight > 1.0 else 1.0
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
@@ -248,7 +268,6 @@ class _Evaluation:
         mix, held, now = ctx.demand.mix, ctx.held, ctx.now
         # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
-        spread = mix.spread
         sequences, output, own_context = self._sequences, self._output, self._own_context
         group_of = self._fleet.groups
         groups = [_Group() for _ in range(self._fleet.group_count)]
@@ -266,7 +285,7 @@ class _Evaluation:
                 if running >= instance.max_num_seqs * _OVERBOOK:
                     each.state = _NO_SLOT
                 elif (
-                    instance.expected_kv_tokens(now, spread) + mix.booked + half_grown
+                    instance.expected_kv_tokens(now, 1.0) + mix.booked + half_grown
                     > _KV_MARK * load.kv_cache_tokens
                 ):
                     each.state = _NO_MEMORY
@@ -290,11 +309,11 @@ class _Evaluation:
             if running:
                 first_s += 0.5 * each.now_s
             each.charged_s = first_s
-            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
+            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + self._own_weight * each.decode_s
             if group is not None:
                 group.add(load.batch, context, each.paid)
             elif step_s > each.now_s:
-                each.score += sequences / own * load.batch * self._together * (step_s - each.now_s)
+                each.score += sequences / own * load.batch * output * (step_s - each.now_s)
         if groups:
             self._look_at_groups()
         if ctx.availabilities is not None:
@@ -317,7 +336,7 @@ class _Evaluation:
         for each, instance in zip(self._scores, self.instances, strict=True):
             adapters = instance.adapters
             if adapters is not None:
-                wait_s = self._together * each.now_s
+                wait_s = ctx.demand.mix.residual * each.now_s
                 each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
                 each.score += (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
 
@@ -333,7 +352,7 @@ class _Evaluation:
                     group.step_s = latency.step_s(batch + own, context + own * self._own_context)
                 if group.step_s > group.now_s:
                     growth_s = group.step_s - group.now_s
-                    each.score += self._sequences / own * group.batch * self._together * growth_s
+                    each.score += self._sequences / own * group.batch * self._output * growth_s
 
     def _rate(self, each: _InstanceScore, grade: int) -> None:
         """Find the score of an instance to a grade, unless it is known to that."""
@@ -360,7 +379,7 @@ class _Evaluation:
             each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
         each.score = (
             (_FIRST_TOKEN_WEIGHT + 1.0) * (first_s + each.adapter_s)
-            + each.decode_s
+            + self._own_weight * each.decode_s
             + others_s
             + each.late_s
             + each.last_s
@@ -396,12 +415,12 @@ class _Evaluation:
         """Seconds by which `batch` sequences per engine are delayed in all.
 
         Reading the prompt, of which `paid` tokens do not count, takes `read_s`; steps take `step_s`
-        and not `now_s` until the first of the request and what runs there ends.
+        and not `now_s` for all of its answer: what ends meanwhile is followed by others.
         """
         unread = self._prompt - paid
         delay_s = delay_of_reading_s(read_s, own * (unread if unread >= 1.0 else 1.0), batch, now_s, budget)
         if step_s > now_s:
-            delay_s += self._together * (step_s - now_s)
+            delay_s += self._output * (step_s - now_s)
         return self._sequences / own * batch * delay_s
 
     def _pass_over(self) -> None:
@@ -489,20 +508,18 @@ class _Evaluation:
             return None
         return index, self._scores[index].score + self._reading_to_come_s(index)[0]
 
-    def best_pair(
-        self, transfers: TransferTimes, below: float, mixed: bool
-    ) -> tuple[int, int, float, bool] | None:
+    def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
 
         The prompt is read by one, transferred but for what the other holds, and decoded there. Of either kind
-        only the two best are combined: a decision's cost must not grow with the square of the fleet. With the
-        indices and the score: whether the answer comes in time (see `_in_time`); one that does goes before.
+        only the two best by a lower bound are combined, and the first of these pairs that is good is taken:
+        the cost of a decision must not grow with the square of the fleet. Those not in time come last.
         `mixed`: all have the role `both`.
         """
         costs = self._fleet.costs
         if mixed and self._ctx.held is None and self._fleet.reads_alike:
             return None
-        instances, together, prompt = self.instances, self._together, self._prompt
+        instances, output, prompt = self.instances, self._output, self._prompt
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
         source = source_2 = target = target_2 = -1
@@ -518,10 +535,10 @@ class _Evaluation:
                 elif score < reading_2:
                     reading_2, source_2 = score, i
             if role is not Role.PREFILL:
-                score = _START_WEIGHT * each.step_s + each.decode_s
+                score = _START_WEIGHT * each.step_s + self._own_weight * each.decode_s
                 more_s = each.step_s - each.now_s
                 if more_s > 0.0:
-                    score += each.load.batch * together * more_s
+                    score += each.load.batch * output * more_s
                 # What is read there meanwhile comes first.
                 waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
                 if waits_s > 0.0:
@@ -531,17 +548,21 @@ class _Evaluation:
                     decoding, target = score, i
                 elif score < decoding_2:
                     decoding_2, target_2 = score, i
-        found: tuple[int, int, float, bool] | None = None
-        for i, least in ((source, reading), (source_2, reading_2)):
-            for j, rest in ((target, decoding), (target_2, decoding_2)):
-                if i == j or i < 0 or j < 0 or least + rest >= below or not self._reads_faster(i, j):
-                    continue
-                score, in_time = self._pair_score(transfers, i, j)
-                if score < below and (in_time or found is None):
-                    found = i, j, score, in_time
-                    if in_time:
-                        below = score
-        return found
+        late: _Pair | None = None
+        for i, j, least in (
+            (source, target, reading + decoding),
+            (source, target_2, reading + decoding_2),
+            (source_2, target, reading_2 + decoding),
+            (source_2, target_2, reading_2 + decoding_2),
+        ):
+            if least < below and i != j and self._reads_faster(i, j):
+                pair = self._pair(transfers, i, j)
+                if pair.score < below:
+                    if pair.in_time:
+                        return pair
+                    if late is None or pair.score < late.score:
+                        late = pair
+        return late
 
     def _reads_faster(self, i: int, j: int) -> bool:
         """True if one instance, idle, reads the prompt faster than another, or roles say that it reads it.
@@ -557,11 +578,8 @@ class _Evaluation:
             self._prompt - self._scores[j].cached
         )
 
-    def _pair_score(self, transfers: TransferTimes, i: int, j: int) -> tuple[float, bool]:
-        """Cost of a request whose prompt is read at one instance and whose answer is decoded at another.
-
-        And whether the answer comes in time (see `_in_time`).
-        """
+    def _pair(self, transfers: TransferTimes, i: int, j: int) -> _Pair:
+        """The pair that reads at one instance and decodes at another."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
         source, target = self._scores[i], self._scores[j]
         self._rate(source, _EXACT)
@@ -570,15 +588,16 @@ class _Evaluation:
         slowed_s, wait_s = self._reading_to_come_s(j)
         start_s = JOINING_STEPS * target.step_s
         # What is read at the target by then, and what will be.
-        wait_s = max(wait_s, instances[j].join_s(prompt) - start_s - ready_s)
-        first_s = ready_s + wait_s + start_s
+        reading_s = instances[j].join_s(prompt) - start_s - ready_s
+        start_s += wait_s if wait_s > reading_s else reading_s
+        first_s = ready_s + start_s
         decode_s = target.decode_s + slowed_s
-        score = _FIRST_SHARE * first_s + decode_s + self._joining_s(target)
+        score = _FIRST_SHARE * first_s + self._own_weight * decode_s + self._joining_s(target)
         score += max(0.0, source.others_s - self._joining_s(source))
         usual_s = self._fleet.first_token_s
         if first_s > _LATE * usual_s > 0.0:
             score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
-        return score + target.last_s, self._in_time(instances[j], first_s + decode_s)
+        return _Pair(i, j, score + target.last_s, start_s, self._in_time(instances[j], first_s + decode_s))
 
     def _reading_to_come_s(self, i: int) -> tuple[float, float]:
         """Seconds by which prompts that are yet to come slow an answer down, and delay one that joins.
@@ -595,6 +614,20 @@ class _Evaluation:
             share = _MOST_READING
         return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
 
+    def split(self, pair: _Pair) -> SplitChoice:
+        """Bookings of a pair: the prefill alone here, the decoding alone there."""
+        source, target = self.instances[pair.source], self.instances[pair.target]
+        score, prompt = pair.score, self._prompt
+        return SplitChoice(
+            pair.source,
+            pair.target,
+            min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+            lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
+            decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
+            first_s=self._scores[pair.source].first_s,
+            decode_first_s=pair.start_s,
+        )
+
     def by_role(self) -> list[Candidate]:
         """Candidates for people; those that get no whole request by their role are not eligible."""
         candidates = self.candidates()
@@ -609,7 +642,7 @@ class _Evaluation:
     def _joining_s(self, each: _InstanceScore) -> float:
         """Seconds by which one more sequence delays those that decode there."""
         more_s = each.step_s - each.now_s
-        return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
+        return each.load.batch * self._output * more_s if more_s > 0.0 else 0.0
 
     def _in_time(self, target: Instance, whole_s: float) -> bool:
         """True if an answer comes well before the lease on the KV blocks ends, where that matters.
@@ -651,16 +684,16 @@ class _Evaluation:
             processing_s=t_s,
             kv_utilization=each.promised / instance.kv_cache_tokens,
             workload=workload,
-            terms=_terms(each),
+            terms=_terms(each, self._own_weight),
             weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
-def _terms(each: _InstanceScore) -> dict[str, float]:
+def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
     """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
 
-    `shared_s` is what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy instance
-    last; both are named only where they are not 0.
+    `tail_s` is what the seconds of a long answer weigh more, `shared_s` what other requests pay for (see
+    `core.prefix_index.Held`), `last_s` keeps a busy instance last; they are named only where they are not 0.
     """
     terms = {
         "first_token_s": each.first_s,
@@ -668,6 +701,8 @@ def _terms(each: _InstanceScore) -> dict[str, float]:
         "others_s": each.others_s,
         "late_s": each.late_s,
     }
+    if own_weight > 1.0:
+        terms["tail_s"] = (own_weight - 1.0) * each.decode_s
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
     if each.adapter_s:
@@ -720,16 +755,8 @@ class Hetlb(Policy):
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
-        if pair is not None and pair[3]:
-            prefill, decode, score, _ = pair
-            names = pair_name(instances[prefill].name, instances[decode].name)
-            return pair_choice(
-                ctx,
-                instances,
-                prefill,
-                decode,
-                lambda: [*evaluation.by_role(), Candidate(names, score)],
-            )
+        if pair is not None and pair.in_time:
+            return evaluation.split(pair)
         if whole is None:
             return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
         index = whole[0]

@@ -14,7 +14,7 @@ from hetlb.core.latency import LatencyModel
 from hetlb.core.paths.stages import BatchLimits, Curve, decode_curve
 from hetlb.plan.placement.cluster import Holding, MachineKind
 
-#: Where a profile states no limits: vLLM's defaults.
+#: Limits of a profile that states none: vLLM's defaults.
 USUAL_SEQS: Final = 256
 USUAL_BATCHED_TOKENS: Final = 2048
 _PROMPT_POINTS: Final = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -12,7 +12,7 @@ from hetlb.config.discovery import DnsTable
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
-#: How long an answer may take.
+#: Seconds that an answer may take.
 _TIMEOUT_S = 2.0
 #: A TTL of 0 is asked again after so long.
 _LEAST_S = 0.1

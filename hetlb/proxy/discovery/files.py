@@ -28,7 +28,7 @@ except ImportError:  # not on Linux, or without the extra
 
 #: With inotify files are still looked at this often: a network file system tells of nothing.
 _SELDOM_S = 5.0
-#: What was changed for so long is read: an editor writes in several steps.
+#: Seconds after its last change at which a file is read: an editor writes in several steps.
 _SETTLED_S = 0.05
 #: One file: its path, time of change (ns), size and inode.
 Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]

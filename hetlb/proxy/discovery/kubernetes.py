@@ -24,7 +24,7 @@ from hetlb.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
-#: Where a pod finds its own token, authority and namespace.
+#: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 #: A watch is ended by the server after so long, and given up when nothing comes for a little longer.
 WATCH_S: Final = 60

@@ -39,7 +39,7 @@ class Members:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._source_of: dict[str, str] = {}
-        #: What each source gave last.
+        #: Instances that each source gave last.
         self._given: dict[str, dict[str, Found]] = {}
         self._told: dict[tuple[str, str], str] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}

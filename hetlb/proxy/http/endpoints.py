@@ -26,7 +26,7 @@ class Kind(Enum):
         self.prompted = name not in ("pinned", "plain", "realtime")
 
 
-#: What goes to an engine, as vLLM 0.32 serves it. Which of them exist depends on the model.
+#: Paths that go to an engine, as vLLM 0.32 serves them. Which of them exist depends on the model.
 ENDPOINTS: dict[str, Kind] = {
     "/v1/completions": Kind.COMPLETION,
     "/v1/completions/render": Kind.NO_OUTPUT,

@@ -78,7 +78,7 @@ class RequestHead:
         self.sized = False
         self.chunked = False
         self.expects: bytes | None = None
-        #: What goes on to an engine (see `proxy.forwarded`), by whether the client's key goes along.
+        #: Header lines that go to an engine (see `proxy.forwarded`), by whether the client's key goes along.
         self.forwarded: dict[bool, bytes] = {}
         self.forward_rules: object = None
 
@@ -108,7 +108,7 @@ class ResponseHead:
         self.sized = False
         self.chunked = False
         self.keep_alive = True
-        #: What goes on to the client (see `proxy.forwarded`).
+        #: Header lines that go to the client (see `proxy.forwarded`).
         self.forwarded: bytes | None = None
 
 
@@ -289,7 +289,7 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
 
 
 _LENGTH_FIELD: Final = b"\ncontent-length: "
-#: When so many different heads are known, all are forgotten; longer ones are never remembered.
+#: Different heads that are known at most, then all are forgotten; longer ones are never remembered.
 MOST_KNOWN: Final = 256
 LONGEST_KNOWN_BYTES: Final = 4 << 10
 
@@ -351,7 +351,7 @@ def _begins_length(raw: bytes, at: int) -> bool:
 #: A request body may have so many chunks of any size; the others hold so many bytes on average.
 MAX_SMALL_CHUNKS: Final = 16 << 10
 LEAST_CHUNK_BYTES: Final = 64
-#: What a decoder of chunks reads next.
+#: States of a decoder of chunks: the part that it reads next.
 _SIZE: Final = 0
 _DATA: Final = 1
 _DATA_END: Final = 2

@@ -31,7 +31,7 @@ _KEPT_BYTES: Final = MAX_MODEL_BYTES + 1
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 _NO_BEGINNING: Final = "The multipart body does not begin with its boundary."
 
-#: What a reader looks for next.
+#: States of a reader: the part that it looks for.
 _FIRST_BOUNDARY: Final = 0
 _BOUNDARY_END: Final = 1
 _PART_HEAD: Final = 2
@@ -58,7 +58,7 @@ class FormReader:
         self.call.text_bytes = MEDIA_BYTES
         self._delimiter: bytes = b"\r\n--" + match[2]
         self._state = _FIRST_BOUNDARY
-        #: What was fed and is still to be looked at.
+        #: Bytes that were fed and are still to be looked at.
         self._rest = b""
         self._name = self._value = b""
         self._is_file = False

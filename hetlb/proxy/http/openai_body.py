@@ -32,7 +32,7 @@ MAX_MODEL_BYTES: Final = 512
 #: A sound in a form counts as this many bytes of prompt (about 600 tokens).
 MEDIA_BYTES: Final = 2400
 
-#: What a list begins with.
+#: First byte of a list.
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
 
 

@@ -19,7 +19,6 @@ from hetlb.proxy.http.openai_fields import EventFields
 MAX_HELD_BYTES: Final = 64 << 10
 
 _END: Final = b"\n\n"
-_DONE: Final = b"data: [DONE]"
 
 
 _decoder = msgspec.json.Decoder(EventFields)
@@ -172,7 +171,7 @@ class SseWatcher:
 
 #: No beginning of an event is longer than this: an id, a name of a model.
 _MAX_BEGINNING: Final = 1024
-#: How an event of text ends in its chunk: its choices, or no usage, come last.
+#: Endings of an event of text in its chunk: its choices, or no usage, come last.
 _TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
 
 
@@ -221,7 +220,7 @@ def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-#: How much of the end of a plain body is kept: `usage` stands near it.
+#: Bytes of the end of a plain body that are kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')

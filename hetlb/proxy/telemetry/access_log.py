@@ -99,7 +99,7 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
     return msgspec.json.encode(line).decode() + "\n"
 
 
-#: How a line of the request log is written, by the value of `proxy.request_log_format`.
+#: Writers of a line of the request log, by the value of `proxy.request_log_format`.
 FORMATS: dict[str, Callable[[RequestRecord, float], str]] = {"keyvalue": keyvalue_line, "json": json_line}
 
 

@@ -89,7 +89,7 @@ class InstanceTotals:
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
-        #: What the latency model as profiled says, and what was seen: times to the first token with nothing
+        #: By the latency model as profiled, and as seen: times to the first token with nothing
         #: beside them, steps without prompts beside them, and what had both.
         self.prefill_expected_s = self.prefill_seen_s = 0.0
         self.decode_expected_s = self.decode_seen_s = 0.0
@@ -140,7 +140,7 @@ class AccountTotals:
         self.queue_s = 0.0
 
 
-#: What comes of a hand-over of KV blocks (docs/disaggregation.md).
+#: Results of a hand-over of KV blocks (docs/disaggregation.md).
 HANDOVER_RESULTS: Final = (
     "done", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed", "prefill_failed",
     "prefill_error",

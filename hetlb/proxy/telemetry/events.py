@@ -109,7 +109,7 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(document, enc_hook=str).decode("utf-8", "replace")
 
 
-#: How events are written, by the value of `proxy.request_log_format`.
+#: Writers of events, by the value of `proxy.request_log_format`.
 FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"keyvalue": KeyValueFormatter, "json": JsonFormatter}
 
 

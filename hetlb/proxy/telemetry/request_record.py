@@ -49,7 +49,7 @@ class RequestRecord:
         self.label = label
         #: Name of the client's API key, None where none is needed.
         self.tenant = tenant
-        #: What its key's limits reserved for it, None without limits.
+        #: Reservation of its key's limits for it, None without limits.
         self.ticket: Ticket | None = None
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None

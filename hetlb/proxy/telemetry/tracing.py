@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-#: Where a collector takes spans over HTTP, if its address says no path.
+#: Path of a collector that takes spans over HTTP, if its address has none.
 OTLP_PATH = "/v1/traces"
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _RANDOM = 0x02
-#: How long the last spans may take when the proxy stops.
+#: Seconds that the last spans may take when the proxy stops.
 _CLOSE_S = 3.0
 _LONGEST_TEXT = 256
-#: What `gen_ai.operation.name` is for the endpoints that have one.
+#: `gen_ai.operation.name` of the endpoints that have one.
 _OPERATIONS = {
     Kind.CHAT: "chat",
     Kind.RESPONSES: "chat",

@@ -1,4 +1,4 @@
-"""Series and points: sums that a plain count confirms, whoever looks how often and after however long."""
+"""Series and points: sums that a plain count confirms, however often and late they are read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_ends_in_the_running_stretch_counts_when_it_is_over() -> None:
 @pytest.mark.parametrize(
     "looks", [[900.0], [10.0, 400.0, 401.0, 900.0], [float(at) for at in range(5, 901, 5)]]
 )
-def test_however_often_somebody_looks_the_sums_are_the_same(
+def test_the_sums_do_not_depend_on_how_often_they_are_read(
     monkeypatch: pytest.MonkeyPatch, looks: list[float]
 ) -> None:
     monkeypatch.setattr(figures, "ROWS_AT_ONCE", 50)

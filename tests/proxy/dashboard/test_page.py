@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
@@ -179,7 +179,7 @@ async def served(stream: EventStream) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_nothing_is_computed_while_nobody_listens() -> None:
+async def test_nothing_is_computed_without_listeners() -> None:
     counted = Counted()
     stream = EventStream(counted, interval_s=0.01)
     async with served(stream) as url, aiohttp.ClientSession() as session:
@@ -189,7 +189,7 @@ async def test_nothing_is_computed_while_nobody_listens() -> None:
             assert stream.listeners == 1
         await turns_until(lambda: stream.listeners == 0 and stream._timer is None)
         before = counted.count
-        # Whoever comes then gets a fresh one.
+        # A new listener gets a fresh one.
         async with session.get(url) as reply:
             assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: %d\n\n" % (before + 1)
 

@@ -28,7 +28,7 @@ def profiled(*engines: Engine, **tables: Any) -> dict[str, Any]:
 async def finished(running: Running) -> dict[str, Any]:
     """The replay's document when it is over."""
     while (found := (await running.admin("GET", "/v1/what-if")).json)["state"] == "running":
-        pass
+        await asyncio.sleep(0.02)
     result: dict[str, Any] = found
     return result
 
@@ -70,7 +70,7 @@ async def test_the_figures_are_those_of_the_command(tmp_path: Path, monkeypatch:
     assert [each["completed"] for each in result["runs"][1]["instances"]] == [4, 0]
 
 
-async def test_those_who_take_no_requests_are_left_out(tmp_path: Path) -> None:
+async def test_instances_that_take_no_requests_are_left_out(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, profiled(one, two)) as running:
         await running.ask()
         await running.admin("PUT", "/v1/fleet/instances/i1/state", {"state": "drain"})

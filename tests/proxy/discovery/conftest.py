@@ -16,7 +16,7 @@ import msgspec
 import pytest_asyncio
 import uvloop
 from aiohttp import web
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.services import Engine, Running
 
 

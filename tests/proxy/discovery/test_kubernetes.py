@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.conftest import turns_until
 from proxy.discovery.conftest import ApiServer
 
 from hetlb.config.discovery import KubernetesTable
@@ -162,7 +162,7 @@ async def test_the_slices_of_a_service(api_server: Given) -> None:
         await turns_until(lambda: seen.names == [])
 
 
-async def test_a_server_that_refuses_is_asked_again_and_told_of_once(
+async def test_a_server_that_refuses_is_asked_again_and_logged_once(
     api_server: Given, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetlb.proxy.discovery.source.BACKOFF_S", 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from proxy.conftest import turns_until
+from helpers import turns_until
 from proxy.discovery.conftest import NameServer
 from proxy.discovery.test_growth_and_shrinking import fleet, instance_file
 from proxy.services import METRICS, Engine, Running, said, serving

@@ -1,0 +1,23 @@
+"""A row of a state machine's table: the code obeys the table, docs/behaviour.md is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+S = TypeVar("S", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[S]):
+    """A change of state: the event, the states in which it may happen, the state that follows."""
+
+    event: str
+    before: tuple[S, ...]
+    after: S
+
+
+def edges(table: tuple[Transition[S], ...]) -> list[str]:
+    """The rows as edges of a Mermaid state diagram."""
+    return [f"{state.name} --> {row.after.name}: {row.event}" for row in table for state in row.before]

@@ -1,0 +1,66 @@
+"""A reader follows a request through `Scheduler.on_arrival` without going back and forth between modules.
+
+A stay is an unbroken run of calls into one module; a return is a stay in a module that was left before. The
+policy is one stay: which modules it asks is a question to the policy.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+from helpers import dispatched, make_scheduler, request, spec
+
+from hetlb.build import compiled
+from hetlb.core.policies.registry import POLICIES
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Outcome
+
+MOST_STAYS = 14
+MOST_RETURNS = 6
+_POLICY = ("choose", "committed")
+
+
+def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:
+    """The modules that an arrival visits, in order."""
+    visited: list[str] = []
+    inside: list[FrameType] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_globals["__name__"]
+        if event == "return" and inside and inside[-1] is frame:
+            inside.pop()
+        if event != "call" or inside or not name.startswith("hetlb."):
+            return
+        if name.startswith("hetlb.core.policies.") and frame.f_code.co_name in _POLICY:
+            inside.append(frame)
+        if not visited or visited[-1] != name:
+            visited.append(name)
+
+    arrived = request(number, exact=False)
+    sys.setprofile(note)
+    try:
+        commands = scheduler.on_arrival(arrived, now)
+    finally:
+        sys.setprofile(None)
+    dispatched(commands)
+    return visited
+
+
+@pytest.mark.skipif(compiled(), reason="compiled code has no frames")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_an_arrival_is_followed_straight_through(policy: str) -> None:
+    scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], policy)
+    now = 0.0
+    for number in range(100):  # until lengths are learnt and the fleet's figures are known
+        now += 0.01
+        lease = dispatched(scheduler.on_arrival(request(number, exact=False), now))
+        scheduler.on_first_token(lease, now)
+        lease.output_tokens = 20
+        scheduler.on_lease_ended(lease, Outcome.OK, now)
+    visited = stays(scheduler, 100, now + 0.01)
+    returns = len(visited) - len(set(visited))
+    assert len(visited) <= MOST_STAYS, visited
+    assert returns <= MOST_RETURNS, visited
