@@ -8,7 +8,6 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, islice
@@ -264,16 +263,6 @@ class Mix:
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.booked += gain * (kv_prompt_tokens - self.booked)
         self.read += gain * (unread_tokens - self.read)
-
-    @property
-    def spread(self) -> float:
-        """Coefficient of variation of what an answer holds at a moment at random while it runs.
-
-        Its share of growth is uniform: E[(U O)^2] / E[U O]^2 - 1 = 4/3 E[O^2] / E[O]^2 - 1.
-        """
-        return (
-            math.sqrt(max(0.0, 8.0 / 3.0 * self.residual / self.output - 1.0)) if self.output > 0.0 else 0.0
-        )
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""

@@ -360,6 +360,7 @@ class Scheduler:
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
         long: float | None = None
+        residual = 0.0
         if self._policy.reads_demand:
             demand = self._demands.get(request.model)
             if demand is None:
@@ -375,7 +376,7 @@ class Scheduler:
             predicted = self._predictor.predict(request) if request.generates else 0.0
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
-        found = self._choose(request, ready, now, predicted, long=long)
+        found = self._choose(request, ready, now, predicted, long=long, residual=residual)
         return self._enqueue(request, now, predicted) if found is None else [self._book(found, ready, now)]
 
     def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
@@ -980,23 +981,26 @@ class Scheduler:
         now: float,
         availabilities: list[tuple[int, str]] | None,
         long: float | None = None,
+        residual: float = 0.0,
     ) -> SchedulingContext:
-        if not request.generates:
-            long = 0.0
+        if not request.generates or not self._policy.reads_demand:
+            long = residual = 0.0
         elif long is None:
-            long = self._predictor.long(request)
+            long, residual = self._predictor.long(request), self._predictor.residual(request)
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
         if not demand.mix.count and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
-            demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
+            demand.mix.add(request.prompt_tokens, predicted, long, residual)
         held = (
             self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
         )
         if self._telling and request.blocks is not None:
             held = self._exact(request, held)
-        return SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
+        return SchedulingContext(
+            request, predicted, long, waiting, demand, now, held, availabilities, residual
+        )
 
     def _exact(self, request: Request, held: Held | None) -> Held:
         """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
@@ -1042,16 +1046,17 @@ class Scheduler:
         predicted: float,
         own_size: int = 0,
         long: float | None = None,
+        residual: float = 0.0,
         ceiling: int | None = None,
     ) -> _Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
-        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
-        instances of class `ceiling` and above are kept for another.
+        `own_size` is what it counts for in the queue; `long` and `residual` are the predictor's, where it was
+        asked already; instances of class `ceiling` and above are kept for another.
         """
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
-            ctx = self._question(request, predicted, waiting, now, None, long)
+            ctx = self._question(request, predicted, waiting, now, None, long, residual)
             choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
             if choice is None:
                 return None
@@ -1070,7 +1075,7 @@ class Scheduler:
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
         if self._elsewhere:
             waiting += self._elsewhere.get(request.model, 0)
-        ctx = self._question(request, predicted, waiting, now, availabilities, long)
+        ctx = self._question(request, predicted, waiting, now, availabilities, long, residual)
         index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:
             return None
@@ -1109,7 +1114,13 @@ class Scheduler:
         lease.expected_first_s = pair.first_s / source.speed.factor
         self._next_lease += 1
         decode = self._lease(
-            request, target, ctx.predicted_output, round(pair.decode_work_s * 1e9), now, transferred=True
+            request,
+            target,
+            ctx.predicted_output,
+            round(pair.decode_work_s * 1e9),
+            now,
+            ctx.residual,
+            transferred=True,
         )
         decode.expected_first_s = pair.decode_first_s
         self._next_lease += 1
@@ -1125,7 +1136,7 @@ class Scheduler:
             lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
         else:
             work_ns = round(found.work_s * 1e9)
-            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
+            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now, ctx.residual)
             self._next_lease += 1
             instance.acquire(lease)
         if ctx.availabilities is not None:
@@ -1156,10 +1167,13 @@ class Scheduler:
         predicted: float,
         work_ns: int,
         now: float,
+        residual: float = 0.0,
         transferred: bool = False,
     ) -> Lease:
         """Lease of a request on an instance: its prefixes are used from now on.
 
+        An answer of O tokens holds U * O at a random moment, U uniform in (0, 1): with E[O^2] = 2 E[O] *
+        `residual` its variance is E[O^2] / 3 - E[O]^2 / 4. Where O is known it is O^2 / 12.
         `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
         """
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
@@ -1167,6 +1181,7 @@ class Scheduler:
         prompt_tokens = min(sequences * prompt, cache)
         answers = sequences * round(predicted)
         promised = min(sequences * prompt + answers, cache)
+        variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = instance.exact_held(request) if self._telling else None
         if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
@@ -1200,6 +1215,7 @@ class Scheduler:
             predicted_output=predicted,
             dispatched_at=now,
             shared=shared,
+            kv_variance=round(variance) if variance > 0.0 else 0,
         )
 
     def _enqueue(
