@@ -3,7 +3,7 @@
 Shows: `hetlb profile --url` on each layout (the two TP 1 servers at the same time, since they share the
 memory bus when they serve), `hetlb search` on those profiles, and a load test of each layout through
 `hetlb serve` with the rows that the search simulated.
-Promises: nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
+Nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
 1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
 
 With targets: a load test of each layout at five rates, from one at which TP 2 may be quicker to one that it

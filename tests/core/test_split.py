@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from helpers import FAST, make_scheduler, request, spec
 
 from hetlb.core.instance import Instance
+from hetlb.core.policies.least_delay import _Evaluation
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Connector,
@@ -26,6 +28,9 @@ from hetlb.core.types import (
 )
 
 LINK = KvTransfer(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
+
+#: One reads faster, the other decodes faster.
+READER, DECODER = replace(FAST, k1=1e-5, k8=0.2), replace(FAST, k1=1e-3, k8=0.01)
 
 
 def part(name: str, role: Role = Role.BOTH, **more: Any) -> InstanceSpec:
@@ -207,18 +212,76 @@ def test_with_enough_of_it_in_its_cache_the_decode_instance_reads_the_rest_itsel
 
 
 def test_mixed_roles_split_where_the_bandwidth_is_worth_it() -> None:
-    """A fast reader that decodes slowly beside a slow reader that decodes fast."""
-    reader = replace(FAST, k1=1e-5, k8=0.2)
-    decoder = replace(FAST, k1=1e-3, k8=0.01)
     for bandwidth, expected in ((1e10, ("reader", "decoder")), (1e6, ("decoder", None))):
         link = replace(LINK, bandwidth_bytes_per_s=bandwidth)
-        specs = [part("reader", latency=reader, link=link), part("decoder", latency=decoder, link=link)]
+        specs = [part("reader", latency=READER, link=link), part("decoder", latency=DECODER, link=link)]
         lease = placed(make_scheduler(specs, "hetlb").on_arrival(split_request(1, max_tokens=None), 0.0))
         got = lease.instance, None if lease.decode is None else lease.decode.instance
         if expected[1] is None:
             assert got[1] is None, got
         else:
             assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("slower", "roles", "expected"),
+    [
+        (4.0, (Role.BOTH, Role.BOTH), ("a", "b")),
+        (0.25, (Role.BOTH, Role.BOTH), ("b", "a")),
+        (1.0, (Role.BOTH, Role.BOTH), None),
+        (0.25, (Role.PREFILL, Role.BOTH), ("a", "b")),
+        (0.25, (Role.BOTH, Role.DECODE), ("a", "b")),
+    ],
+)
+def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwise(
+    slower: float, roles: tuple[Role, Role], expected: tuple[str, str] | None
+) -> None:
+    """`b` reads so many times slower than `a`, which is busy; any pair is cheap enough."""
+    specs = [
+        part("a", roles[0], latency=FAST),
+        part("b", roles[1], latency=replace(FAST, k1=slower * FAST.k1, k4=slower * FAST.k4)),
+    ]
+    scheduler = make_scheduler(specs, "hetlb")
+    placed(scheduler.on_arrival(request(0, prompt=30_000, pinned="a"), 0.0))
+    asked, instances = split_request(1), scheduler.instances
+    ctx = scheduler._question(asked, 100.0, 0, 0.0, None, None)
+    mixed = roles == (Role.BOTH, Role.BOTH)
+    found = _Evaluation(ctx, instances, False).best_pair(scheduler._transfers, math.inf, mixed)
+    assert (found and (instances[found.source].name, instances[found.target].name)) == expected
+
+
+def test_a_prompt_is_not_handed_to_an_instance_that_reads_a_long_one() -> None:
+    """The first token would wait for that one, wherever the prompt is read."""
+    specs = [part("reader", latency=READER), part("decoder", latency=DECODER)]
+    for long, expected in ((0, "decoder"), (6000, None)):
+        scheduler = make_scheduler(specs, "hetlb")
+        if long:
+            placed(scheduler.on_arrival(request(1, prompt=long, max_tokens=8, pinned="decoder"), 0.0))
+        lease = placed(scheduler.on_arrival(split_request(2), 0.0))
+        assert lease.instance == "reader"
+        assert (None if lease.decode is None else lease.decode.instance) == expected
+
+
+def test_a_token_of_a_fetched_prompt_waits_for_the_prompts_that_are_read() -> None:
+    scheduler = make_scheduler([part("p", latency=READER), part("d", latency=DECODER)], "hetlb")
+    d = named(scheduler, "d")
+    idle_s = d.join_s(1000.0)
+    assert idle_s == pytest.approx(1.5 * DECODER.step_s(1.0, 1000.0))
+    placed(scheduler.on_arrival(request(1, prompt=3000, pinned="d"), 0.0))
+    assert d.join_s(1000.0) > DECODER.prefill_s(3000.0) > 100 * idle_s
+
+
+def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
+    scheduler = make_scheduler([part("d", latency=DECODER)], "hetlb")
+    (d,) = scheduler.instances
+    for number in range(60):
+        lease = placed(scheduler.on_arrival(request(number, prompt=500), float(number)))
+        scheduler.on_first_token(lease, number + 0.6)
+        lease.output_tokens = 2
+        scheduler.on_lease_ended(lease, Outcome.OK, number + 0.7)
+    assert d.speed.read_per_s(60.0) == pytest.approx(500.0, rel=0.05)
+    assert d.speed.read_per_s(60.0) == d.speed.read_per_s(60.0)
+    assert d.speed.read_per_s(180.0) < 5.0
 
 
 def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
