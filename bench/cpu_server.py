@@ -136,8 +136,10 @@ def main() -> int:
                     errors["throughput"] = (
                         throughput(requests, "simulated") / throughput(requests, "measured") - 1.0
                     )
-                    found.append({"run": number, "rate": rate, "load": os.getloadavg()[0], **errors})
-                    print(found[-1], said["verdict"])
+                    row = {"run": number, "rate": rate, "load": os.getloadavg()[0], **errors}
+                    row["measured_tpot_s"] = said["errors"]["tpot"]["measured_s"]
+                    found.append(row)
+                    print(row, said["verdict"])
             if not args.own:
                 said = vllm_bench_serve(server.url, folder, profile)
                 found.append({"run": "vllm bench serve", "load": os.getloadavg()[0], **said})

@@ -3,7 +3,7 @@
 Shows: two CPU vLLM servers of unequal size, one a core, profiled live; a seeded load through `hetlb serve`
 with its event log; then the same requests simulated twice: `placed` as the log says who got what and when
 (the engine model alone), and `free`, the scheduler as it was when the run began deciding anew (all of it).
-Promises: the simulation sees profiles, capacities, what a lone request costs beyond its profile, arrivals and
+The simulation sees profiles, capacities, what a lone request costs beyond its profile, arrivals and
 lengths, nothing else of the run; every round is compared by itself and the median of the rounds is reported;
 times are those at the proxy. Exit status 1 if a request failed or a median is above what is required.
 
@@ -168,7 +168,7 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
+    """Progress line."""
     print(f"[{datetime.now(UTC):%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

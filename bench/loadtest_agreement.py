@@ -2,7 +2,7 @@
 
 Shows: requests and tokens per second, TTFT, TPOT and E2EL as `hetlb bench`, `vllm bench serve` and AIPerf
 report them of `hetlb serve` in front of emulated engines, at constant arrivals and fixed lengths.
-Promises: each client is its publisher's own command, unmodified; every run sends as many requests of as many
+Each client is its publisher's own command, unmodified; every run sends as many requests of as many
 bytes, at the same rate, to be answered by as many tokens; prompts are new in every run; each round runs all
 clients, another one first; between two runs the fleet is idle. Differences are taken within a round.
 Exit status 1 if a request failed, a token is missing, or the median difference is above 3 % in throughput or
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
+    """Progress line."""
     print(f"[{datetime.now(UTC):%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

@@ -3,7 +3,7 @@
 Shows: for fleets of 20 to 1,000 instances, the size of the page, how long `GET /metrics` waits for it, the
 longest time that the event loop did not get round meanwhile, and the most that it worked between two turns
 (CPU time: what other processes take is not in it); quantiles over many scrapes.
-Promises: the page is the proxy's (`MetricsPage`) over a scheduler with every instance up, reported and used,
+The page is the proxy's (`MetricsPage`) over a scheduler with every instance up, reported and used,
 some 20 outcomes and models counted; a task that asks for nothing but its turn sees how long it waits for it.
 Exit status 1 if the median of 200 instances takes more than 50 ms or keeps the loop for more than 5 ms.
 

@@ -3,12 +3,13 @@
 Shows: `hetlb profile --url` on each layout (the two TP 1 servers at the same time, since they share the
 memory bus when they serve), `hetlb search` on those profiles, and a load test of each layout through
 `hetlb serve` with the rows that the search simulated.
-Promises: nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
+Nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
 1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
 
-With targets: one load test of each layout at a rate, and five limits on TTFT and TPOT that go from one that
-suits one layout to one that suits the other; `hetlb search` is asked about each, and must name the layout of
-which more requests met it (within 2 %).
+With targets: a load test of each layout at five rates, from one at which TP 2 may be quicker to one that it
+cannot carry; limits on TTFT and TPOT of 1.5 times the geometric mean of both layouts' medians at the middle
+rate. `hetlb search` is asked about each rate, and must name the layout of which more requests met the limits
+(within 2 %).
 
 `.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 3m]`; about 15 minutes. With `--keep DIR` and
 `--layouts 1`, then `--layouts 2` the layouts are measured one after the other, in half the time each.
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_servers
 
+from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.processes import helper_processes
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
@@ -51,8 +53,11 @@ OUTPUT_TOKENS = (16, 96)
 PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
 KV_SPACE_BYTES = 1 << 30
 TOLERANCE = 0.15
-#: Requests/s of the load test with targets: about two thirds of what the layouts do.
-REQUEST_RATE = 4.0
+#: Requests/s of the load tests with targets, and the requests of each.
+REQUEST_RATES = (0.7, 1.0, 1.5, 2.2, 3.5)
+RATE_REQUESTS = 40
+#: Limits over the geometric mean of the medians.
+LOOSE = 1.5
 
 TP1 = [replace(TINY_SLOW, name=f"tp1-{core}", core=core) for core in (0, 1)]
 TP2 = [
@@ -88,15 +93,18 @@ def main() -> int:
         measured: dict[int, Any] = {}
         for degree, specs in ((1, TP1), (2, TP2)):
             kept = folder / f"tp{degree}.json"
-            if not kept.exists() and str(degree) in args.layouts.split(","):
-                kept.write_text(json.dumps(_layout(specs, degree, folder, args, rows)))
-            if kept.exists():
-                measured[degree] = json.loads(kept.read_text())
+            known = json.loads(kept.read_text()) if kept.exists() else {}
+            if "at_rates" not in known and str(degree) in args.layouts.split(","):
+                known |= _layout(specs, degree, folder, args, rows, known)
+                kept.write_text(json.dumps(known))
+            if "at_rates" in known:
+                measured[degree] = known
         if len(measured) < 2:
             print(f"measured: TP {', '.join(map(str, measured))}")
             return 0
         found = _search(folder, trace)
-        targets = [_ask(folder, trace, measured, *limits) for limits in _limits(measured)]
+        limits = _limits(measured)
+        targets = [_ask(folder, trace, measured, rate, *limits) for rate in REQUEST_RATES]
     faster = max(measured, key=lambda degree: measured[degree]["median_tok_s"])
     named = found["best"]["box"]
     estimated = {
@@ -110,7 +118,6 @@ def main() -> int:
         "errors": errors,
         "faster": faster,
         "named": named,
-        "request_rate": REQUEST_RATE,
         "targets": targets,
     }
     OUT.write_text(json.dumps(document, indent=1) + "\n")
@@ -123,72 +130,100 @@ def main() -> int:
     for each in targets:
         shares = ", ".join(f"TP {degree} {share:.0%}" for degree, share in each["met"].items())
         print(
-            f"ttft {each['ttft_s']:.3f} s, tpot {each['tpot_s']:.4f} s: met by {shares}; "
+            f"{each['rate']}/s, ttft {each['ttft_s']:.3f} s, tpot {each['tpot_s']:.4f} s: met by {shares}; "
             f"named TP {each['named']}"
         )
     wrong = [each for each in targets if not each["right"]]
     return int(named != faster or abs(errors[named]) > TOLERANCE or bool(wrong))
 
 
-def _limits(measured: dict[int, Any]) -> list[tuple[float, float]]:
-    """Five limits (TTFT, TPOT): the medians of both layouts, from a strict TTFT to a strict TPOT."""
+def _limits(measured: dict[int, Any]) -> tuple[float, float]:
+    """TTFT and TPOT, from the medians of both layouts at the middle rate."""
+    middle = str(REQUEST_RATES[len(REQUEST_RATES) // 2])
     ttft_s, tpot_s = (
-        [statistics.median(layout[key]) for layout in measured.values()] for key in ("ttft_s", "tpot_s")
+        math.sqrt(
+            math.prod(statistics.median(layout["at_rates"][middle][key]) for layout in measured.values())
+        )
+        for key in ("ttft_s", "tpot_s")
     )
-    mean_ttft_s, mean_tpot_s = math.sqrt(math.prod(ttft_s)), math.sqrt(math.prod(tpot_s))
-    return [(mean_ttft_s * 2.0**step, mean_tpot_s * 2.0**-step) for step in (-1.0, -0.4, 0.0, 0.4, 1.0)]
+    return LOOSE * ttft_s, LOOSE * tpot_s
 
 
-def _ask(folder: Path, trace: Path, measured: dict[int, Any], ttft_s: float, tpot_s: float) -> dict[str, Any]:
+def _ask(
+    folder: Path, trace: Path, measured: dict[int, Any], rate: float, ttft_s: float, tpot_s: float
+) -> dict[str, Any]:
     """One target: what each layout met, and what the search names."""
     met = {
         degree: statistics.mean(
             ttft <= ttft_s and tpot <= tpot_s
-            for ttft, tpot in zip(layout["ttft_s"], layout["tpot_s"], strict=True)
+            for ttft, tpot in zip(at_rate["ttft_s"], at_rate["tpot_s"], strict=True)
         )
         for degree, layout in measured.items()
+        for at_rate in [layout["at_rates"][str(rate)]]
     }
     slo = f"ttft={ttft_s * 1e3:.3f}ms,tpot={tpot_s * 1e3:.3f}ms"
-    found = _search(folder, trace, "--request-rate", str(REQUEST_RATE), "--slo", slo)
-    named = found["machines"][0]["layouts"][0]["instances"][0]["tensor_parallel_size"]
+    found = _search(folder, trace, "--request-rate", str(rate), "--slo", slo)
+    layouts = found["machines"][0]["layouts"]
+    named = layouts[0]["instances"][0]["tensor_parallel_size"]
     right = met[named] >= max(met.values()) - 0.02
-    return {"ttft_s": ttft_s, "tpot_s": tpot_s, "met": met, "named": named, "right": right}
+    return {
+        "rate": rate,
+        "ttft_s": ttft_s,
+        "tpot_s": tpot_s,
+        "met": met,
+        "named": named,
+        "right": right,
+        "layouts": layouts,
+    }
 
 
 def _layout(
-    specs: Sequence[Any], degree: int, folder: Path, args: argparse.Namespace, rows: Sequence[Row]
+    specs: Sequence[Any],
+    degree: int,
+    folder: Path,
+    args: argparse.Namespace,
+    rows: Sequence[Row],
+    known: dict[str, Any],
 ) -> dict[str, Any]:
-    """Profile the servers of a layout, all at once, then load them through the proxy."""
+    """Profile the servers of a layout, all at once, and load them through the proxy, where not known."""
+    profile = folder / f"tp{degree}.yaml"
     with vllm_servers(specs, real.MODELS, folder / f"logs-{degree}", deadline_s=240) as servers:
-        profiles = [folder / f"tp{degree}-{index}.yaml" for index in range(len(servers))]
-        sweeps = [
-            subprocess.Popen(
-                [*HETLB, "profile", "--url", server.url, "--out", str(out), "--budget", args.budget,
-                 "--tp", str(degree), "--system", "cpu"]
-            )
-            for server, out in zip(servers, profiles, strict=True)
-        ]  # fmt: skip
-        assert [sweep.wait() for sweep in sweeps] == [0] * len(sweeps), "a profile failed"
-        profiles[0].rename(folder / f"tp{degree}.yaml")
-        fits = yaml.safe_load((folder / f"tp{degree}.yaml").read_text())["fit"]
-        figures = []
-        plan: list[PlannedRequest] = make_plan(rows, None, math.inf, random.Random(1))
-        with _proxy(servers, folder / f"tp{degree}.yaml", folder) as url:
-            for number in range(args.rounds):
-                result = asyncio.run(real.load(url, plan, f"layout {degree} round {number}"))
+        if not profile.exists():
+            profiles = [folder / f"tp{degree}-{index}.yaml" for index in range(len(servers))]
+            sweeps = [
+                subprocess.Popen(
+                    [*HETLB, "profile", "--url", server.url, "--out", str(out), "--budget", args.budget,
+                     "--tp", str(degree), "--system", "cpu"]
+                )
+                for server, out in zip(servers, profiles, strict=True)
+            ]  # fmt: skip
+            assert [sweep.wait() for sweep in sweeps] == [0] * len(sweeps), "a profile failed"
+            profiles[0].rename(profile)
+        found = {"fit": yaml.safe_load(profile.read_text())["fit"]}
+        with _proxy(servers, profile, folder) as url:
+
+            def load(plan: list[PlannedRequest], seed: str) -> LoadResult:
+                result = asyncio.run(real.load(url, plan, seed))
                 assert not result.errors, result.examples
-                figures.append(result.summary()["total_token_throughput"])
-            plan = make_plan(rows, None, REQUEST_RATE, random.Random(2))
-            result = asyncio.run(real.load(url, plan, f"layout {degree} at a rate"))
-            assert not result.errors, result.examples
-    done = [r for r in result.records if r.ttft_s is not None and r.tpot_s is not None]
-    return {
-        "tok_s": figures,
-        "median_tok_s": statistics.median(figures),
-        "fit": fits,
-        "ttft_s": [r.ttft_s for r in done],
-        "tpot_s": [r.tpot_s for r in done],
-    }
+                return result
+
+            if "tok_s" not in known:
+                plan = make_plan(rows, None, math.inf, random.Random(1))
+                found["tok_s"] = [
+                    load(plan, f"layout {degree} round {number}").summary()["total_token_throughput"]
+                    for number in range(args.rounds)
+                ]
+                found["median_tok_s"] = statistics.median(found["tok_s"])
+            found["at_rates"] = {}
+            for rate in REQUEST_RATES:
+                plan = make_plan(rows[:RATE_REQUESTS], None, rate, random.Random(2))
+                records = load(plan, f"layout {degree} at {rate}").records
+                done = [r for r in records if r.ttft_s is not None and r.tpot_s is not None]
+                found["at_rates"][str(rate)] = {
+                    "ttft_s": [r.ttft_s for r in done],
+                    "tpot_s": [r.tpot_s for r in done],
+                }
+    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Shows: output tokens per second of `rr`, hand-set 3:1 weights (`wrr`), `least-requests`, `paper` and `hetlb`
 in front of the two CPU servers of tests/vllm, and whether hetlb reaches what is expected of it (1.4 x rr,
 and at least wrr within 3 %).
-Promises: every round runs every policy once, in rotated order, on the same plan with prompts of its own (no
+Every round runs every policy once, in rotated order, on the same plan with prompts of its own (no
 prefix cache helps anyone); between runs the fleet is idle; figures are compared within a round only, since
 the machine may be busier in the next; half of the requests are streamed. The document holds everything that
 a table leaves out: machine, load, commit, versions, every run. Exit status 1 if a request failed or an

@@ -2,7 +2,7 @@
 
 Shows: `rr`, `least-requests`, `paper` and `hetlb` at three rates, in interleaved rounds, as one HTML file
 with distributions, instances over time and the intervals of the differences; the same figures as JSON.
-Promises: the report is what `hetlb bench --html` writes, nothing is done to it afterwards; engines are those
+The report is what `hetlb bench --html` writes, nothing is done to it afterwards; engines are those
 of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit status 1
 if a request failed.
 
@@ -132,7 +132,7 @@ def notes(args: argparse.Namespace) -> list[str]:
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
+    """Progress line."""
     print(f"[{datetime.now(UTC):%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

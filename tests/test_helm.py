@@ -123,10 +123,82 @@ def test_what_is_not_asked_for_is_not_there() -> None:
         {"fleet": {"listen": {"port": 1}}},
         {"service": {"port": "http"}},
         {"image": {"repository": ""}},
-        {"replicas": 2},
+        {"replicas": 0},
+        {"command": "engine"},
+        {"gateway": {"pool": {"targetPorts": []}}},
     ],
-    ids=["listen", "port", "image", "replicas"],
+    ids=["listen", "port", "image", "replicas", "command", "ports"],
 )
 def test_a_value_that_the_chart_does_not_take_is_refused(values: dict[str, Any]) -> None:
     with helm.Chart.load(str(CHART)) as chart, pytest.raises(helm.HelmError):
         chart.validate_schema(chart.merge_values(values))
+
+
+SCALED: dict[str, Any] = {"replicas": 3, "shared": {"secret": "valkey"}}
+PICK: dict[str, Any] = {**SCALED, "command": "pick", "gateway": {"enabled": True}}
+
+
+@pytest.mark.parametrize("values", [SCALED, PICK], ids=["serve", "pick"])
+def test_several_replicas_share_their_view_and_survive_drained_nodes(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert helm.lint(str(CHART), values, strict=True)["errors"] == []
+    objects = rendered(values)
+    assert objects["Deployment", "demo-hetlb"]["spec"]["replicas"] == 3
+    budget = objects["PodDisruptionBudget", "demo-hetlb"]["spec"]
+    labels = objects["Deployment", "demo-hetlb"]["spec"]["template"]["metadata"]["labels"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    (container,) = pod(objects)["containers"]
+    (variable,) = container["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "valkey", "key": "redis-url"}
+    path = write_fleet(tmp_path, objects)
+    shared = load_fleet(path).shared
+    assert shared is not None
+    assert (shared.url_env, shared.group) == (variable["name"], "demo-hetlb")
+    monkeypatch.setenv("HETLB_REDIS_URL", "redis://valkey:6379")
+    assert main([container["args"][0], "--config", str(path), "--check"]) == 0
+
+
+@pytest.mark.parametrize("name", ["eg", "istio", "kgateway"])
+def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> None:
+    gateway = {
+        "enabled": True, "className": name, "istio": name == "istio",
+        "pool": {"matchLabels": {"app": "vllm", "model": "m"}, "targetPorts": [8000, 8001]},
+    }  # fmt: skip
+    objects = rendered({"command": "pick", "gateway": gateway})
+    assert objects["Gateway", "inference"]["spec"]["gatewayClassName"] == name
+    assert (("DestinationRule", "demo-hetlb") in objects) == (name == "istio")
+    fleet = load_fleet(write_fleet(tmp_path, objects))
+    assert fleet.discovery is not None
+    (source,) = fleet.discovery.clusters
+    pool = objects["InferencePool", source.pool or ""]["spec"]
+    assert pool["selector"] == {"matchLabels": {"app": "vllm", "model": "m"}}
+    assert [each["number"] for each in pool["targetPorts"]] == [8000, 8001]
+    service = objects["Service", pool["endpointPickerRef"]["name"]]["spec"]
+    (port,) = service["ports"]
+    (container,) = pod(objects)["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"grpc": fleet.pick.port, "admin": fleet.admin.port}
+    assert port["targetPort"] == "grpc"
+    assert port["port"] == pool["endpointPickerRef"]["port"]["number"]
+    assert container["readinessProbe"]["grpc"] == {"port": fleet.pick.port, "service": "readiness"}
+    route = objects["HTTPRoute", "demo-hetlb"]["spec"]
+    assert route["parentRefs"] == [{"name": "inference"}]
+    assert route["rules"][0]["backendRefs"][0]["name"] == source.pool
+    rules = objects["Role", "demo-hetlb"]["rules"]
+    assert {"pods", "inferencepools", "inferenceobjectives", "leases"} <= {
+        r for x in rules for r in x["resources"]
+    }
+    assert pod(objects)["automountServiceAccountToken"] is True
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replicas": 2}, "replicas: expected 1 without shared.secret"),
+        ({"gateway": {"enabled": True}}, "gateway.enabled: expected command: pick"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmError, match=message):
+        rendered(values)

@@ -1,4 +1,4 @@
-"""The pages that a newcomer walks through: what they show is run, or read by whoever would read it."""
+"""The pages that a newcomer walks through: what they show is run, or read by the program it is for."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "hetlb").rglob("*.py"))
@@ -19,30 +18,53 @@ _BANNED = re.compile(
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
-def documented(path: Path) -> list[tuple[str, str]]:
+def found(paths: list[Path], offenders: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """What is wrong, by file: one test for all, since reading takes less time than a test of its own."""
+    wrong = {str(path.relative_to(ROOT)): offenders(path.read_text()) for path in paths}
+    return {path: names for path, names in wrong.items() if names}
+
+
+def asked(text: str) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-    return [(getattr(node, "name", path.stem), ast.get_docstring(node) or "") for node in nodes]
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    named = [(getattr(node, "name", "the module"), ast.get_docstring(node) or "") for node in nodes]
+    return [name for name, docstring in named if _QUESTION.match(docstring)]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_begin_with_a_noun_or_a_verb(path: Path) -> None:
-    assert [name for name, text in documented(path) if _QUESTION.match(text)] == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_comments_on_attributes_begin_with_a_noun_or_a_verb(path: Path) -> None:
-    lines = [line.strip() for line in path.read_text().splitlines()]
+def asked_of_attributes(text: str) -> list[str]:
+    lines = [line.strip() for line in text.splitlines()]
     first = [line for before, line in zip(["", *lines], lines, strict=False) if not before.startswith("#:")]
-    assert [line for line in first if line.startswith("#: ") and _QUESTION.match(line[3:])] == []
+    return [line for line in first if line.startswith("#: ") and _QUESTION.match(line[3:])]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_words_that_have_a_better_one_are_not_used(path: Path) -> None:
-    assert sorted(set(_BANNED.findall(path.read_text()))) == []
+def banned(text: str) -> list[str]:
+    return sorted(set(_BANNED.findall(text)))
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_of_tests_use_the_same_words(path: Path) -> None:
-    names = re.findall(r"def (test_\w+)", path.read_text())
-    assert [name for name in names if _BANNED.search(name.replace("_", " "))] == []
+def banned_in_names_of_tests(text: str) -> list[str]:
+    names = re.findall(r"def (test_\w+)", text)
+    return [name for name in names if _BANNED.search(name.replace("_", " "))]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    assert found(MODULES, asked) == {}
+
+
+def test_comments_on_attributes_begin_with_a_noun_or_a_verb() -> None:
+    assert found(MODULES, asked_of_attributes) == {}
+
+
+def test_words_that_have_a_better_one_are_not_used() -> None:
+    assert found(MODULES, banned) == {}
+
+
+def test_names_of_tests_use_the_same_words() -> None:
+    assert found(TESTS, banned_in_names_of_tests) == {}
+
+
+def test_what_is_wrong_is_found() -> None:
+    assert asked('def f():\n    """How it is done."""\n\nclass A:\n    """Where."""\n') == ["f", "A"]
+    assert asked_of_attributes("#: Seconds of\n#: What\nx = 1\n#: When it was.\n") == ["#: When it was."]
+    assert banned("nobody told") == ["nobody"]
+    name = "test_" + "fellows"
+    assert banned_in_names_of_tests(f"def {name}() -> None: ...") == [name]

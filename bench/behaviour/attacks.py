@@ -2,7 +2,7 @@
 
 Shows: for every attack the p99 of plain requests before and during it, the gaps in streams, streams that were
 cut, ejections, the worst health that `/v1/fleet` showed, and resident memory before and at most.
-Promises: proxy, engines, attackers and honest clients are processes of their own. Before each attack the
+Proxy, engines, attackers and honest clients are processes of their own. Before each attack the
 honest load runs alone, against the same proxy: 50 streams at 20 tokens a second, 20 plain requests a second.
 An attack is judged by the difference, and runs for the whole time: a client thrown out comes back at once.
 """

@@ -1,6 +1,6 @@
 """What the behaviour benches share: a proxy in a process of its own, clients on raw sockets, a record.
 
-`hetlb serve` runs as anybody would start it, on free ports, and never outlives its block; a
+`hetlb serve` runs as a user starts it, on free ports, and never outlives its block; a
 client's answer says whether it was whole, and when each part came; a record says what was promised, what was
 measured and whether it was kept, on which machine under which load.
 """

@@ -210,5 +210,5 @@ class Hole:
 
     @property
     def url(self) -> str:
-        """Where nobody answers."""
+        """Address without an answer."""
         return f"http://127.0.0.1:{self.port}"

@@ -3,7 +3,7 @@
 Shows: the time from the client's close to the engine's end of the connection (`wait`, `stream`), to the end
 of the proxy's sockets (`connect`, where no engine answers the SYN), to the queue's figure without the
 request (`queue`, polled over the admin listener, so the poll is in it).
-Promises: a quarter of the clients in each phase, half of each plain; while they leave, background streams run
+A quarter of the clients in each phase, half of each plain; while they leave, background streams run
 (but for `connect`, which has a proxy of its own) and none of them is touched; nothing that left the queue is
 ever run.
 """
@@ -58,12 +58,12 @@ async def run(args: argparse.Namespace) -> int:
                     },
                 ],
             }
-            nobody = {
+            unreachable = {
                 "scrape": {"interval_s": 3600.0, "timeout_s": 0.5},  # a probe knocks too
                 "proxy": {"connect_timeout_s": 30.0},
                 "models": [{"name": "hole", "instances": [{"name": "hole", "url": hole.url}]}],
             }
-            async with serving(fleet) as proxy, serving(nobody) as knocker, round_trips() as reference:
+            async with serving(fleet) as proxy, serving(unreachable) as knocker, round_trips() as reference:
                 crowd = asyncio.create_task(background(proxy.port, args.background, 10, answers))
                 leaver = _Leaver(proxy, knocker, engine, full)
                 for phase in PHASES:
@@ -84,14 +84,14 @@ async def run(args: argparse.Namespace) -> int:
                     *proxy.log_lines("Traceback", "ERROR"),
                     *knocker.log_lines("Traceback", "ERROR"),
                 ]
-    everybody = [seconds for kinds in took.values() for values in kinds.values() for seconds in values]
+    all_times = [seconds for kinds in took.values() for values in kinds.values() for seconds in values]
     broken = sum(not answer.whole for answer in answers)
     promises = [
         Promise(
-            f"closed, p99 of {len(everybody)}",
+            f"closed, p99 of {len(all_times)}",
             f"{1000 * LIMIT_S:.0f} ms",
-            f"{1000 * quantile(everybody, 0.99):.1f} ms",
-            quantile(everybody, 0.99) <= LIMIT_S,
+            f"{1000 * quantile(all_times, 0.99):.1f} ms",
+            quantile(all_times, 0.99) <= LIMIT_S,
         )
     ]
     for phase, kinds in took.items():

@@ -2,7 +2,7 @@
 
 Shows: the capacity, measured first at saturation, then an open-loop load of a multiple of it, then half of
 it; what was served and turned down, how fast, and how the queue stood.
-Promises: emulated engines (`hetlb engine`) are processes of their own; the queue holds what the fleet serves
+Emulated engines (`hetlb engine`) are processes of their own; the queue holds what the fleet serves
 in about `--queue-s`; load is Poisson from the intended times; the queue's figures are read from
 `/v1/fleet` ten times a second. The bound on the time to first token is the queue's limit over the measured
 capacity, plus what a request that did not wait in the queue took with the engines as full.
@@ -213,7 +213,7 @@ def _judge(
         Promise("queue, requests at most", str(limit), str(most["requests"]), most["requests"] <= limit),
         Promise("queue, bytes at most", str(limit_bytes), str(most["bytes"]), most["bytes"] <= limit_bytes),
         Promise(
-            "after it, at half the capacity: queue empty and nobody turned down", f"{RECOVERY_S:.0f} s",
+            "after it, at half the capacity: queue empty and no request rejected", f"{RECOVERY_S:.0f} s",
             f"{recovery:.1f} s", recovery <= RECOVERY_S,
         ),
         Promise("figures not zero afterwards", "none", ", ".join(left) or "none", not left),

@@ -3,7 +3,7 @@
 Shows: what clients saw, and what the process held, while the fleet file was read again and again, by SIGHUP
 and by `POST /v1/reload` in turn, each time with an instance added, moved to another address, given another
 weight, or taken out.
-Promises: every reload is waited for (the proxy's own counter) and counted; memory and descriptors are read
+Every reload is waited for (the proxy's own counter) and counted; memory and descriptors are read
 from /proc while the load goes on, tasks when it has ended (the handlers of the bench's own connections to
 the admin listener are left out); the slope is Theil-Sen's, after a warm-up that fills what the dashboard
 remembers of requests, and a fifth of the reloads.

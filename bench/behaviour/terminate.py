@@ -1,7 +1,7 @@
 """SIGTERM under load: streams that end within the grace period end whole, the rest are told, the exit is 0.
 
 Shows: for each round how many streams were under way at the signal, how they ended, and when the process did.
-Promises: half of the streams last at most until the grace period is over, the others much longer; requests
+Half of the streams last at most until the grace period is over, the others much longer; requests
 that come between the signal and the closing of the listener (5 s, readiness says no) are served too; the
 time of the exit counts from the signal. A last round has only streams that end: the process does not wait
 for the rest of its grace.
@@ -100,11 +100,11 @@ async def _round(args: argparse.Namespace, *, long: bool) -> dict[str, Any]:
                 await asyncio.sleep(0.1)
             status = await end
             exit_s = loop.time() - signalled
-            everybody = await asyncio.gather(*shorts, *longs, *late)
+            answers = await asyncio.gather(*shorts, *longs, *late)
             errors = proxy.log_lines("Traceback", "ERROR")
-    short, rest = everybody[: len(shorts)], everybody[len(shorts) :]
+    short, rest = answers[: len(shorts)], answers[len(shorts) :]
     told = [each.error and not each.done and not each.framed for each in rest[: len(longs)]]
-    print(f"exit {status} after {exit_s:.2f} s, {len(everybody)} streams", flush=True)
+    print(f"exit {status} after {exit_s:.2f} s, {len(answers)} streams", flush=True)
     return {
         "short": len(short),
         "short_cut": sum(not each.whole for each in short),

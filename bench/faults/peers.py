@@ -2,7 +2,7 @@
 
 Shows, for every proxy and fault: the status the client saw, whether the stream could be taken for complete,
 how often the engine ran the request, and whether it was let go when the client left.
-Promises: every proxy is installed as `bench/proxies` has it and runs with its own defaults for retries; the
+Every proxy is installed as `bench/proxies` has it and runs with its own defaults for retries; the
 circuit breakers of the two routers are off, so that no row depends on the one before. hetlb runs beside them
 on the same engine. Rows that a proxy could not be started for are left out and named.
 
@@ -65,7 +65,7 @@ PATIENCE_S, HELD_S = 8.0, 4.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -2,7 +2,7 @@
 
 Shows: resident memory (Theil-Sen slope with its 95 % interval, after a warm-up), file descriptors, how fast
 an engine is let go once its client has left, and that every figure is exactly zero in the end.
-Promises: the proxy is a process of its own with its ordinary settings but for shorter timeouts; three in ten
+The proxy is a process of its own with its ordinary settings but for shorter timeouts; three in ten
 clients leave at a random moment; one request in ten meets a fault; engines are killed and started again, and
 drained, all the time; the fleet file is read again about a hundred times a minute. Every answer that a
 client took to its end is checked: its own tokens, no clean end where the stream broke, no request run more
@@ -312,7 +312,7 @@ async def soak(minutes: float, warm_up: int, seed: int, at_once: int, folder: Pa
         if "secret-" in log:
             wrong.append("a prompt stands in the log")
     tally = load.tally
-    # Who left before it was heard was no request; everybody else has exactly one outcome.
+    # A client that left before its request was read counts nowhere; every other request has one outcome.
     ended["ok"] -= warmed
     if not tally.sent - tally.left <= ended.total() <= tally.sent:
         wrong.append(f"{tally.sent} requests of which {tally.left} left, but {ended.total()} outcomes")

@@ -213,7 +213,7 @@ class _Lane:
     def _go_on(self) -> bool:
         """True when another run may begin, False if none may any more."""
         while self._wait_while is not None and self._wait_while.exists():
-            time.sleep(1.0)
+            time.sleep(0.2)
         return time.monotonic() < self._deadline
 
     def _missing(self, traffic: Traffic) -> list[str]:

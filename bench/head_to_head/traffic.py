@@ -1,4 +1,4 @@
-"""The loads: what is asked, when, and how its lengths stay unknown to whoever routes.
+"""The loads: what is asked, when, and how its lengths stay unknown to the routers.
 
 Rows, arrivals and lengths come from the seed alone: within a round every router gets the same plan. Prompts
 are text and new in every run, so that no engine knows them from a run before.

@@ -2,7 +2,7 @@
 
 Shows: for the ledger, health, admission and the framing gate, how many of mutmut's mutants the tests of each
 kill, and which survive.
-Promises: mutants live in a copy under --folder, never in this tree; every mutant meets only tests that reach
+Mutants live in a copy under --folder, never in this tree; every mutant meets only tests that reach
 the function it is in; one at a time per core, at the lowest priority. With `--sample N` at most N mutants of
 a module are drawn (`--seed`). Exit status 1 where a module is below `--least`.
 

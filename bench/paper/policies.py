@@ -207,39 +207,7 @@ def closest(document: Mapping[str, Any]) -> Mapping[str, Any]:
 def show(document: Mapping[str, Any]) -> str:
     """The tables, in Markdown."""
     section = document["section"]
-    return "\n\n".join(
-        [
-            f"![Section {section}](img/paper-{section}.png)",
-            _show_sweep(document),
-            _show_case(document["closest"]),
-        ]
-    )
-
-
-def _show_sweep(document: Mapping[str, Any]) -> str:
-    """Gains over RR at the rate that the paper reports, for every case."""
-    reported = document["reported"]
-    rate = f"{reported['request_rate']:g}"
-    rows = [["the paper, measured", "", f"+{reported['gain_over_rr_percent']} %", "", ""]]
-    for case in document["cases"]:
-        cells = [
-            f"{median(gains(case, name, rate, figure, predictor)):+.0f} %"
-            for name, figure, predictor in (
-                ("OS", "tok_s", "normal"),
-                ("OS", "tok_s", "empirical"),
-                ("hetlb", "tok_s", "normal"),
-            )
-        ]
-        offered = median(run_of(case, "RR", rate)["tok_s"])
-        rows.append([case["key"], f"{offered:,.0f}", *cells])
-    headings = [
-        f"at {rate} requests/s, gain over RR",
-        "RR, tokens/s",
-        "OS",
-        "OS, learnt lengths",
-        "hetlb",
-    ]
-    return table(headings, rows)
+    return f"![Section {section}](img/paper-{section}.png)\n\n{_show_case(document['closest'])}"
 
 
 def _show_case(case: Mapping[str, Any]) -> str:

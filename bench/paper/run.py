@@ -1,7 +1,7 @@
 """The paper's experiments in simulation: `python bench/paper/run.py 5.1` (or 5.2, 5.3, or all).
 
 Shows: a table and a figure for every section, with the paper's own figure beside ours where it is known.
-Promises: everything a result rests on is in the repository (profiles under profiling/, lengths under
+Everything a result rests on is in the repository (profiles under profiling/, lengths under
 bench/data); results go to bench/results/paper-SECTION.json, figures to docs/img, and with --page the tables
 into docs/evidence-paper.md.
 """

@@ -44,7 +44,7 @@ def cpu_ns(pids: Iterable[int]) -> int:
 
 
 def busy_s(cores: Iterable[int]) -> float:
-    """Seconds that these cores have not been idle so far, whoever used them; to 10 ms."""
+    """Seconds for which these cores have been busy so far, to 10 ms."""
     wanted = {f"cpu{core}" for core in cores}
     ticks = 0
     for line in _read("/proc/stat").splitlines():

@@ -1,6 +1,6 @@
 """Runs the cases: single simulations in parallel processes, and the studies that are made of them.
 
-Promises: every run completes every request with its exact number of tokens, or it raises; policies of one
+Every run completes every request with its exact number of tokens, or it raises; policies of one
 case meet the same requests at the same times; nothing depends on the number of processes.
 """
 

@@ -30,7 +30,7 @@ class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the API server is reached: without these keys as hetlb's own pod does."""
+    """Address and credentials of the API server: without these keys those of hetlb's own pod."""
 
     namespace: str | None = None
     api_server: str | None = None

@@ -8,13 +8,12 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, islice
 from typing import Final
 
-from hetlb.core.instance import Instance
+from hetlb.core.instance import Instance, Parameters
 from hetlb.core.latency import ideal_batch
 from hetlb.core.types import Request
 
@@ -130,7 +129,7 @@ _MOST_FLEETS: Final = 128
 
 
 class Costs:
-    """The mean request on one instance, at this `parameters_version` of its latency and capacity.
+    """The mean request on an instance of given parameters.
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
@@ -139,13 +138,11 @@ class Costs:
     """
 
     __slots__ = (
-        "batch_s", "first_token_s", "output_s", "parameters_version", "prompt_s", "read_s", "speed",
-        "token_read_s",
+        "batch_s", "first_token_s", "output_s", "prompt_s", "read_s", "speed", "token_read_s",
     )  # fmt: skip
 
     def __init__(
         self,
-        parameters_version: int,
         speed: float,
         prompt_s: float,
         output_s: float,
@@ -157,7 +154,6 @@ class Costs:
         self.first_token_s = first_token_s
         self.read_s = read_s
         self.token_read_s = token_read_s
-        self.parameters_version = parameters_version
         self.speed = speed
         self.prompt_s = prompt_s
         self.output_s = output_s
@@ -215,8 +211,8 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_fleets", "_measured", "_residual_weight", "booked", "count", "long",
-        "output", "prompt", "read", "residual",
+        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_residual_weight", "booked", "count",
+        "long", "output", "prompt", "read", "residual",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -227,7 +223,10 @@ class Mix:
         self.count = 0
         self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
-        self._costs: dict[str, Costs] = {}
+        #: By name, with the version of the instance's parameters.
+        self._costs: dict[str, tuple[int, Costs]] = {}
+        #: By parameters: instances of a large fleet are of few kinds.
+        self._measured_at: dict[Parameters, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, Fleet] = {}
 
@@ -255,6 +254,7 @@ class Mix:
         ):
             self._measured = (mean_prompt, mean_output, booked, read)
             self._costs.clear()
+            self._measured_at.clear()
             self._fleets.clear()
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
@@ -263,16 +263,6 @@ class Mix:
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.booked += gain * (kv_prompt_tokens - self.booked)
         self.read += gain * (unread_tokens - self.read)
-
-    @property
-    def spread(self) -> float:
-        """Coefficient of variation of what an answer holds at a moment at random while it runs.
-
-        Its share of growth is uniform: E[(U O)^2] / E[U O]^2 - 1 = 4/3 E[O^2] / E[O]^2 - 1.
-        """
-        return (
-            math.sqrt(max(0.0, 8.0 / 3.0 * self.residual / self.output - 1.0)) if self.output > 0.0 else 0.0
-        )
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
@@ -291,9 +281,15 @@ class Mix:
     def costs(self, instance: Instance) -> Costs:
         """Costs of the mean request on an instance. Read-only, valid until the next change."""
         known = self._costs.get(instance.name)
-        if known is None or known.parameters_version != instance.parameters_version:
-            known = self._costs[instance.name] = self._measure(instance)
-        return known
+        if known is not None and known[0] == instance.parameters_version:
+            return known[1]
+        costs = self._measured_at.get(instance.parameters)
+        if costs is None:
+            if len(self._measured_at) >= _MOST_FLEETS:
+                self._measured_at.clear()
+            costs = self._measured_at[instance.parameters] = self._measure(instance)
+        self._costs[instance.name] = instance.parameters_version, costs
+        return costs
 
     def _measure(self, instance: Instance) -> Costs:
         prompt, output, booked, read = self._measured
@@ -313,7 +309,6 @@ class Mix:
         computed = max(1.0, min(read, prompt))
         read_s = latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - computed))
         return Costs(
-            instance.parameters_version,
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
             output_s=max(0.0, of_output_s),

@@ -167,6 +167,7 @@ class Instance:
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
+        "kv_variance",
         "latency",
         "latency_bound",
         "leases",
@@ -261,6 +262,8 @@ class Instance:
         #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
+        #: Of what the answers hold at a random moment, tokens squared.
+        self.kv_variance = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
         #: attention reads in every step; and those of them that are still to be computed.
         self.promised_tokens = 0
@@ -324,14 +327,14 @@ class Instance:
             prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
         )
 
-    def expected_kv_tokens(self, now: float, spread: float = 0.0) -> float:
+    def expected_kv_tokens(self, now: float, deviations: float = 0.0) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
 
-        What `n` answers hold together is above its mean by `spread` / sqrt(n) of it.
+        `deviations`: so many standard deviations of what the answers hold are added.
         """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
-        if spread and self.sequences:
-            expected += (self.kv_tokens - self.kv_prompt_tokens) / 2.0 * spread / math.sqrt(self.sequences)
+        if deviations:
+            expected += deviations * math.sqrt(self.kv_variance)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -465,6 +468,7 @@ class Instance:
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.kv_prompt_tokens += lease.kv_prompt_tokens
+        self.kv_variance += lease.kv_variance
         shared = lease.shared
         if shared is not None:
             self.kv_tokens += shared.new_tokens
@@ -549,6 +553,7 @@ class Instance:
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens
+        self.kv_variance -= lease.kv_variance
         self.promised_tokens -= lease.promised_tokens
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
@@ -563,6 +568,7 @@ class Instance:
             self.work_ns < 0
             or self.kv_prompt_tokens < 0
             or self.kv_tokens < self.kv_prompt_tokens
+            or self.kv_variance < 0
             or self.promised_tokens < 0
             or self.prompt_tokens < 0
             or self.pending_prompt_tokens < 0
@@ -624,6 +630,7 @@ class Instance:
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
+        assert self.kv_variance == sum(lease.kv_variance for lease in leases), self.name
         assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
         assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
         unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core import rejections
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
@@ -55,7 +56,6 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
     Reject,
-    RejectReason,
     Request,
     RequestId,
     Role,
@@ -356,10 +356,11 @@ class Scheduler:
         """A request came in. No command for it means it is queued."""
         ready = self._ready.get(request.model)
         if ready is None:
-            return [self._unknown_model(request)]
+            return [rejections.unknown_model(request, self._instances.values())]
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
-            return [self._too_long(request, ready.instances)]
+            return [rejections.too_long(request, ready.instances)]
         long: float | None = None
+        residual = 0.0
         if self._policy.reads_demand:
             demand = self._demands.get(request.model)
             if demand is None:
@@ -375,7 +376,7 @@ class Scheduler:
             predicted = self._predictor.predict(request) if request.generates else 0.0
         if self._queue.held:
             return self._arrive_behind(request, ready, now, predicted)
-        found = self._choose(request, ready, now, predicted, long=long)
+        found = self._choose(request, ready, now, predicted, long=long, residual=residual)
         return self._enqueue(request, now, predicted) if found is None else [self._book(found, ready, now)]
 
     def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
@@ -754,16 +755,11 @@ class Scheduler:
         """Rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self._queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
-            return Reject(
-                request.id,
-                RejectReason.QUEUE_EXPIRED,
-                f"The request waited {waited_s:.0f} s for an instance and none became free.",
-                retry_after_s=1.0,
-            )
+            return rejections.expired(request.id, waited_s)
         down_since = self._down_since.get(request.model)
         if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
             return None
-        return self._no_instance(request)
+        return rejections.no_instance(request)
 
     # --- integrity ---
 
@@ -985,23 +981,26 @@ class Scheduler:
         now: float,
         availabilities: list[tuple[int, str]] | None,
         long: float | None = None,
+        residual: float = 0.0,
     ) -> SchedulingContext:
-        if not request.generates:
-            long = 0.0
+        if not request.generates or not self._policy.reads_demand:
+            long = residual = 0.0
         elif long is None:
-            long = self._predictor.long(request)
+            long, residual = self._predictor.long(request), self._predictor.residual(request)
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
         if not demand.mix.count and self._policy.reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
-            demand.mix.add(request.prompt_tokens, predicted, long, self._predictor.residual(request))
+            demand.mix.add(request.prompt_tokens, predicted, long, residual)
         held = (
             self._prefixes.held(request.prefix_keys, request.prompt_tokens) if request.prefix_keys else None
         )
         if self._telling and request.blocks is not None:
             held = self._exact(request, held)
-        return SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
+        return SchedulingContext(
+            request, predicted, long, waiting, demand, now, held, availabilities, residual
+        )
 
     def _exact(self, request: Request, held: Held | None) -> Held:
         """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
@@ -1047,16 +1046,17 @@ class Scheduler:
         predicted: float,
         own_size: int = 0,
         long: float | None = None,
+        residual: float = 0.0,
         ceiling: int | None = None,
     ) -> _Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
-        `own_size` is what it counts for in the queue; `long` is what the predictor takes for a long answer;
-        instances of class `ceiling` and above are kept for another.
+        `own_size` is what it counts for in the queue; `long` and `residual` are the predictor's, where it was
+        asked already; instances of class `ceiling` and above are kept for another.
         """
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
-            ctx = self._question(request, predicted, waiting, now, None, long)
+            ctx = self._question(request, predicted, waiting, now, None, long, residual)
             choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
             if choice is None:
                 return None
@@ -1075,7 +1075,7 @@ class Scheduler:
         waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
         if self._elsewhere:
             waiting += self._elsewhere.get(request.model, 0)
-        ctx = self._question(request, predicted, waiting, now, availabilities, long)
+        ctx = self._question(request, predicted, waiting, now, availabilities, long, residual)
         index, work_s, candidates = self._policy.choose(ctx, able)
         if index is None:
             return None
@@ -1114,7 +1114,13 @@ class Scheduler:
         lease.expected_first_s = pair.first_s / source.speed.factor
         self._next_lease += 1
         decode = self._lease(
-            request, target, ctx.predicted_output, round(pair.decode_work_s * 1e9), now, transferred=True
+            request,
+            target,
+            ctx.predicted_output,
+            round(pair.decode_work_s * 1e9),
+            now,
+            ctx.residual,
+            transferred=True,
         )
         decode.expected_first_s = pair.decode_first_s
         self._next_lease += 1
@@ -1130,7 +1136,7 @@ class Scheduler:
             lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
         else:
             work_ns = round(found.work_s * 1e9)
-            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now)
+            lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now, ctx.residual)
             self._next_lease += 1
             instance.acquire(lease)
         if ctx.availabilities is not None:
@@ -1161,10 +1167,13 @@ class Scheduler:
         predicted: float,
         work_ns: int,
         now: float,
+        residual: float = 0.0,
         transferred: bool = False,
     ) -> Lease:
         """Lease of a request on an instance: its prefixes are used from now on.
 
+        An answer of O tokens holds U * O at a random moment, U uniform in (0, 1): with E[O^2] = 2 E[O] *
+        `residual` its variance is E[O^2] / 3 - E[O]^2 / 4. Where O is known it is O^2 / 12.
         `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
         """
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
@@ -1172,6 +1181,7 @@ class Scheduler:
         prompt_tokens = min(sequences * prompt, cache)
         answers = sequences * round(predicted)
         promised = min(sequences * prompt + answers, cache)
+        variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = instance.exact_held(request) if self._telling else None
         if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
@@ -1205,21 +1215,22 @@ class Scheduler:
             predicted_output=predicted,
             dispatched_at=now,
             shared=shared,
+            kv_variance=round(variance) if variance > 0.0 else 0,
         )
 
     def _enqueue(
         self, request: Request, now: float, predicted: float, *, again: bool = False
     ) -> list[Command]:
         if request.model in self._down_since and self._queue.limits.no_instance_timeout_s <= 0:
-            return [self._no_instance(request)]
+            return [rejections.no_instance(request)]
         commands: list[Command] = []
         if not self._queue.has_room(request):
             leave = self._queue.crowding_out(request)
             if not leave:
-                return [self._queue_full(request.id)]
+                return [rejections.queue_full(request.id)]
             for request_id in leave:
                 self._forget(request_id)
-                commands.append(self._queue_full(request_id))
+                commands.append(rejections.queue_full(request_id))
         if not len(self._queue):
             self._last_tick = now
         size = round(size_of(request, predicted))
@@ -1284,7 +1295,7 @@ class Scheduler:
         request = head.request
         if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
             self._forget(request.id)
-            return self._too_long(request, ready.instances)
+            return rejections.too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
         found = self._choose(request, ready, now, predicted, head.size, ceiling=ceiling)
         if found is None:
@@ -1353,51 +1364,8 @@ class Scheduler:
     def _give_up(self, request: Request, *, unsent: bool) -> Reject:
         """A request that no engine answered is tried no more. `unsent`: none can have run it."""
         self._forget(request.id)
-        if unsent:
-            detail = "No instance of this model accepts connections."
-            return Reject(request.id, RejectReason.CONNECT_FAILED, detail, retry_after_s=1.0)
-        detail = "The instance closed the connection without answering."
-        return Reject(request.id, RejectReason.NO_RESPONSE, detail)
+        return rejections.not_answered(request.id, unsent=unsent)
 
     def _forget(self, request_id: RequestId) -> None:
         self._queue.remove(request_id)
         self._attempts.pop(request_id, None)
-
-    # --- rejections ---
-
-    def _queue_full(self, request_id: RequestId) -> Reject:
-        return Reject(
-            request_id,
-            RejectReason.QUEUE_FULL,
-            "Too many requests are waiting for an instance.",
-            retry_after_s=1.0,
-        )
-
-    def _unknown_model(self, request: Request) -> Reject:
-        unknown = [i.name for i in self._instances.values() if i.served is None and not i.spec.model]
-        if unknown:
-            return Reject(
-                request.id,
-                RejectReason.NO_INSTANCE,
-                f"Not every instance has told yet what it serves; none is known to serve {request.model!r}.",
-                retry_after_s=1.0,
-            )
-        return Reject(request.id, RejectReason.UNKNOWN_MODEL, f"The model `{request.model}` does not exist.")
-
-    def _too_long(self, request: Request, instances: Sequence[Instance]) -> Reject:
-        largest = max(instance.longest_request_tokens or 0 for instance in instances)
-        prompt = request.longest_prompt_tokens or request.prompt_tokens
-        return Reject(
-            request.id,
-            RejectReason.TOO_LONG,
-            f"This model's maximum context length is {largest} tokens. "
-            f"However, your prompt has {prompt} input tokens. Please reduce its length.",
-        )
-
-    def _no_instance(self, request: Request) -> Reject:
-        return Reject(
-            request.id,
-            RejectReason.NO_INSTANCE,
-            f"No instance of the model `{request.model}` is up.",
-            retry_after_s=1.0,
-        )

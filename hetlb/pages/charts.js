@@ -26,14 +26,15 @@ function linearTicks(low, high, steps) {
   return ticks;
 }
 
-/** Powers of 10 from `low` to `high`; where there are few, 2 and 5 times them as well. */
+/** Powers of 10 from `low` to `high`; where there are few, 2 and 5 times them as well, else round values. */
 function logTicks(low, high) {
   const factors = high / low > 1000 ? [1] : [1, 2, 5];
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
     for (const factor of factors) ticks.push(factor * 10 ** power);
   }
-  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const shown = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return shown.length > 2 ? shown : linearTicks(low, high, 4);
 }
 
 /**

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     EngineSample,
@@ -28,6 +29,8 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.upstream import Upstream
 
+#: Instances of a large fleet out of which those for the gateway's retries are taken.
+_LOOKED_AT: Final = 32
 _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
     Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
@@ -110,6 +113,24 @@ class PickDriver(SharedDriver):
             return []
         decision = next(iter(reversed(self.decisions)))
         chosen = decision.lease.instance
+        if len(self.scheduler.instances) > LARGEST_WHOLE:
+            return self._neighbours(decision.lease, count)
         others = [each for each in decision.candidates if each.eligible and each.instance != chosen]
         others.sort(key=lambda each: each.score)
         return [each.instance for each in others[:count]]
+
+    def _neighbours(self, lease: Lease, count: int) -> list[str]:
+        """The least busy of some instances of a large fleet: ranking all costs more than a decision."""
+        instances, request = self.scheduler.instances, lease.request
+        number = len(instances)
+        found: list[tuple[float, str]] = []
+        for step in range(number):
+            each = instances[(request.id * _LOOKED_AT + step) % number]
+            if request.subset is not None and each.name not in request.subset:
+                continue
+            if each.name != lease.instance and each.routable and each.serves(request.model):
+                found.append((each.sequences / each.max_num_seqs, each.name))
+                if len(found) >= _LOOKED_AT:
+                    break
+        found.sort()
+        return [name for _, name in found[:count]]

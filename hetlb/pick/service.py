@@ -59,7 +59,7 @@ class PickService(Service):
 
     @property
     def _leader(self) -> Leader | None:
-        """Which picker serves, None where all do."""
+        """The leader, None where all pickers serve."""
         if self._lease is not None:
             return self._lease
         return None if self.sharing is None else self.sharing.leader
@@ -123,7 +123,7 @@ class PickService(Service):
 
 
 def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-    """What is shared with other pickers, and the key of that table."""
+    """Table of what is shared with other pickers, and its key."""
     if fleet.pick.shared is not None:
         return fleet.pick.shared, f"{fleet.where}pick.shared"
     return fleet.shared, f"{fleet.where}shared"

@@ -2,7 +2,7 @@
 
 It holds a key of Valkey or Redis that expires, or a Lease of Kubernetes (coordination.k8s.io/v1). Each leader
 has a higher number than the one before (`epoch`); one that hears of a higher number leads no more. A leader
-that cannot reach the server goes on: it would help nobody's requests to stop. It resigns at the first answer
+that cannot reach the server goes on: no request would be helped if it stopped. It resigns at the first answer
 that names another.
 """
 
@@ -38,7 +38,7 @@ _RELEASE: Final = (
 
 
 class Leader:
-    """Whether this process leads, and its number as a leader."""
+    """State of an election: `leads` says whether this process does, `epoch` is its number as a leader."""
 
     def __init__(self) -> None:
         self.leads = False

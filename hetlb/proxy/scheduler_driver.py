@@ -49,8 +49,8 @@ class SchedulerDriver:
     loop: asyncio.AbstractEventLoop
     now: Callable[[], float]
     stalls: StallWatch
-    #: Seconds that a probe may take.
-    probe_timeout_s: float
+    #: Seconds that a probe may take. None is 0: mypyc cannot compile a plain float of a trait.
+    probe_timeout_s: float | None
     _totals: Totals
     #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
     _arrival_s: list[float]
@@ -61,7 +61,7 @@ class SchedulerDriver:
         """Drive this scheduler."""
         self.scheduler = scheduler
         self.decisions = Decisions(len(scheduler.instances))
-        self.probe_timeout_s = 0.0
+        self.probe_timeout_s = None
         self._arrival_s = []
         self._end_s = []
         self._ticker = None
@@ -119,7 +119,7 @@ class SchedulerDriver:
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
             if self._emits(change.name):
                 return  # busy, not dead: its probes wait behind its work
-            if self.stalls.since(now - self.probe_timeout_s):
+            if self.stalls.since(now - (self.probe_timeout_s or 0.0)):
                 return  # the probe may have been answered while this process stood still
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved):

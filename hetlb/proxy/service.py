@@ -264,7 +264,7 @@ class FleetService(ABC):
         return None if self.sharing is None else self.sharing.figures
 
     def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
-        """What is watched in a cluster. Raises `ConfigError`."""
+        """Sources of a cluster. Raises `ConfigError`."""
         if table.resource == "inferencepools":
             return [InferencePoolSource(table, base)]
         return [KubernetesSource(table, base)]
@@ -726,7 +726,7 @@ class Service(FleetService):
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        """Table of what is shared with other processes of the fleet, and the key of that table."""
+        """Table of what is shared with other processes of the fleet, and its key."""
         return fleet.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:

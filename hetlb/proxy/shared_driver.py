@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hetlb.core.scheduler import Scheduler
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command, Dispatch, Lease, Outcome, Request
-from hetlb.proxy.driver import Driver
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
 
 
 class SharedDriver(Driver):
     """A driver with a view that is shared, once `share` was called."""
 
-    #: Bookings of peers, None while this process is alone.
-    view: SharedView | None = None
-    #: Called when there is something to tell them.
-    on_change: Callable[[], None] | None = None
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(scheduler, setup)
+        #: Bookings of peers, None while this process is alone.
+        self.view: SharedView | None = None
+        #: Called when there is something to tell them.
+        self.on_change: Callable[[], None] | None = None
 
     def share(self, view: SharedView, on_change: Callable[[], None]) -> None:
         """Book what peers book, and tell them; `on_change`: there is something to tell."""

@@ -106,7 +106,7 @@ class Sharing:
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
         )
         self._channel = f"{table.group}:leases"
-        #: Which process serves by a key here, None where all do or a Lease says which.
+        #: The leader by a key here, None where all serve or a Lease says which one does.
         self.leader: KeyLeader | None = None
         if table.mode == "active-standby" and table.lease is None:
             self.leader = KeyLeader(self._redis, table.group, name, table.silent_s)

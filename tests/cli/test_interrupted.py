@@ -34,7 +34,7 @@ def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, 
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
         with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)  # nobody of its group is left
+            os.killpg(process.pid, 0)  # no process of its group is left
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

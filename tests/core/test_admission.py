@@ -62,7 +62,7 @@ def test_a_share_bounds_requests_and_bytes_of_one_tenant() -> None:
     queue = filled(limits, asked(1, "x", body=100), asked(2, "x", body=100))
     assert queue.has_room(asked(3, "x", body=100))
     assert not queue.has_room(asked(3, "x", body=101))
-    assert queue.has_room(asked(3, "y", body=800)), "whoever holds nothing may have one"
+    assert queue.has_room(asked(3, "y", body=800)), "a tenant that holds nothing may have one"
     queue.push(asked(3, "x"), 0.0)
     assert not queue.has_room(asked(4, "x"))
     assert queue.crowding_out(asked(4, "x")) == ()
@@ -96,7 +96,7 @@ def test_several_leave_where_one_does_not_make_room() -> None:
     assert queue.crowding_out(asked(20, "new", body=400)) == [3, 2]
     assert queue.crowding_out(asked(20, "new", body=401)) == ()
     assert queue.crowding_out(asked(20, "big", body=1)) == ()
-    assert len(queue) == 6, "asking takes nobody out"
+    assert len(queue) == 6, "asking removes no request"
 
 
 def test_by_count_one_leaves_for_one_and_both_then_hold_as_much() -> None:
@@ -215,7 +215,7 @@ def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
 
 
 def test_what_is_served_past_the_queue_counts_for_its_tenant() -> None:
-    """By its size, in its own line and priority; not where nobody waits."""
+    """By its size, in its own line and priority; not where nothing waits."""
     queue = Queue(QueueLimits())
     for number in range(10):
         queue.push(asked(number, "a"), 0.0, size=10)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
 from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill
+from hetlb.core.predictor import OraclePredictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 
@@ -42,6 +43,31 @@ def test_terms_add_up_to_something_one_can_read() -> None:
     assert 0 < a.terms["first_token_s"] < a.terms["own_s"]
     assert b.terms["own_s"] > a.terms["own_s"]
     assert a.terms["others_s"] == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(100, "slow"), (5000, "fast")])
+def test_an_answer_known_to_be_long_gets_the_shorter_step(tokens: int, chosen: str) -> None:
+    lengths = dict.fromkeys(range(60), 1000) | {60: tokens}
+    fleet = [spec(name, slower=slower, kv=1_000_000) for name, slower in (("fast", 1.0), ("slow", 1.5))]
+    scheduler = make_scheduler(fleet, "hetlb", predictor=OraclePredictor(lengths))
+    for i in range(60):
+        busy = request(i, prompt=1, max_tokens=None, subset=("fast",))
+        scheduler.on_first_token(dispatched(scheduler.on_arrival(busy, float(i))), float(i))
+    asked = scheduler.on_arrival(request(60, prompt=1, max_tokens=None), 60.0)
+    assert dispatched(asked).instance == chosen
+
+
+@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=20))
+def test_what_answers_of_known_lengths_hold_varies_by_their_growth_alone(lengths: list[int]) -> None:
+    oracle = OraclePredictor(dict(enumerate(lengths)))
+    scheduler = make_scheduler([spec("a", kv=10_000_000)], "hetlb", predictor=oracle)
+    for i in range(len(lengths)):
+        dispatched(scheduler.on_arrival(request(i, prompt=1, max_tokens=None), 0.0))
+    [instance] = scheduler.instances
+    variance = sum(length * length / 12.0 for length in lengths)
+    assert instance.kv_variance == pytest.approx(variance, abs=len(lengths))
+    mean = instance.expected_kv_tokens(0.0)
+    assert instance.expected_kv_tokens(0.0, 2.0) == pytest.approx(mean + 2.0 * instance.kv_variance**0.5)
 
 
 @given(

@@ -177,7 +177,7 @@ def test_in_a_full_queue_the_newest_of_the_largest_tenant_makes_room() -> None:
         assert all(isinstance(c, Reject) and c.reason is RejectReason.QUEUE_FULL for c in commands)
         gone += [c.request_id for c in commands if isinstance(c, Reject)]
         scheduler.check_integrity()
-    # The newest of the worst priority first; then both hold three, and nobody else has to leave.
+    # The newest of the worst priority first; then both hold three, and no other has to leave.
     assert gone == [5, 3, 1, 9, 10, 11]
     assert len(scheduler.queue) == 6
 

@@ -1,4 +1,4 @@
-"""Rows C: what clients do to a proxy, and that nobody else notices."""
+"""Rows C: faults of clients, which no other client may notice."""
 
 from __future__ import annotations
 

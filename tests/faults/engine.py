@@ -1,6 +1,6 @@
 """An engine that fails on demand: raw bytes on real sockets, forty ways to answer, and a record of it all.
 
-What a request meets is decided by `modes` (by request id) or `mode` (everybody else). Every
+What a request meets is decided by `modes` (by request id) or `mode` (all others). Every
 execution is counted by request id with its start on the loop's clock; the moment in which the peer leaves
 is noticed while the answer goes on; every token bears the request's id, so that a mix-up shows. Health,
 metrics and the list of models answer as told. Used by the tests, the soak and the runner of the reference
@@ -27,7 +27,7 @@ Mode: TypeAlias = Callable[["Visit"], Awaitable[None]]
 
 METRICS = b"vllm:num_requests_running %d\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc %g\n"
 ERROR_EVENT = b'data: {"error":{"message":"the engine died","type":"InternalServerError","code":500}}\n\n'
-#: What follows a chunk that nobody can read.
+#: Bytes after a chunk that no parser accepts.
 BAD_CHUNK = b"zz\r\ndata: x\r\n"
 
 MODES: dict[str, Mode] = {}

@@ -1,4 +1,4 @@
-"""Rows J and P: bodies and heads that nobody should send; none may reach an engine in two readings."""
+"""Rows J and P: malformed bodies and heads; none may reach an engine in two readings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faults.upstream_cases import refused, whole
 def turned_away(
     row: str, name: str, *bodies: bytes, status: tuple[int, ...] = (400,), known: str | None = None
 ) -> None:
-    """Bodies that are refused in OpenAI's form, and reach nobody."""
+    """Bodies that are refused in OpenAI's form, and reach no engine."""
 
     @case(row, name, outcomes={"bad_request": len(bodies)}, known=known)
     async def is_refused(rig: Rig) -> None:

@@ -203,7 +203,7 @@ async def the_wall_clock_jumps(launcher: Launcher) -> None:
             assert await rig.health("i0") == "up"
 
 
-@case("O8", "nobody-reads-the-log", process=True)
+@case("O8", "the-log-is-not-read", process=True)
 async def the_logs_reader_is_gone(launcher: Launcher) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -216,7 +216,7 @@ async def the_logs_reader_is_gone(launcher: Launcher) -> None:
 
 
 def stuck(name: str, *, says: bool, known: str | None = None) -> None:
-    """The pipe of the log is full and nobody reads on. `says`: there is more to tell than requests."""
+    """The pipe of the log is full and not read. `says`: there are events besides requests."""
 
     @case("O8", name, process=True, crowd=False, engines=2, known=known)
     async def the_logs_reader_is_stuck(launcher: Launcher) -> None:

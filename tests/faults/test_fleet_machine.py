@@ -2,8 +2,8 @@
 some way unwell, clients that come and go, operators who drain, remove and reload, in whatever order.
 
 `tests/core/test_scheduler_properties.py` reports ends at random; here every end follows from what is wrong
-with the engine, so that more can be said: how often a request may have been run, that nobody is thrown out
-who was never unwell, and that a fleet that is well again serves everybody and owes nothing.
+with the engine, so that more can be said: how often a request may have been run, that no healthy instance
+is ejected, and that a recovered fleet serves every request and has empty ledgers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WELL, REFUSES, SILENT, DROPS, BREAKS, JUNK, ERRORS, REFUSALS, BUSY = (
 PROBES = {REFUSES: ProbeResult.REFUSED, SILENT: ProbeResult.FAILED}
 #: Evidence against an engine; client errors are none, and who is busy is not unwell.
 UNWELL = {REFUSES, SILENT, DROPS, BREAKS, JUNK, ERRORS}
-#: A fleet that is well again has everybody back within this: the longest ejection and a few probes.
+#: A recovered fleet has every instance back within this: the longest ejection and a few probes.
 RECOVERY_S = 100
 
 
@@ -104,7 +104,7 @@ class FleetMachine(RuleBasedStateMachine):
             else:
                 assert isinstance(command, Reject), command
                 if command.reason is RejectReason.NO_INSTANCE:
-                    assert not self.ready - self.tainted, "turned away though somebody is there"
+                    assert not self.ready - self.tainted, "rejected though an instance is ready"
                 if command.request_id == undecided:
                     undecided = None
                 self.finish(command.request_id, command.reason.value)
@@ -280,7 +280,7 @@ class FleetMachine(RuleBasedStateMachine):
                 assert instance.health.state is not Health.EJECTED
 
     def teardown(self) -> None:
-        """Everybody is well again: all are served, all are back, and nothing is owed."""
+        """All instances recover: all requests are served, all instances are back, all ledgers are empty."""
         if not hasattr(self, "scheduler"):
             return
         for name in NAMES:

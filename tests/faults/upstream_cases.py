@@ -104,7 +104,7 @@ async def never_answers_is_out(rig: Rig) -> None:
 
 @case(
     "U3",
-    "attracts-nobody",
+    "attracts-no-request",
     engines=2,
     outcomes={"ok": 8, "client_gone": 4},
     policy={"name": "least-requests"},
@@ -124,7 +124,7 @@ async def silent_is_not_idle(rig: Rig) -> None:
         other.released.set()
         for visit in other.visits:
             assert (await clients[visit.id].answer()).done
-        # Four hang at i0 and count there: whoever comes now goes to the other.
+        # Four hang at i0 and count there: the next request goes to the other.
         for _ in range(4):
             whole(await rig.ask())
         assert len(rig.engine.visits) == 4

@@ -220,7 +220,7 @@ async def all_restart(rig: Rig) -> None:
     assert order == sorted(order), "those who waited longest come first"
 
 
-@case("M8", "nobody-comes-back", engines=2, outcomes={"no_instance": 4}, queue={"no_instance_timeout_s": 0.2})
+@case("M8", "none-comes-back", engines=2, outcomes={"no_instance": 4}, queue={"no_instance_timeout_s": 0.2})
 async def all_stay_away(rig: Rig) -> None:
     for engine in rig.engines:
         await engine.stop()

@@ -128,7 +128,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 class BlackHole:
-    """An address that answers no SYN: a listener whose backlog is full, with nobody to accept.
+    """An address that answers no SYN: a listener whose backlog is full and that does not accept.
 
     Needs neither rights nor a network namespace: Linux drops a SYN for which there is no room.
     """
@@ -143,7 +143,7 @@ class BlackHole:
 
     @property
     def url(self) -> str:
-        """Where nobody answers."""
+        """Address without an answer."""
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> BlackHole:

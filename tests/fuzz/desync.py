@@ -1,7 +1,7 @@
 """Messages that two parsers may read in two ways, in both directions: what HTTP smuggling is made of.
 
 Every case is bytes and what must become of them: `refused` (ambiguous: nothing of it may pass),
-or `read` (whoever reads what the proxy passes on must read the same; refusing it is right too). The
+or `read` (any reader of what the proxy passes on must read the same; refusing it is right too). The
 names of the shapes are those of PortSwigger's and http-garden's public lists, the payloads our own.
 """
 

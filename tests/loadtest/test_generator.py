@@ -92,7 +92,7 @@ async def test_a_server_that_names_no_instance_gives_none() -> None:
 
 
 async def test_sending_waits_for_no_answer_and_latency_counts_from_the_due_time() -> None:
-    """The server answers nobody before the last request is there: a closed loop would never finish, and a
+    """The server answers nothing before the last request is there: a closed loop would never finish, and a
     harness that pauses while the server stalls would report no delay at all."""
     plan = plan_of(12, gap_s=0.02)
     everyone = asyncio.Event()

@@ -111,6 +111,10 @@ def test_ticks_of_a_logarithmic_axis(page: Any) -> None:
             assert min(abs(mantissa - factor) for factor in (1, 2, 5)) < 1e-6
 
 
+def test_a_narrow_logarithmic_axis_has_round_values(page: Any) -> None:
+    assert page.evaluate("scaled({log: true}, [171, 246])") == [180, 200, 220, 240]
+
+
 def test_neighbours_differ_without_colour_and_ten_lines_with_it(page: Any) -> None:
     classes = drawn(page, [[[0, 1]]] * 10, {}, {})["classes"]
     dashes = [each.split()[1] for each in classes]

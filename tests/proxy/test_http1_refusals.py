@@ -60,7 +60,7 @@ REFUSED = {
     "no request line": (asked(first=b"POST  /v1 HTTP/1.1"), 400, REQUEST_LINE),
     "not ASCII": (asked(b"X: \xe9"), 400, "The head has bytes that are not ASCII."),
     "a header without colon": (asked(b"X y"), 400, MALFORMED),
-    "a method nobody needs": (asked(first=b"LOCK /v1 HTTP/1.1"), 405, METHOD),
+    "an unused method": (asked(first=b"LOCK /v1 HTTP/1.1"), 405, METHOD),
     "a tunnel": (asked(first=b"CONNECT h:80 HTTP/1.1"), 400, METHOD),
     "a target with a scheme": (asked(first=b"GET http://h/v1 HTTP/1.1"), 400, TARGET),
     "a path with dots": (asked(first=b"GET /v1/../x HTTP/1.1"), 404, NOTHING),

@@ -121,7 +121,12 @@ async def everything(tmp_path: Path) -> dict[str, Metric]:
         await stream(running)
         await turns_until(lambda: running.instance("i0").sample is not None)
         running.service.stages = STAGES
-        return await page(running)
+        figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
+        running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
+        try:
+            return await page(running)
+        finally:
+            running.service.sharing = None
 
 
 async def test_every_metric_is_described_and_every_description_is_of_one(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_beginning_of_an_event_waits_for_its_end(hold: bool) -> None:
         assert watcher.feed(piece) == b""
     assert watcher.feed(b"\ndata: ") == b'data: {"id":"a","choices":[{"text":"x"}]}\n\n'
     assert watcher.events == 1
-    assert watcher.cut() == b""  # what nobody has seen a part of is dropped
+    assert watcher.cut() == b""  # an event of which no part was sent is dropped
     assert watcher.flush() == b""
 
 

@@ -471,7 +471,7 @@ async def test_where_every_connection_is_busy_the_next_is_told(start: Start) -> 
             ready(proxy)
             assert (await busy.answer()).status == 200
         await proxy.settled()
-        # Whoever stays though there is no room is not told for ever.
+        # A client that stays without room is not answered for ever.
         drain(proxy)
         async with Client(proxy) as busy, contextlib.AsyncExitStack() as stack:
             busy.send(post())

@@ -37,7 +37,7 @@ def found_by_the_plain_engine(engine: PlainEngine, ask: Ask, number: int) -> int
 @dataclass(frozen=True)
 class Ask:
     pieces: tuple[tuple[Hashable, int], ...]
-    own: int  # prompt tokens that nobody else has
+    own: int  # prompt tokens that no other request has
     output: int
     answer: Hashable | None
 

@@ -138,7 +138,7 @@ def environment(spec: ServerSpec, core: int) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on at the moment."""
+    """Distinct ports without a listener at the moment."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:

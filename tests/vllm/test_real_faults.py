@@ -170,9 +170,9 @@ async def test_killed_under_sixty_streams_and_back(
         fast.signal_group(signal.SIGKILL)
         await asyncio.gather(*tasks)
 
-    everybody = streams + late
-    ended_by_it = [each for each in everybody if each.instance == FAST and each.ended_at > killed_at]
-    others = [each for each in everybody if each not in ended_by_it]
+    all_answers = streams + late
+    ended_by_it = [each for each in all_answers if each.instance == FAST and each.ended_at > killed_at]
+    others = [each for each in all_answers if each not in ended_by_it]
     record_property("streaming from it when it was killed", len(ended_by_it))
     assert ended_by_it, "expected streams from it at that moment"
     for each in ended_by_it:

@@ -119,6 +119,7 @@ def paper_terms(
 class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 
+    `residual` is what is left of such an answer at a random moment, in tokens (see `core.predictor`).
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
     `availabilities` give for each instance `core.instance.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
@@ -133,6 +134,7 @@ class SchedulingContext:
         "now",
         "predicted_output",
         "request",
+        "residual",
         "waiting",
     )  # fmt: skip
 
@@ -146,6 +148,7 @@ class SchedulingContext:
         now: float,
         held: Held | None,
         availabilities: Sequence[tuple[int, str]] | None = None,
+        residual: float = 0.0,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -155,6 +158,7 @@ class SchedulingContext:
         self.now = now
         self.held = held
         self.availabilities = availabilities
+        self.residual = residual
 
 
 #: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what

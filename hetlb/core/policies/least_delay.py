@@ -11,15 +11,15 @@ Four questions, in this order:
    the engine for a slot.
 2. Cost: the request's own time there (its first token counted many times over, since people wait for it, and
    more so where it comes late by the standard of the fleet), and the time by which it delays those that run
-   there already (the externality): their steps get longer while both run, and wait while its prompt is read.
+   there (the externality): their steps get longer while it runs, and wait while its prompt is read. The own
+   seconds of an answer known to be long weigh more: so the longest get the shortest steps.
 3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps arriving
    meanwhile, before it had finished one long answer. So at the end of a burst nothing waits for the slowest,
    and under load that the fast ones cannot carry all instances work. An instance whose first token comes
    far sooner than that of the best one left is not passed over by a request that has just come, unless the
    whole answer comes much later.
 4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
-   with
-   what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
+   with what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_ctx", "_fleet", "_output", "_own_context", "_passed_over", "_prompt", "_scores", "_sequences",
-        "_share", "_together", "instances",
+        "_ctx", "_fleet", "_output", "_own_context", "_own_weight", "_passed_over", "_prompt", "_scores",
+        "_sequences", "_share", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -221,8 +221,12 @@ class _Evaluation:
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
-        # What runs there runs for what is left of an answer.
-        self._together = output if output < mix.residual else mix.residual
+        # The longer an answer by what is known of it, the more its own seconds weigh against those of others.
+        long = ctx.residual / mix.residual if mix.residual > 0.0 else 1.0
+        weight = long * long
+        if weight > _FIRST_TOKEN_WEIGHT:
+            weight = _FIRST_TOKEN_WEIGHT
+        self._own_weight = weight if weight > 1.0 else 1.0
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
         self._scores: list[_InstanceScore] = []
@@ -262,7 +266,6 @@ class _Evaluation:
         mix, held, now = ctx.demand.mix, ctx.held, ctx.now
         # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
-        spread = mix.spread
         sequences, output, own_context = self._sequences, self._output, self._own_context
         group_of = self._fleet.groups
         groups = [_Group() for _ in range(self._fleet.group_count)]
@@ -280,7 +283,7 @@ class _Evaluation:
                 if running >= instance.max_num_seqs * _OVERBOOK:
                     each.state = _NO_SLOT
                 elif (
-                    instance.expected_kv_tokens(now, spread) + mix.booked + half_grown
+                    instance.expected_kv_tokens(now, 1.0) + mix.booked + half_grown
                     > _KV_MARK * load.kv_cache_tokens
                 ):
                     each.state = _NO_MEMORY
@@ -304,11 +307,11 @@ class _Evaluation:
             if running:
                 first_s += 0.5 * each.now_s
             each.charged_s = first_s
-            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s
+            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + self._own_weight * each.decode_s
             if group is not None:
                 group.add(load.batch, context, each.paid)
             elif step_s > each.now_s:
-                each.score += sequences / own * load.batch * self._together * (step_s - each.now_s)
+                each.score += sequences / own * load.batch * output * (step_s - each.now_s)
         if groups:
             self._look_at_groups()
         if ctx.availabilities is not None:
@@ -335,7 +338,7 @@ class _Evaluation:
                     group.step_s = latency.step_s(batch + own, context + own * self._own_context)
                 if group.step_s > group.now_s:
                     growth_s = group.step_s - group.now_s
-                    each.score += self._sequences / own * group.batch * self._together * growth_s
+                    each.score += self._sequences / own * group.batch * self._output * growth_s
 
     def _rate(self, each: _InstanceScore, grade: int) -> None:
         """Find the score of an instance to a grade, unless it is known to that."""
@@ -361,7 +364,11 @@ class _Evaluation:
         if first_s > _LATE * usual_s > 0.0:
             each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
         each.score = (
-            (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + each.decode_s + others_s + each.late_s + each.last_s
+            (_FIRST_TOKEN_WEIGHT + 1.0) * first_s
+            + self._own_weight * each.decode_s
+            + others_s
+            + each.late_s
+            + each.last_s
         )
 
     def _others_s(self, each: _InstanceScore, latency: LatencyModel, read_s: float) -> float:
@@ -394,12 +401,12 @@ class _Evaluation:
         """Seconds by which `batch` sequences per engine are delayed in all.
 
         Reading the prompt, of which `paid` tokens do not count, takes `read_s`; steps take `step_s`
-        and not `now_s` until the first of the request and what runs there ends.
+        and not `now_s` for all of its answer: what ends meanwhile is followed by others.
         """
         unread = self._prompt - paid
         delay_s = delay_of_reading_s(read_s, own * (unread if unread >= 1.0 else 1.0), batch, now_s, budget)
         if step_s > now_s:
-            delay_s += self._together * (step_s - now_s)
+            delay_s += self._output * (step_s - now_s)
         return self._sequences / own * batch * delay_s
 
     def _pass_over(self) -> None:
@@ -498,7 +505,7 @@ class _Evaluation:
         costs = self._fleet.costs
         if mixed and self._ctx.held is None and self._fleet.reads_alike:
             return None
-        instances, together, prompt = self.instances, self._together, self._prompt
+        instances, output, prompt = self.instances, self._output, self._prompt
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
         source = source_2 = target = target_2 = -1
@@ -514,10 +521,10 @@ class _Evaluation:
                 elif score < reading_2:
                     reading_2, source_2 = score, i
             if role is not Role.PREFILL:
-                score = _START_WEIGHT * each.step_s + each.decode_s
+                score = _START_WEIGHT * each.step_s + self._own_weight * each.decode_s
                 more_s = each.step_s - each.now_s
                 if more_s > 0.0:
-                    score += each.load.batch * together * more_s
+                    score += each.load.batch * output * more_s
                 # What is read there meanwhile comes first.
                 waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
                 if waits_s > 0.0:
@@ -571,7 +578,7 @@ class _Evaluation:
         start_s += wait_s if wait_s > reading_s else reading_s
         first_s = ready_s + start_s
         decode_s = target.decode_s + slowed_s
-        score = _FIRST_SHARE * first_s + decode_s + self._joining_s(target)
+        score = _FIRST_SHARE * first_s + self._own_weight * decode_s + self._joining_s(target)
         score += max(0.0, source.others_s - self._joining_s(source))
         usual_s = self._fleet.first_token_s
         if first_s > _LATE * usual_s > 0.0:
@@ -594,7 +601,7 @@ class _Evaluation:
         return each.decode_s * (1.0 / (1.0 - share + share * step_s / read_s) - 1.0), share * read_s
 
     def split(self, pair: _Pair) -> SplitChoice:
-        """What a pair books: the prefill alone here, the decoding alone there."""
+        """Bookings of a pair: the prefill alone here, the decoding alone there."""
         source, target = self.instances[pair.source], self.instances[pair.target]
         score, prompt = pair.score, self._prompt
         return SplitChoice(
@@ -621,7 +628,7 @@ class _Evaluation:
     def _joining_s(self, each: _InstanceScore) -> float:
         """Seconds by which one more sequence delays those that decode there."""
         more_s = each.step_s - each.now_s
-        return each.load.batch * self._together * more_s if more_s > 0.0 else 0.0
+        return each.load.batch * self._output * more_s if more_s > 0.0 else 0.0
 
     def _in_time(self, target: Instance, whole_s: float) -> bool:
         """True if an answer comes well before the lease on the KV blocks ends, where that matters.
@@ -663,16 +670,16 @@ class _Evaluation:
             processing_s=t_s,
             kv_utilization=each.promised / instance.kv_cache_tokens,
             workload=workload,
-            terms=_terms(each),
+            terms=_terms(each, self._own_weight),
             weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
         )
 
 
-def _terms(each: _InstanceScore) -> dict[str, float]:
+def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
     """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
 
-    `shared_s` is what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy instance
-    last; both are named only where they are not 0.
+    `tail_s` is what the seconds of a long answer weigh more, `shared_s` what other requests pay for (see
+    `core.prefix_index.Held`), `last_s` keeps a busy instance last; they are named only where they are not 0.
     """
     terms = {
         "first_token_s": each.first_s,
@@ -680,6 +687,8 @@ def _terms(each: _InstanceScore) -> dict[str, float]:
         "others_s": each.others_s,
         "late_s": each.late_s,
     }
+    if own_weight > 1.0:
+        terms["tail_s"] = (own_weight - 1.0) * each.decode_s
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
     if each.last_s:

@@ -16,6 +16,11 @@ expect = playwright.expect
 TOKEN = "correct-horse-battery"
 #: A page that has to wait for a scrape, a snapshot and this busy machine.
 SOON_MS = 15_000
+#: Elements wider than their box, apart from those that scroll and those for screen readers.
+CUT = """() => [document.documentElement,
+    ...document.querySelectorAll('section, figure, .tiles > div, .bar, form')]
+  .filter(each => each.scrollWidth > each.clientWidth + 1)
+  .map(each => `${each.tagName} ${each.id} ${each.scrollWidth} > ${each.clientWidth}`)"""
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +313,17 @@ def test_it_stays_usable_with_200_instances(browser: Any, tmp_path: Path) -> Non
         assert look.errors == []
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_at_any_width(browser: Any, running: Fleet, scheme: str) -> None:
+    running.ask(3)
+    look = Look(browser, f"{running.admin}/", color_scheme=scheme).live()
+    try:
+        look.page.locator("button.open").first.click()
+        for width in (360, 768, 1400, 1920):
+            look.page.set_viewport_size({"width": width, "height": 900})
+            assert look.page.evaluate(CUT) == [], width
+        assert look.errors == []
+    finally:
+        look.close()

@@ -1,4 +1,4 @@
-"""Series and points: sums that a plain count confirms, whoever looks how often and after however long."""
+"""Series and points: sums that a plain count confirms, however often and late they are read."""
 
 from __future__ import annotations
 

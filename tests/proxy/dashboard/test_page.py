@@ -189,7 +189,7 @@ async def test_nothing_is_computed_without_listeners() -> None:
             assert stream.listeners == 1
         await turns_until(lambda: stream.listeners == 0 and stream._timer is None)
         before = counted.count
-        # Whoever comes then gets a fresh one.
+        # A new listener gets a fresh one.
         async with session.get(url) as reply:
             assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: %d\n\n" % (before + 1)
 

@@ -26,6 +26,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{- define "hetlb.rbac" -}}
+{{- if or .Values.rbac.create .Values.gateway.enabled -}}true{{- end -}}
+{{- end -}}
+
 {{- define "hetlb.grace" -}}
 {{- dig "proxy" "shutdown_grace_s" 120 .Values.fleet | float64 | ceil | int -}}
 {{- end -}}

@@ -1,0 +1,55 @@
+"""Rejections: reason, text for the client, and seconds after which to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hetlb.core.instance import Instance
+from hetlb.core.types import Reject, RejectReason, Request, RequestId
+
+
+def queue_full(request_id: RequestId) -> Reject:
+    """The queue has no room for a request, or others need its room."""
+    text = "Too many requests are waiting for an instance."
+    return Reject(request_id, RejectReason.QUEUE_FULL, text, retry_after_s=1.0)
+
+
+def expired(request_id: RequestId, waited_s: float) -> Reject:
+    """A request has waited for as long as requests may."""
+    text = f"The request waited {waited_s:.0f} s for an instance and none became free."
+    return Reject(request_id, RejectReason.QUEUE_EXPIRED, text, retry_after_s=1.0)
+
+
+def unknown_model(request: Request, instances: Iterable[Instance]) -> Reject:
+    """No instance serves the model, as far as `instances`, those of the fleet, have told."""
+    if any(each.served is None and not each.spec.model for each in instances):
+        text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
+        return Reject(request.id, RejectReason.NO_INSTANCE, text, retry_after_s=1.0)
+    return Reject(request.id, RejectReason.UNKNOWN_MODEL, f"The model `{request.model}` does not exist.")
+
+
+def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
+    """The prompt alone is longer than any of the model's instances can take."""
+    largest = max(instance.longest_request_tokens or 0 for instance in instances)
+    prompt = request.longest_prompt_tokens or request.prompt_tokens
+    return Reject(
+        request.id,
+        RejectReason.TOO_LONG,
+        f"This model's maximum context length is {largest} tokens. "
+        f"However, your prompt has {prompt} input tokens. Please reduce its length.",
+    )
+
+
+def no_instance(request: Request) -> Reject:
+    """No instance of the model has been there for as long as requests wait for one."""
+    text = f"No instance of the model `{request.model}` is up."
+    return Reject(request.id, RejectReason.NO_INSTANCE, text, retry_after_s=1.0)
+
+
+def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
+    """The engines that were tried did not answer; `unsent`: none can have run the request."""
+    if unsent:
+        text = "No instance of this model accepts connections."
+        return Reject(request_id, RejectReason.CONNECT_FAILED, text, retry_after_s=1.0)
+    text = "The instance closed the connection without answering."
+    return Reject(request_id, RejectReason.NO_RESPONSE, text)

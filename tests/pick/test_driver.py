@@ -1,0 +1,41 @@
+"""What the picker's driver says without Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from helpers import make_scheduler, spec
+
+from hetlb.config.fleet import ProxyTable
+from hetlb.core.policies.groups import LARGEST_WHOLE
+from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
+from hetlb.pick.driver import PickDriver
+from hetlb.proxy.driver import DriverSetup
+from hetlb.proxy.token_estimator import TokenEstimator
+
+
+@pytest.mark.parametrize("count", [30, 3 * LARGEST_WHOLE])
+async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: int) -> None:
+    capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
+    scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")
+    setup = DriverSetup(ProxyTable(), TokenEstimator(), asyncio.get_running_loop())
+    driver = PickDriver(scheduler, setup)
+    down = {f"i{n}" for n in range(0, count, 3)}
+    for name in down:
+        scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
+    subset = tuple(f"i{n}" for n in range(count) if n % 2)
+    seen: set[str] = set()
+    for number in range(60):
+        request = Request(number, "m", 100, subset=subset if number % 2 else None)
+        (command,) = scheduler.on_arrival(request, 0.0)
+        assert isinstance(command, Dispatch)
+        driver.decisions.add(command)
+        found = driver.fallbacks(2)
+        assert len(set(found)) == 2
+        assert not {*found} & {command.lease.instance, *down}
+        assert number % 2 == 0 or {*found} <= {*subset}
+        seen.update(found)
+    assert len(seen) >= min(4, count // 50)  # not always the same
+    assert driver.fallbacks(0) == []
+    driver.close()

@@ -1,0 +1,160 @@
+"""Two proxies of one fleet with one view, over Redis or Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from pick.test_sharing import SERVER, Server
+from proxy.conftest import turns_until
+from proxy.services import Engine, Running, document, said, serving
+from proxy.upstreams import plain
+
+from hetlb.cli.main import main
+from hetlb.config.fleet import load_fleet
+from hetlb.proxy.service import Service
+
+needs_server = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server")
+
+
+@contextlib.asynccontextmanager
+async def pair(folder: Path, engines: list[Engine]) -> AsyncIterator[tuple[Server, list[Running]]]:
+    """Two proxies over these engines that know of each other."""
+    server = Server()
+    await server.start()
+    shared = {"url": server.url, "silent_s": 1.0}
+    fleet = document(*engines, shared=shared, policy={"name": "hetlb"}, scrape={"interval_s": 60})
+    try:
+        async with serving(folder, fleet) as first, aiohttp.ClientSession() as session:
+            service = Service(load_fleet(first.path))
+            await service.start()
+            try:
+                both = [first, Running(service, first.path, session)]
+                await turns_until(lambda: [peers(each) for each in both] == [1, 1])
+                yield server, both
+                await turns_until(lambda: booked(both) == [0, 0])
+                await both[1].settled()
+            finally:
+                await service.stop(0.0)
+    finally:
+        await server.kill()
+
+
+def peers(running: Running) -> int:
+    sharing = running.service.sharing
+    assert sharing is not None
+    return len(sharing.view.peers)
+
+
+def booked(both: list[Running]) -> list[int]:
+    return [sum(each.in_flight for each in running.scheduler.instances) for running in both]
+
+
+@needs_server
+async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
+    async with Engine() as one, Engine() as two, pair(tmp_path, [one, two]) as (_, both):
+        one.hold()
+        two.hold()
+        sent = [asyncio.create_task(both[n % 2].ask()) for n in range(12)]
+        await turns_until(lambda: booked(both) == [12, 12])
+        ledgers = [
+            {each.name: (each.in_flight, each.work_ns, each.kv_tokens) for each in p.scheduler.instances}
+            for p in both
+        ]
+        assert ledgers[0] == ledgers[1]
+        assert {each[0] for each in ledgers[0].values()} == {6}  # they spread as one scheduler does
+        metrics = (await both[0].admin("GET", "/metrics")).body.decode()
+        assert "hetlb_shared_connected 1" in metrics
+        assert "hetlb_shared_peer_leases 6" in metrics
+        one.released.set()
+        two.released.set()
+        assert {(await each).status for each in sent} == {200}
+        await turns_until(lambda: booked(both) == [0, 0])
+
+
+@needs_server
+async def test_a_request_that_an_engine_turns_away_is_booked_where_it_went(tmp_path: Path) -> None:
+    busy = plain(b'{"error":"busy"}', b"503 Service Unavailable").replace(
+        b"\r\n\r\n", b"\r\nretry-after: 5\r\n\r\n", 1
+    )
+    async with Engine(busy) as one, Engine() as two, pair(tmp_path, [one, two]) as (_, both):
+        replies = await asyncio.gather(*(both[n % 2].ask() for n in range(6)))
+        assert {reply.status for reply in replies} <= {200, 503}
+        await turns_until(lambda: booked(both) == [0, 0])
+        assert two.asked
+        for running in both:
+            running.scheduler.check_integrity()
+
+
+@needs_server
+async def test_without_the_server_each_serves_and_says_so_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine() as one, pair(tmp_path, [one]) as (server, both):
+        await server.kill()
+        await turns_until(lambda: not any(peers(each) for each in both))
+        assert {(await each.ask()).status for each in both for _ in range(3)} == {200}
+        assert len(said(caplog.records, "goes on with its own view")) >= 2
+        metrics = (await both[0].admin("GET", "/metrics")).body.decode()
+        assert "hetlb_shared_connected 0" in metrics
+        assert "hetlb_shared_peers 0" in metrics
+        await server.start()
+        await turns_until(lambda: [peers(each) for each in both] == [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        ({}, ("--workers", "2"), "proxy.workers: expected 1 with shared:, got 2"),
+        (
+            {"mode": "active-standby"},
+            (),
+            "shared.mode: expected active-active for proxies, got active-standby",
+        ),
+        (
+            {},
+            ("--replace",),
+            "--replace: expected a fleet without shared:, whose other proxies serve meanwhile",
+        ),
+    ],
+)
+def test_what_proxies_cannot_share_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, flags: tuple[str, ...], message: str
+) -> None:
+    mode = change.get("mode", "active-active")
+    shared = f"{{url: 'redis://a', mode: {mode}}}"
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        f"version: 1\nshared: {shared}\nmodels:\n  - {{name: m, instances: [{{url: 'http://a:1'}}]}}\n"
+    )
+    assert main(["serve", "--config", str(file), "--check", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ("{lease: {name: x}}", "shared.mode: expected active-standby with a lease, got active-active"),
+        ("{mode: active-standby}", "shared.url: expected an address, but the key is missing"),
+        ("{url: 'http://a'}", "shared.url: expected redis://, rediss:// or unix:// at its beginning"),
+        ("{lease: {name: x, duration_s: 0}}", "duration_s"),
+    ],
+)
+def test_a_picker_says_what_of_the_table_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: str, message: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        f"version: 1\nshared: {shared}\nmodels:\n  - {{name: m, instances: [{{url: 'http://a:1'}}]}}\n"
+    )
+    assert main(["pick", "--config", str(file), "--check"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
