@@ -76,7 +76,8 @@ async def test_a_hundred_at_once(tmp_path: Path) -> None:
             assert (status, text) == (200, WHOLE)
         await fleet.idle()
         assert fleet.handovers["done"] > 0
-        assert set(fleet.handovers) == {"done"}
+        # On a starved machine a first token may take longer than a hand-over waits for it.
+        assert set(fleet.handovers) <= {"done", "late"}
 
 
 async def test_an_error_of_the_first_leg_is_the_answer(tmp_path: Path) -> None:
