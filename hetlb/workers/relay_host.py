@@ -105,7 +105,7 @@ class _Open:
         self.named = named
         self.lease: Lease | None = None
         self.lease_number = 0
-        #: What the limits of its key reserved for it, None without limits.
+        #: Reservation under the limits of its key, None without limits.
         self.ticket = ticket
 
 
