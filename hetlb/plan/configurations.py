@@ -21,6 +21,7 @@ from itertools import combinations, pairwise
 import msgspec
 
 from hetlb.config.profile import (
+    BetterDecode,
     BetterPrefill,
     DecodeCoefficients,
     EngineInfo,
@@ -31,7 +32,7 @@ from hetlb.config.profile import (
     Profile,
     Source,
 )
-from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
+from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
 from hetlb.plan.market import Market, Model, OfferTable
@@ -460,6 +461,21 @@ def pipeline_latency(
             grid=None
             if grid is None
             else PrefillGrid(tuple(batch * count for batch in grid.batches), grid.lengths, grid.log_ratio),
+            tile=count * min(each.tile for each in known),
+        )
+    tables = [each.better_decode for each in latencies]
+    decode: DecodeTable | None = None
+    if all(each is not None for each in tables):
+        bending = [each for each in tables if each is not None]
+        batches = sorted({batch for each in bending for batch in each.batches})
+        decode = DecodeTable(
+            token_s=round_s([each.token_s for each in bending]) / count,
+            context_s=round_s([each.context_s for each in bending]),
+            batches=tuple(batch * count for batch in batches),
+            seconds=tuple(
+                round_s([each.step_s(batch, 0.0) for each in bending], batch_s + token_s * batch)
+                for batch in batches
+            ),
         )
     return LatencyModel(
         k1=whole("k1", token_s) / count,
@@ -471,6 +487,7 @@ def pipeline_latency(
         k7=whole("k7"),
         k8=whole("k8", batch_s),
         better_prefill=form,
+        better_decode=decode,
     )
 
 
@@ -487,10 +504,11 @@ def pipeline_profile(
     latency = pipeline_latency([float(s.layers) for s in stages], [p.latency for p in profiles], links)
     form = latency.better_prefill
     grid = None if form is None else form.grid
+    decode = latency.better_decode
     batched = min(p.engine.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for p in profiles)
     seqs = min(p.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for p in profiles)
     return Profile(
-        version=1,
+        version=1 if decode is None else 2,
         name=name,
         prefill=PrefillCoefficients(k1=latency.k1, k2=latency.k2, k3=latency.k3, k4=latency.k4),
         decode=DecodeCoefficients(k5=latency.k5, k6=latency.k6, k7=latency.k7, k8=latency.k8),
@@ -504,6 +522,12 @@ def pipeline_profile(
             grid=None
             if grid is None
             else PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio),
+            tile=form.tile,
+        ),
+        better_decode=None
+        if decode is None
+        else BetterDecode(
+            token_s=decode.token_s, context_s=decode.context_s, batches=decode.batches, seconds=decode.seconds
         ),
         hardware=Hardware(
             gpu="+".join(dict.fromkeys(stage.gpu for stage in stages)),
