@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "proxy/scheduling", "proxy/telemetry/access_log", "proxy/telemetry/counters",
         "proxy/telemetry/histograms", "proxy/telemetry/history",
     ),
-    # With `core`: its classes inherit from each other, so that a part of it compiles to what does not import.
+    # With `core`.
     "rest": (),
 }  # fmt: skip
 _SETUP = """\

@@ -113,7 +113,8 @@ def _row(record: Record, fleet: str, traffic: str, name: str) -> list[str] | Non
     spread = max(_spread([run[figure] for run in runs]) for figure, *_ in FIGURES)
     busy = f"{max(run['cores']['router'] for run in runs):.0%}"
     notes = _notes(runs)
-    return [TITLES.get(name, name) + notes, *cells, " / ".join(shares) + " %", f"±{spread:.0%}", busy]
+    told = f"±{spread:.0%}" if len(runs) > 1 else "one round"
+    return [TITLES.get(name, name) + notes, *cells, " / ".join(shares) + " %", told, busy]
 
 
 def _notes(runs: Runs) -> str:
@@ -175,11 +176,10 @@ def summary(document: dict[str, Any]) -> str:
         [TITLES.get(name, name), *(cell(t, name, f, x, d) for t, f, x, d in columns)]
         for name in record.routers
     ]
-    rounds = len({run["round"] for run in document["runs"]})
     caption = (
         "The same requests through each router, two engines behind it, one three times as fast (`python "
-        f"bench/head_to_head/run.py`, medians of {rounds} rounds; how, four engines and where hetlb is "
-        "behind: [docs/head-to-head.md](docs/head-to-head.md)):"
+        "bench/head_to_head/run.py`; how, four engines, more figures and what speaks against hetlb: "
+        "[docs/head-to-head.md](docs/head-to-head.md)):"
     )
     return f"{caption}\n\n{table(headings, rows)}\n"
 

@@ -75,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
-    if fleet.proxy.workers > 1 and args.replace:
-        raise InputError(f"--replace: expected one process, got {fleet.proxy.workers} workers")
     if fleet.proxy.workers > 1:
-        Supervisor(fleet, fleet.proxy.workers, args.event_log).run()
+        takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
+        Supervisor(fleet, fleet.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
         return 0
     with logging_to_stderr(fleet.proxy.request_log_format):
         uvloop.run(_serve(fleet, args.event_log, args.replace))
@@ -119,11 +118,17 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
         )
 
 
-async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
-    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port)) if replace else None
+async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
+    """Ask the process that serves the fleet's address for its listeners."""
+    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port))
     if takeover is not None and event_log is not None:
         with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
             os.rename(event_log, f"{event_log}.before")
+    return takeover
+
+
+async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
+    takeover = await _ask(fleet, event_log) if replace else None
     if fleet.stages:
         await _serve_with_stages(fleet, event_log, takeover)
     else:

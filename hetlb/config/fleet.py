@@ -89,7 +89,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
     `state_file` keeps what was learnt over restarts.
-    `shares` are what `planned` holds (written by `hetlb rent`).
+    `shares` are what `planned` holds (written by `hetlb rent`). `adapter_load_s` is the time to load a LoRA
+    adapter that is in none of an engine's slots.
     """
 
     name: str = "hetlb"
@@ -101,6 +102,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     seed: int = 0
     state_file: str | None = None
     shares: tuple[SharesTable, ...] = ()
+    adapter_load_s: NonNegative = 0.25
 
 
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -419,7 +421,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             )
             for each in p.shares
         )
-        return PolicyParams(theta=p.theta, combine=p.combine, decay_s=p.decay_s, shares=shares)
+        return PolicyParams(p.theta, p.combine, p.decay_s, shares, p.adapter_load_s)
 
     @property
     def queue_limits(self) -> QueueLimits:

@@ -28,8 +28,9 @@ CACHED_TOKENS = ("vllm:prefix_cache_hits_total",)
 GENERATED_TOKENS = ("vllm:generation_tokens_total",)
 PREEMPTIONS = ("vllm:num_preemptions_total",)
 SLEEP_STATE = ("vllm:engine_sleep_state",)
+LORA_INFO = ("vllm:lora_requests_info",)
 
-_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS, *SLEEP_STATE))
+_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS, *SLEEP_STATE, *LORA_INFO))
 _COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -75,6 +76,7 @@ def parse(text: str) -> EngineSample:
     per_engine, block_size = _kv_tokens(series, missing, invalid)
     # Nothing rests on it: an engine that does not count them has nothing missing.
     preemptions = _count(series, PREEMPTIONS, [], invalid)
+    max_loras, adapters = _adapters(series)
     kv_usage = kv_usage_max = None
     if usage:
         # Without the capacity of every engine, all count alike.
@@ -88,6 +90,7 @@ def parse(text: str) -> EngineSample:
         kv_tokens_per_request=min(per_engine.values(), default=None),
         engines=_engines(series),
         enable_prefix_caching=_caches_prefixes(series),
+        max_loras=max_loras,
     )
     return EngineSample(
         running,
@@ -99,6 +102,7 @@ def parse(text: str) -> EngineSample:
         preemptions,
         kv_usage_max,
         _asleep(series),
+        adapters,
     )
 
 
@@ -108,6 +112,19 @@ def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
     ]
     return any(value == 0 for value in awake) if awake else None
+
+
+def _adapters(series: dict[str, dict[str, float]]) -> tuple[int | None, tuple[str, ...] | None]:
+    """Adapters that a batch may hold, and those that run; None where no engine tells.
+
+    Every set of running adapters is a series of its own, whose value is when it was true last.
+    """
+    told = series.get(LORA_INFO[0])
+    if not told:
+        return None, None
+    labels = dict(_LABEL.findall(max(told, key=lambda each: told[each])))
+    running = tuple(name for name in labels.get("running_lora_adapters", "").split(",") if name)
+    return _whole(labels.get("max_lora")), running
 
 
 def has_prefix_cache(text: str) -> bool:

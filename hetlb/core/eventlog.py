@@ -288,7 +288,9 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
     "InstanceRemoved": lambda raw: InstanceRemoved(**raw),
     "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
     "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
-    "ModelsLearned": lambda raw: ModelsLearned(raw["name"], tuple(raw["models"])),
+    "ModelsLearned": lambda raw: ModelsLearned(
+        raw["name"], tuple(raw["models"]), tuple(raw.get("adapters", ()))
+    ),
     "Probed": lambda raw: Probed(raw["name"], ProbeResult(raw["result"])),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, TypeAlias
 
+from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.block_index import BlockIndex, KvEventBatch
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -151,6 +152,7 @@ class Instance:
     __slots__ = (
         "_loads",
         "_waiting_seen",
+        "adapters",
         "admin",
         "asleep",
         "blocks",
@@ -215,6 +217,8 @@ class Instance:
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
+        #: Its LoRA adapters, None where it lists none.
+        self.adapters: AdapterSlots | None = None
         #: True if it has been up, and whether it starts slowly when it is the next time.
         self.was_up = health.state is Health.UP
         self.rejoining = False
@@ -357,6 +361,8 @@ class Instance:
         limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
         known = [limit for limit in limits if limit is not None]
         self.longest_request_tokens = min(known) if known else None
+        if self.adapters is not None:
+            self.adapters.slots = capacity.max_loras or DEFAULT_SLOTS
         engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
             self.max_num_seqs = capacity.max_num_seqs * engines
@@ -414,6 +420,17 @@ class Instance:
         if self.served is None:
             return self.spec.model == model
         return model in self.served
+
+    def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
+        """Take over what it lists; requests of adapters that run are of its slots from then on."""
+        self.served = models
+        if not adapters:
+            self.adapters = None
+            return
+        slots = self.adapters = AdapterSlots(frozenset(adapters))
+        slots.slots = self.capacity.max_loras or DEFAULT_SLOTS
+        for lease in self.leases.values():
+            slots.begin(lease.request.model)
 
     def begin_slow_start(self, seconds: float, now: float) -> None:
         """It has come back: for so long it may run only a growing part of what it can; 0 is not at all."""
@@ -481,6 +498,8 @@ class Instance:
         tree = self.tree
         if tree.unused:
             tree.evict(self.kv_cache_tokens - self.kv_tokens)
+        if self.adapters is not None:
+            self.adapters.begin(lease.request.model)
         if self.blocks is not None and lease.request.blocks is not None:
             self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
@@ -562,6 +581,8 @@ class Instance:
         self.sequences -= lease.request.sequences
         if lease.shared is not None:
             self._let_go(lease)
+        if self.adapters is not None:
+            self.adapters.end(lease.request.model)
         if self.blocks is not None:
             self.blocks.end(lease.id)
         negative = (
@@ -638,6 +659,9 @@ class Instance:
         assert self.in_flight == len(self.leases), self.name
         assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
         assert all(not lease.ended for lease in leases), self.name
+        if self.adapters is not None:
+            names = [lease.request.model for lease in leases if lease.request.model in self.adapters.names]
+            assert self.adapters.count() == {name: names.count(name) for name in names}, self.name
         self.tree.check_integrity()
 
     # --- evidence ---
@@ -660,6 +684,8 @@ class Instance:
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)
+        if self.adapters is not None and sample.adapters is not None:
+            self.adapters.told(sample.adapters)
         if sample.kv_usage is not None:
             expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
             self.kv_excess_tokens = max(0.0, sample.kv_usage * self.kv_cache_tokens - expected)

@@ -280,6 +280,8 @@ class Scheduler:
         self._holds: dict[LeaseId, tuple[Instance, Hold]] = {}
         #: Instances that publish KV events.
         self._telling: list[Instance] = []
+        #: Names of all LoRA adapters in the fleet.
+        self._adapters: frozenset[str] = frozenset()
         #: Waiting requests whose predicted length is older than what was learnt since.
         self._stale: list[RequestId] = []
         self._next_lease = 1
@@ -697,7 +699,7 @@ class Scheduler:
         elif isinstance(change, ModelsLearned):
             if instance.served == change.models:
                 return []
-            instance.served = change.models
+            instance.learn_models(change.models, change.adapters)
         self._reindex(now)
         return self._flush(now)
 
@@ -839,6 +841,12 @@ class Scheduler:
                 names = (instance.spec.model,) if instance.spec.model else ()
             for name in names:
                 by_model.setdefault(name, []).append(instance)
+        self._adapters = frozenset(
+            name
+            for each in self._instances.values()
+            if each.adapters is not None
+            for name in each.adapters.names
+        )
         self._ready = {model: _Ready(instances, now) for model, instances in by_model.items()}
         if self._queue.held:
             self._queue.refit(self._fit_of)
@@ -998,9 +1006,12 @@ class Scheduler:
         )
         if self._telling and request.blocks is not None:
             held = self._exact(request, held)
-        return SchedulingContext(
+        ctx = SchedulingContext(
             request, predicted, long, waiting, demand, now, held, availabilities, residual
         )
+        if self._adapters and request.model in self._adapters:
+            ctx.adapter_load_s = self._params.adapter_load_s
+        return ctx
 
     def _exact(self, request: Request, held: Held | None) -> Held:
         """Held tokens of a prompt, with the exact figures of engines that publish KV events."""

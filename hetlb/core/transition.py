@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Enum)
 
 
-@dataclass(frozen=True, slots=True)
 class Transition(Generic[S]):
-    """A change of state: the event, the states in which it may happen, the state that follows."""
+    """A change of state: the event, the states in which it may happen, the state that follows.
 
-    event: str
-    before: tuple[S, ...]
-    after: S
+    No dataclass: mypyc cannot compile a generic one.
+    """
+
+    __slots__ = ("after", "before", "event")
+
+    def __init__(self, event: str, before: tuple[S, ...], after: S) -> None:
+        self.event = event
+        self.before = before
+        self.after = after
 
 
 def edges(table: tuple[Transition[S], ...]) -> list[str]:

@@ -67,7 +67,7 @@ class Capacity(PickleByFields):
     `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
     `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
     limits are of one engine. `enable_prefix_caching` and `async_scheduling` are switches of vLLM that decide
-    how much the engine computes, and when.
+    how much the engine computes, and when. `max_loras` is how many LoRA adapters one batch may hold.
     """
 
     kv_cache_tokens: int | None = None
@@ -79,6 +79,7 @@ class Capacity(PickleByFields):
     engines: int | None = None
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
+    max_loras: int | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""
@@ -430,10 +431,11 @@ class CapacityLearned(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class ModelsLearned(PickleByFields):
-    """The engine's own list of model names (base, aliases, LoRA adapters)."""
+    """The engine's own list of model names: base, aliases, LoRA adapters (named once more in `adapters`)."""
 
     name: str
     models: tuple[str, ...]
+    adapters: tuple[str, ...] = ()
 
 
 class ProbeResult(StrEnum):
@@ -483,6 +485,8 @@ class EngineSample(PickleByFields):
     kv_usage_max: float | None = None
     #: True if one of its engines sleeps (vLLM's sleep mode).
     asleep: bool | None = None
+    #: LoRA adapters with running requests.
+    adapters: tuple[str, ...] | None = None
 
 
 # --- commands ----------------------------------------------------------------------------------------

@@ -233,9 +233,15 @@ def least_load(configuration: Configuration, rates: Mapping[str, float]) -> floa
 
 
 def simulate_plan(
-    table: Table, plan: Plan, *, policy: str = "hetlb", predictor: str = "empirical", seed: int = 0
+    table: Table,
+    plan: Plan,
+    *,
+    policy: str = "hetlb",
+    predictor: str = "empirical",
+    seed: int = 0,
+    load: float = INFINITY,
 ) -> Simulated | None:
-    """The plan's fleet under a policy, None where some configuration has no profile."""
+    """The plan's fleet under a policy (see `simulate`), None where some configuration has no profile."""
     if not table.simulated:
         return None
     profiles = {
@@ -243,7 +249,7 @@ def simulate_plan(
         for name, candidate in table.candidates.items()
         if candidate.profile is not None
     }
-    return simulate(plan, profiles, table.types, policy=policy, predictor=predictor, seed=seed)
+    return simulate(plan, profiles, table.types, policy=policy, predictor=predictor, seed=seed, load=load)
 
 
 # --- baselines ------------------------------------------------------------------------------------------

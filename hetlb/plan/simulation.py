@@ -1,8 +1,9 @@
 """A rented fleet under the production scheduler, in virtual time: what a plan really serves.
 
-All requests wait at the start, types mixed in the plan's proportions. The rate is that of tokens while the
-fleet is neither filling nor emptying, in requests: batches of alike answers that began together end together,
-so that completions come in waves. Models share nothing but the bill: each is simulated by itself,
+All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
+proportions. The rate is that of tokens while the fleet is neither filling nor emptying, in requests:
+batches of alike answers that began together end together, so that completions come in waves.
+Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
 """
 
@@ -12,6 +13,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hetlb.config.profile import Profile
 from hetlb.core.admission import QueueLimits
@@ -24,7 +26,7 @@ from hetlb.plan.throughput import engine_spec, interleave
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import tokens_within
 
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
@@ -33,6 +35,8 @@ _TURNS = 10
 _FEWEST, _MOST = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
 _FROM, _TO = 0.25, 0.80
+#: With arrivals: from this share of the time in which they come.
+_ARRIVED = 0.4
 #: Shares of a type below this are left out of what `planned` holds.
 _LEAST_SHARE = 0.005
 
@@ -85,15 +89,19 @@ def simulate(
     policy: str = "hetlb",
     predictor: str = "empirical",
     seed: int = 0,
+    load: float = math.inf,
 ) -> Simulated:
-    """The whole fleet of a plan; `profiles` by configuration. Shares of `kinds` sum to 1."""
+    """The whole fleet of a plan; `profiles` by configuration. Shares of `kinds` sum to 1.
+
+    `load`: Poisson arrivals at so many times the planned rate, infinite where all wait at the start.
+    """
     rate, makespan_s, count = math.inf, 0.0, 0
     shares = planned_shares(plan, kinds)
     for model in dict.fromkeys(kind.model for kind in kinds):
         own = [kind for kind in kinds if kind.model == model]
         part = math.fsum(kind.share for kind in own)
         served, last_s, requests = _simulate_model(
-            plan, profiles, own, shares, policy=policy, predictor=predictor, seed=seed
+            plan, profiles, own, shares, policy=policy, predictor=predictor, seed=seed, load=load
         )
         rate = min(rate, served / part)
         makespan_s, count = max(makespan_s, last_s), count + requests
@@ -110,6 +118,7 @@ def _simulate_model(
     policy: str,
     predictor: str,
     seed: int,
+    load: float,
 ) -> tuple[float, float, int]:
     model = kinds[0].model
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
@@ -144,10 +153,15 @@ def _simulate_model(
         initial_health=Health.UP,
         seed=seed,
     )
-    planned = [PlannedRequest(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(rows)]
+    at_once = math.isinf(load)
+    gaps = [0.0] * count if at_once else gaps_s(count, load * served, 1.0, random.Random(seed))
+    due_s = list(accumulate(gaps))
+    planned = [PlannedRequest(i, due_s[i], prompt, output) for i, (prompt, output) in enumerate(rows)]
     result = FleetSimulation(setup, engines, planned, model=model).run()
     ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
-    from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+    from_s, to_s = _ARRIVED * due_s[-1], due_s[-1]
+    if at_once:
+        from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
     served = math.fsum(
         tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
         for record in result.records

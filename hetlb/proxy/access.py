@@ -81,6 +81,11 @@ class Access:
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
 
+    @property
+    def limits(self) -> dict[str, LimitsTable]:
+        """The limits of keys that have some, by the name of the key."""
+        return {each.name: each.limits for each in (self.tenants or {}).values() if each.limits is not None}
+
 
 def load_access(fleet: Fleet) -> Access:
     """Read what the fleet names. Raises `ConfigError`."""
@@ -101,10 +106,6 @@ def load_access(fleet: Fleet) -> Access:
         )
     model_keys = {name: read_secret(source) for name, source in fleet.model_keys.items()}
     tenants = None if proxy.api_keys_file is None else _tenants(base / proxy.api_keys_file)
-    if proxy.workers > 1 and any(tenant.limits is not None for tenant in (tenants or {}).values()):
-        raise ConfigError(
-            f"{base / str(proxy.api_keys_file)}: limits: expected one process, got {proxy.workers} workers"
-        )
     authorities = _Authorities()
     return Access(
         engines={

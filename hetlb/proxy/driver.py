@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final, NamedTuple
 
+from hetlb.config.api_keys import LimitsTable
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
@@ -44,6 +45,7 @@ from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.limits import Limiters
 from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
@@ -109,6 +111,7 @@ class ExchangeDriver(ABC):
         self._access = setup.access
         self._on_ended = setup.on_ended
         self._drain_rate = DrainRate(random.Random())
+        self.limiters = Limiters()
         self._pools: dict[int, EnginePool] = {}
         self._next_id = 1
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
@@ -195,6 +198,14 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def model_at(self, pinned: str | None) -> str:
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
+
+    def admit(self, exchange: Exchange, limits: LimitsTable) -> None:
+        """Count a request against the limits of its key. Raises `Refusal` (429)."""
+        assert exchange.tenant is not None, "expected limits of a key"
+        request = exchange.request
+        exchange.ticket = self.limiters.of(exchange.tenant, limits).admit(
+            exchange.prompt_tokens_total, (request.max_tokens or 0) * request.sequences, exchange.arrived_at
+        )
 
     # --- prefill at one instance, decode at another: where the scheduler is in this process ---
 

@@ -216,9 +216,11 @@ class Exchange(RequestRecord):
         answer = error_responses.REJECTIONS[reject.reason]
         self._answer(answer, reject.detail, self._driver.retry_after_s(reject))
 
-    def refused(self, answer: Answer, message: str) -> None:
-        """The scheduler process does not know what the request asks for."""
-        self._answer(answer, message)
+    def refused(
+        self, answer: Answer, message: str, retry_after_s: float | None = None, lines: bytes = b""
+    ) -> None:
+        """The scheduler process does not let the request in; `lines` are header lines of the answer."""
+        self._answer(answer, message, retry_after_s, lines=lines)
 
     # --- a request whose prompt is read at one instance for another ---
 
@@ -882,7 +884,13 @@ class Exchange(RequestRecord):
         self._driver.lease_ended(lease, end.told, retry=True)
 
     def _answer(
-        self, answer: Answer, message: str, retry_after_s: float | None = None, *, end: End | None = None
+        self,
+        answer: Answer,
+        message: str,
+        retry_after_s: float | None = None,
+        *,
+        end: End | None = None,
+        lines: bytes = b"",
     ) -> None:
         """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
         assert self.response is not _STARTED, "expected an answer before the response began"
@@ -901,6 +909,7 @@ class Exchange(RequestRecord):
                 headers=(
                     *error_responses.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self.label.encode("ascii")),
+                    *error_responses.header_pairs(lines),
                 ),
                 close=not self._head.keep_alive,
                 head_only=self.method == b"HEAD",

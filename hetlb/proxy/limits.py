@@ -102,6 +102,21 @@ def _names(name: bytes, limit: int | None) -> tuple[bytes, bytes]:
     return begin, b"\r\nx-ratelimit-reset-%b: " % name
 
 
+class Limiters:
+    """The limits of all keys, by name. What was used outlives a reload, and is forgotten with the process."""
+
+    def __init__(self) -> None:
+        self._limiters: dict[str, Limiter] = {}
+
+    def of(self, name: str, limits: LimitsTable) -> Limiter:
+        """That of a key, with its limits as of now."""
+        limiter = self._limiters.get(name)
+        if limiter is None:
+            limiter = self._limiters[name] = Limiter(limits)
+        limiter.limits = limits
+        return limiter
+
+
 class Limiter:
     """The limits of one key. The clock is the proxy's, in seconds."""
 
@@ -134,9 +149,15 @@ class Limiter:
         requests.add(1, now)
         return Ticket(self, tokens.add(reserved, now), reserved)
 
+    def adopt(self, now: float) -> Ticket:
+        """Count a request in flight that another process let in."""
+        self._in_flight += 1
+        return Ticket(self, self._tokens.add(0, now), 0)
+
     def ended(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, now: float) -> None:
         """A request that was let in has ended with so many tokens."""
         self._in_flight -= 1
+        assert ticket.slot is not None, "expected a ticket of this limiter"
         self._tokens.settle(ticket.slot, prompt_tokens + output_tokens - ticket.reserved, now)
         if output_tokens:
             self._answer += _WEIGHT * (output_tokens - self._answer)
@@ -175,22 +196,27 @@ class Ticket:
 
     __slots__ = ("limiter", "reserved", "slot")
 
-    def __init__(self, limiter: Limiter, slot: _Slot, reserved: int) -> None:
+    def __init__(self, limiter: Limiter | None, slot: _Slot | None, reserved: int) -> None:
+        """Without a limiter and a slot: the ticket of a limiter elsewhere, which overrides everything."""
         self.limiter = limiter
         self.slot = slot
         self.reserved = reserved
 
-    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """The request has ended with so many tokens."""
-        self.limiter.ended(self, prompt_tokens, output_tokens, now)
-
-    def used(self, tokens: int, now: float) -> None:
+    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
         """So many tokens were used while it goes on: they count now, and not again at the end."""
+        assert self.limiter is not None, "expected a limiter in this process"
+        tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)
         self.reserved += tokens
 
+    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        """The request has ended with so many tokens."""
+        assert self.limiter is not None, "expected a limiter in this process"
+        self.limiter.ended(self, prompt_tokens, output_tokens, now)
+
     def headers(self, now: float) -> bytes:
         """The header lines of its answer."""
+        assert self.limiter is not None, "expected a limiter in this process"
         return self.limiter.headers(now)
 
 

@@ -303,7 +303,7 @@ class Session(Exchange):
         lease.output_tokens += output
         self.usage_prompt_tokens = (self.usage_prompt_tokens or 0) + prompt
         if self.ticket is not None:
-            self.ticket.used(prompt + output, self._now())
+            self.ticket.used(prompt, output, self._now())
 
     def _renamed(self, message: bytes) -> bytes:
         """A message with the engine's name of the model in place of the alias."""

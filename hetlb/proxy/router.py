@@ -28,7 +28,6 @@ from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_resp
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
-from hetlb.proxy.limits import Limiter
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.realtime import Session, check_upgrade, model_asked_for
@@ -66,8 +65,6 @@ class Router:
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Aliases and fallbacks, None without any.
         self.names: ModelNames | None = None
-        #: By the name of the key; they outlive a reload.
-        self._limiters: dict[str, Limiter] = {}
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -282,21 +279,10 @@ class Router:
                 driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
             )
         if tenant is not None and tenant.limits is not None:
-            exchange.ticket = self._limiter(tenant).admit(
-                call.prompt_tokens_total, (call.max_tokens or 0) * request.sequences, exchange.arrived_at
-            )
+            driver.admit(exchange, tenant.limits)
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
-
-    def _limiter(self, tenant: Tenant) -> Limiter:
-        """The limits of a key, with what it has used."""
-        assert tenant.limits is not None
-        limiter = self._limiters.get(tenant.name)
-        if limiter is None:
-            limiter = self._limiters[tenant.name] = Limiter(tenant.limits)
-        limiter.limits = tenant.limits  # as of the last reload
-        return limiter
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """The tenant that a header names (one of a key's owner, if there are keys)."""

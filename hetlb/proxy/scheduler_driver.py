@@ -131,7 +131,10 @@ class SchedulerDriver:
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
+        asleep = [each.asleep for each in self.scheduler.instances]
         self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
+        if [each.asleep for each in self.scheduler.instances] != asleep:
+            self._view_changed()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
         """An engine told what came into its prefix cache and what left it."""

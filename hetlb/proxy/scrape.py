@@ -268,7 +268,7 @@ class Scraper:
         self.models[target.name] = entries
         if text := read_version(version):
             self.versions[target.name] = text
-        self._on_change(ModelsLearned(target.name, tuple(dict.fromkeys(entry["id"] for entry in entries))))
+        self._on_change(models_learned(target.name, entries))
         lengths = [entry["max_model_len"] for entry in entries if _is_length(entry.get("max_model_len"))]
         if lengths:
             self._on_change(CapacityLearned(target.name, Capacity(max_model_len=max(lengths))))
@@ -315,6 +315,12 @@ def read_model_list(body: bytes) -> list[dict[str, Any]]:
         for entry in data[:1000]
         if isinstance(entry, dict) and isinstance(entry.get("id"), str) and 0 < len(entry["id"]) <= 512
     ]
+
+
+def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
+    """The fact that an engine lists these; an adapter has a `parent`."""
+    names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+    return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
 
 
 def read_version(body: bytes) -> str | None:

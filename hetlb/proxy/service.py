@@ -62,7 +62,7 @@ from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import Decisions
-from hetlb.proxy.scrape import Scraper, Target, read_model_list
+from hetlb.proxy.scrape import Scraper, Target, models_learned, read_model_list
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.state_file import StateFile
@@ -169,7 +169,7 @@ class FleetService(ABC):
         names = tuple(dict.fromkeys(entry["id"] for entry in entries))
         if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
             self.scraper.models[name] = entries
-            self._on_engine_change(ModelsLearned(name, names))
+            self._on_engine_change(models_learned(name, entries))
 
     def _on_engine_change(self, change: InstanceChange) -> None:
         """The scraper found something out about an engine."""

@@ -55,10 +55,15 @@ def notify(*lines: str) -> None:
         end.sendto("\n".join(lines).encode(), address)
 
 
+def reloading_begins() -> None:
+    """Tell systemd that a reload begins; it is over with `READY=1`."""
+    notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+
 @contextlib.contextmanager
 def reloading():  # type: ignore[no-untyped-def]
     """Tell systemd that a reload begins, and when it is over (`Type=notify-reload`)."""
-    notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+    reloading_begins()
     try:
         yield
     finally:

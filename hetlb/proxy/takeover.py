@@ -35,6 +35,8 @@ VERSION: Final = 1
 #: Leases in one packet: a packet must fit a socket's buffer.
 _AT_ONCE: Final = 200
 _MOST_BYTES: Final = 200_000
+#: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
+MOST_LISTENERS: Final = 253
 #: Seconds between reports of the old process on leases that were granted and that ended.
 TELL_S: Final = 0.02
 #: Seconds between tries of a process that took over to have the name itself.
@@ -118,7 +120,7 @@ class _Channel:
             await readable
         finally:
             self._loop.remove_reader(self._end)
-        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, 64)
+        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, MOST_LISTENERS)
         return (msgspec.json.decode(data, type=Packet) if data else None), list(fds)
 
     def close(self) -> None:
@@ -166,7 +168,8 @@ class Offer:
                     if await self._hand_over(channel, end):
                         waiting.close()  # the successor takes the name
                         self._leave()
-                        await self._tell_of_leases(channel)
+                        with contextlib.suppress(OSError):  # the successor is gone: it needs to know no more
+                            await self._tell_of_leases(channel)
                         return
                 except (OSError, TimeoutError, msgspec.DecodeError) as error:
                     reason = str(error) or type(error).__name__
@@ -237,8 +240,9 @@ class Takeover:
     """The new process's side."""
 
     def __init__(self, end: socket.socket, listeners: Listeners) -> None:
-        self._channel = _Channel(end)
+        self.end = end
         self.listeners = listeners
+        self._channel: _Channel | None = None
         self._task: asyncio.Task[None] | None = None
         #: Leases of the old process by its numbers.
         self._leases: dict[int, Lease] = {}
@@ -270,26 +274,31 @@ class Takeover:
 
     async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
         """Book the leases of the old process; its further ones are followed until it has gone."""
-        await self._channel.send(Packet("begin"))
+        channel = self._channel = _Channel(self.end)
+        await channel.send(Packet("begin"))
         while True:
             async with asyncio.timeout(_STEP_S):
-                packet, _ = await self._channel.receive()
+                packet, _ = await channel.receive()
             if packet is None:
                 raise HetlbError("--replace: the running process ended before it handed over")
             if packet.step == "told":
                 break
             self._take(packet, scheduler, carry_out)
-        self._task = asyncio.create_task(self._follow(scheduler, carry_out), name="follow the old process")
+        follow = self._follow(channel, scheduler, carry_out)
+        self._task = asyncio.create_task(follow, name="follow the old process")
 
     async def accepting(self) -> None:
         """Tell the old process that requests are accepted here."""
+        assert self._channel is not None, "expected a handover that has begun"
         with contextlib.suppress(OSError):
             await self._channel.send(Packet("accepting"))
 
-    async def _follow(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
+    async def _follow(
+        self, channel: _Channel, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]
+    ) -> None:
         try:
             while True:
-                packet, _ = await self._channel.receive()
+                packet, _ = await channel.receive()
                 if packet is None:
                     return
                 self._take(packet, scheduler, carry_out)
@@ -297,7 +306,7 @@ class Takeover:
             return
         finally:
             self._take(Packet("leases", ended=list(self._leases)), scheduler, carry_out)
-            self._channel.close()
+            channel.close()
 
     async def close(self) -> None:
         """Follow no longer."""

@@ -156,6 +156,15 @@ class ModelsRead(Message, tag=11, frozen=True):
     body: bytes
 
 
+class Used(Message, tag=12, frozen=True):
+    """Tokens that a request of a key with limits used: all at its end (`last`), a session's in between."""
+
+    request: int
+    prompt_tokens: int
+    output_tokens: int
+    last: bool
+
+
 class Prepared(Message, tag=9, frozen=True):
     """The answer to `Prepare`: "" or why the relay cannot serve that fleet."""
 
@@ -169,7 +178,8 @@ class Prepared(Message, tag=9, frozen=True):
 class Dispatch(Message, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
-    `model` is that of a request that named none.
+    `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
+    None without limits.
     """
 
     request: int
@@ -181,6 +191,7 @@ class Dispatch(Message, tag=33, frozen=True):
     model: str
     expected_first_s: float = 0.0
     mixed: bool = False
+    limit_lines: bytes | None = None
 
 
 class Rejected(Message, tag=34, frozen=True):
@@ -193,11 +204,17 @@ class Rejected(Message, tag=34, frozen=True):
 
 
 class Refused(Message, tag=35, frozen=True):
-    """Answer the client with this status and sentence: what the request asked for is not there."""
+    """Answer the client with this status and sentence: what the request asked for is not there.
+
+    429: a limit of its key is reached; the client may come again after `retry_after_s`; `lines` are header
+    lines of the answer.
+    """
 
     request: int
     status: int
     message: str
+    retry_after_s: float | None = None
+    lines: bytes = b""
 
 
 class PassOn(Message, tag=36, frozen=True):
@@ -235,7 +252,8 @@ class Instances(Message, tag=38, frozen=True):
 class View(Message, tag=39, frozen=True):
     """State that relays answer from: served names, `/v1/models` (a JSON array), readiness.
 
-    `block_tokens` are those of a block of engines that publish KV events, 0 where none does.
+    `block_tokens` are those of a block of engines that publish KV events, 0 where none does. `down` are names
+    of which no instance takes requests.
     """
 
     names: list[str]
@@ -243,6 +261,7 @@ class View(Message, tag=39, frozen=True):
     models: bytes
     routable: bool
     block_tokens: int = 0
+    down: list[str] = []
 
 
 class Learnt(Message, tag=40, frozen=True):
@@ -279,7 +298,18 @@ class Commit(Message, tag=43, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival | Hello | FirstToken | Ended | Busy | Cancelled | Made | Report | Prepared | CameBack | ModelsRead
+    Arrival
+    | Hello
+    | FirstToken
+    | Ended
+    | Busy
+    | Cancelled
+    | Made
+    | Report
+    | Prepared
+    | CameBack
+    | ModelsRead
+    | Used
 )
 FromScheduler: TypeAlias = (
     Dispatch

@@ -162,6 +162,8 @@ class Relay:
                     task.add_done_callback(self._opening.discard)
                 elif kind == "stopping":
                     self._stopping = True
+                elif kind == "leave":
+                    self._server.leave()
                 elif kind == "stop":
                     self._hurry = rest[0]
                     self._stop.set()
@@ -200,7 +202,7 @@ class Relay:
             elif isinstance(message, Rejected):
                 driver.reject(message)
             elif isinstance(message, Refused):
-                driver.refuse(message.request, message.status, message.message)
+                driver.refuse(message)
             elif isinstance(message, PassOn):
                 driver.pass_on(message.request)
             elif isinstance(message, Abort):
@@ -238,6 +240,7 @@ class Relay:
     def _set_view(self, view: View) -> None:
         self.driver.served = frozenset(view.names)
         self.driver.only_model = view.only_model
+        self.driver.down = frozenset(view.down)
         self.driver.engine_block_tokens = view.block_tokens
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
+from hetlb.config.api_keys import LimitsTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.proxy.driver import DriverSetup, ExchangeDriver, Target
@@ -22,6 +23,7 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
+from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
 from hetlb.proxy.upstream import EngineConnection
@@ -38,7 +40,9 @@ from hetlb.workers.protocol import (
     Made,
     Message,
     ModelsRead,
+    Refused,
     Rejected,
+    Used,
     arrival_of,
 )
 
@@ -81,6 +85,8 @@ class RelayDriver(ExchangeDriver):
         #: Names that some instance answers to, and the one where there is one.
         self.served: frozenset[str] = frozenset()
         self.only_model = ""
+        #: Those of them of which no instance takes requests.
+        self.down: frozenset[str] = frozenset()
         #: Tokens of a block of engines that publish KV events, as the scheduler process says.
         self.engine_block_tokens = 0
 
@@ -151,6 +157,16 @@ class RelayDriver(ExchangeDriver):
     @property
     def waiting(self) -> int:
         return sum(exchange.phase is Phase.QUEUED for exchange in self.exchanges.values())
+
+    def available(self, model: str) -> bool:
+        return model in self.served and model not in self.down
+
+    def admit(self, exchange: Exchange, limits: LimitsTable) -> None:
+        """Nothing to do: the scheduler process counts for all relays."""
+
+    def used(self, request_id: RequestId, prompt_tokens: int, output_tokens: int, *, last: bool) -> None:
+        """A request of a key with limits used tokens."""
+        self._post(Used(request_id, prompt_tokens, output_tokens, last))
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
@@ -301,6 +317,8 @@ class RelayDriver(ExchangeDriver):
             dispatched_at=now,
         )
         self._recent.append(lease)
+        if command.limit_lines is not None:
+            exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         if target.incarnation not in self._pools:
             self.open_pool(target.incarnation, target.name, target.url)
         exchange.dispatched(lease, now, command.expected_s, command.expected_first_s, command.mixed)
@@ -311,11 +329,13 @@ class RelayDriver(ExchangeDriver):
         if exchange is not None:
             exchange.rejected(Reject(command.request, command.reason, command.detail, command.retry_after_s))
 
-    def refuse(self, request_id: RequestId, status: int, message: str) -> None:
-        """Answer a request for something that is not there."""
-        exchange = self.exchanges.get(request_id)
+    def refuse(self, command: Refused) -> None:
+        """Answer a request for something that is not there, or beyond a limit of its key."""
+        exchange = self.exchanges.get(command.request)
         if exchange is not None:
-            exchange.refused(error_responses.bad_request(status), message)
+            limited = command.status == error_responses.RATE_LIMITED.status
+            answer = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
+            exchange.refused(answer, command.message, command.retry_after_s, command.lines)
 
     def pass_on(self, request_id: RequestId) -> None:
         """Let the client have what a busy engine said."""
@@ -339,6 +359,27 @@ class RelayDriver(ExchangeDriver):
                 if exchange.phase is Phase.QUEUED:
                     detail = "The scheduler is not there."
                     exchange.rejected(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
+
+
+class _RelayTicket(Ticket):
+    """Ticket of a limiter in the scheduler process; `lines` are its header lines at the dispatch."""
+
+    __slots__ = ("_driver", "_lines", "_request_id")
+
+    def __init__(self, driver: RelayDriver, request_id: RequestId, lines: bytes) -> None:
+        super().__init__(None, None, 0)
+        self._driver = driver
+        self._request_id = request_id
+        self._lines = lines
+
+    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        self._driver.used(self._request_id, prompt_tokens, output_tokens, last=False)
+
+    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        self._driver.used(self._request_id, prompt_tokens, output_tokens, last=True)
+
+    def headers(self, now: float) -> bytes:
+        return self._lines
 
 
 class _HeldAnswer:

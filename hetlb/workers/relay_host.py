@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Final
 
+from hetlb.config.api_keys import LimitsTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -27,8 +28,10 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.driver import SWEEP_S
+from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.limits import Limiter, Limiters, Ticket
 from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
@@ -56,6 +59,7 @@ from hetlb.workers.protocol import (
     ModelsRead,
     Prepared,
     Report,
+    Used,
     request_of,
 )
 from hetlb.workers.relay_driver import ID_BITS
@@ -92,15 +96,17 @@ class RelayLink:
 class _Open:
     """A request that has not ended: its relay, and its lease with the number that the relay knows it by."""
 
-    __slots__ = ("lease", "lease_number", "link", "named", "request")
+    __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
 
-    def __init__(self, link: RelayLink, request: Request, named: bool) -> None:
+    def __init__(self, link: RelayLink, request: Request, named: bool, ticket: Ticket | None = None) -> None:
         self.link = link
         self.request = request
         #: True if it named its model.
         self.named = named
         self.lease: Lease | None = None
         self.lease_number = 0
+        #: Reservation against the limits of its key, None without limits.
+        self.ticket = ticket
 
 
 class RelayHost(SchedulerDriver):
@@ -136,6 +142,9 @@ class RelayHost(SchedulerDriver):
         self.stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
+        #: The limits of keys by their names, and what was used of them by all relays.
+        self.limits: Mapping[str, LimitsTable] = {}
+        self._limiters = Limiters()
         #: True if requests wait, as the relays know it.
         self._waiting = False
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -235,6 +244,8 @@ class RelayHost(SchedulerDriver):
                 self._on_loop(message.instance)
             elif isinstance(message, ModelsRead):
                 self._on_models(message.instance, message.body)
+            elif isinstance(message, Used):
+                self._used(message, now)
             elif isinstance(message, Prepared):
                 self._answered(link, -message.number, message.error)
         self._tick_later()
@@ -268,7 +279,9 @@ class RelayHost(SchedulerDriver):
             )
             lease = self.scheduler.restore(facts, now)
             if lease is not None:
-                found = self._open[request.id] = _Open(link, request, True)
+                limiter = self._limiter(live.request.owner)
+                ticket = None if limiter is None else limiter.adopt(now)
+                found = self._open[request.id] = _Open(link, request, True, ticket)
                 found.lease, found.lease_number = lease, live.lease
         self._awaited.discard(link.life)
         if not self._awaited:
@@ -295,8 +308,44 @@ class RelayHost(SchedulerDriver):
                 link.send(protocol.Refused(arrival.id, error.status, error.message))
                 return
         request = request_of(arrival, model, pinned)
-        self._open[request.id] = _Open(link, request, bool(arrival.model))
+        try:
+            ticket = self._admit(arrival.owner, request, now)
+        except Refusal as refusal:
+            link.send(
+                protocol.Refused(
+                    arrival.id, refusal.status, refusal.message, refusal.retry_after_s, refusal.lines
+                )
+            )
+            return
+        self._open[request.id] = _Open(link, request, bool(arrival.model), ticket)
         self._arrive(request, now)
+
+    def _limiter(self, owner: str | None) -> Limiter | None:
+        limits = None if owner is None else self.limits.get(owner)
+        return None if owner is None or limits is None else self._limiters.of(owner, limits)
+
+    def _admit(self, owner: str | None, request: Request, now: float) -> Ticket | None:
+        """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
+        limiter = self._limiter(owner)
+        if limiter is None:
+            return None
+        return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
+
+    def _used(self, message: Used, now: float) -> None:
+        found = self._open.get(message.request)
+        if found is None or found.ticket is None:
+            return
+        if message.last:
+            found.ticket.ended(message.prompt_tokens, message.output_tokens, now)
+            found.ticket = None
+        else:
+            found.ticket.used(message.prompt_tokens, message.output_tokens, now)
+
+    def _settle_ticket(self, found: _Open, now: float) -> None:
+        """A request has ended that no engine has answered, as far as is known here."""
+        ticket, found.ticket = found.ticket, None
+        if ticket is not None:
+            ticket.ended(_prompt_tokens(found.request), 0, now)
 
     def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
         """The model and the instance of a request about an earlier answer. Raises `GateError`."""
@@ -353,6 +402,7 @@ class RelayHost(SchedulerDriver):
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]
+            self._settle_ticket(found, now)
         if lease is None:
             self.carry_out(self.scheduler.on_cancelled(found.request.id, now))
             return
@@ -402,6 +452,7 @@ class RelayHost(SchedulerDriver):
 
     def _reject(self, command: Reject) -> None:
         found = self._open.pop(command.request_id)
+        self._settle_ticket(found, self.now())
         again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
         found.link.send(protocol.Rejected(command.request_id, command.reason, command.detail, again_s))
 
@@ -428,6 +479,7 @@ class RelayHost(SchedulerDriver):
                 "" if found.named else found.request.model,
                 first_s,
                 mixed,
+                None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
             )
         )
 
@@ -448,3 +500,8 @@ class RelayHost(SchedulerDriver):
         """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
         self._count_calls()
         return self._totals
+
+
+def _prompt_tokens(request: Request) -> int:
+    """Tokens of all prompts of a request, as known at its arrival."""
+    return request.prompt_tokens * (request.sequences // max(1, request.samples))

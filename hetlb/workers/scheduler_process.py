@@ -28,14 +28,16 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceSpec,
     Lease,
-    ModelsLearned,
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import only_model
+from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
 from hetlb.proxy.state_file import StateFile
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
+from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
@@ -84,6 +86,7 @@ class SchedulerProcess(FleetService):
         )
         self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
         self.driver.generation = state.generation
+        self.driver.limits = self._access.limits
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()
         self._records = FleetRecords()
@@ -98,6 +101,13 @@ class SchedulerProcess(FleetService):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._alone = False
+        self._listeners = NO_LISTENERS
+        self._takeover: Takeover | None = None
+        self._offer = Offer(
+            self.scheduler,
+            lambda: ([each.fileno() for each in self._listeners.main], self._admin_descriptors),
+            self._leave,
+        )
         self._kv_events = KvEventReader(self.driver.kv_events)
         #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
@@ -119,26 +129,34 @@ class SchedulerProcess(FleetService):
         self.scraper.versions.update(state.versions)
         for name, entries in state.entries.items():
             self.scraper.models[name] = entries
-            driver.change(ModelsLearned(name, tuple(dict.fromkeys(entry["id"] for entry in entries))))
+            driver.change(models_learned(name, entries))
 
     # --- life ---
 
-    async def run(self, admin_listeners: Sequence[socket.socket]) -> None:
-        """Watch the engines, open the admin listener, speak with relays; until told to stop."""
+    async def run(self, listeners: Listeners, takeover: Takeover | None = None) -> None:
+        """Watch the engines, open the admin listener, speak with relays; until told to stop.
+
+        The relays serve on `listeners.main`; here they are kept for a process that replaces this one.
+        """
+        self._listeners, self._takeover = listeners, takeover
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
             self._learnt.load()
             self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
+            if takeover is not None:
+                await takeover.begin(self.scheduler, self.driver.carry_out)
             self._looked = True
             self._send_view()
             self.driver.expect(link.life for link, _ in self._waiting)
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self._open_admin(admin_listeners)
+            await self._open_admin(listeners.admin)
             self._control.send("ready")
+            if self._life > 1:
+                self._serving()
             self._learnt.start()
             tune_gc()
             await self._stop.wait()
@@ -146,8 +164,30 @@ class SchedulerProcess(FleetService):
             self._loop.remove_reader(self._control.fileno())
             await self.close()
 
+    def _serving(self) -> None:
+        """The relays accept: from now on another process may replace this one."""
+        if self._takeover is not None:
+            self._do(self._takeover.accepting())
+            tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
+        if self._listeners.main:
+            self._offer.open(self._listeners.main[0].getsockname()[:2])
+
+    def _leave(self) -> None:
+        """Another process accepts now: the relays end what they have."""
+        tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
+        self._control.send("replaced")
+        for each in self._listeners.main:
+            each.close()
+        self._listeners = NO_LISTENERS
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            self._do(runner.cleanup())
+
     async def close(self) -> None:
         """Close everything now."""
+        await self._offer.close()
+        if self._takeover is not None:
+            await self._takeover.close()
         if self._view_timer is not None:
             self._view_timer.cancel()
         await self._learnt.close()
@@ -172,6 +212,8 @@ class SchedulerProcess(FleetService):
                     self._states = rest[0]
                 elif kind == "reload":
                     self._do(self._reload_by_signal())
+                elif kind == "serving":
+                    self._serving()
                 elif kind == "stopping":
                     self.stopping_soon = True
                     self._view_changed()
@@ -230,6 +272,7 @@ class SchedulerProcess(FleetService):
             msgspec.json.encode(self.models()),
             self.routable(),
             scheduler.block_tokens,
+            [name for name in scheduler.models if not scheduler.available(name)],
         )
         if view != self._view:
             self._view = view
@@ -365,11 +408,13 @@ class SchedulerProcess(FleetService):
         self._do(self._reload_by_signal())
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
-        """Nothing to do: relays have been told before the first request goes to a new instance."""
+        """Relays have been told before the first request goes to a new instance."""
+        self.driver.limits = access.limits
 
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged
             await self.reload_everywhere()
+        self._control.send("reloaded")
 
     async def reload_everywhere(self) -> str:
         """Read the fleet file again: whole in all processes or not at all. Raises `InputError`."""

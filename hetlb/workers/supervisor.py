@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -28,8 +28,11 @@ import uvloop
 from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
+from hetlb.proxy import systemd
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
+from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
@@ -84,8 +87,19 @@ class _Child:
 class Supervisor:
     """Runs `hetlb serve` with `number` relays."""
 
-    def __init__(self, fleet: Fleet, number: int, event_log: Path | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        number: int,
+        event_log: Path | None = None,
+        listeners: Listeners = NO_LISTENERS,
+        takeover: Takeover | None = None,
+    ) -> None:
+        """`listeners` listen already (systemd's), with `takeover` those of the process that is replaced."""
         self._fleet = fleet
+        self._listeners = listeners if takeover is None else takeover.listeners
+        #: Until the first scheduler process has it.
+        self._takeover = takeover
         self._event_log = event_log
         self._state = pickle.dumps(
             State(fleet, ForwardRules(fleet.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
@@ -101,6 +115,8 @@ class Supervisor:
         self._looked_at = time.monotonic()
         self._shown: list[WorkerState] = []
         self._stopping = False
+        #: True once other processes accept in place of these.
+        self._replaced = False
 
     # --- life ---
 
@@ -118,9 +134,13 @@ class Supervisor:
         try:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             fleet = self._fleet
-            print(ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls), flush=True)
+            line = ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls)
+            self._send(self._scheduler, "serving")
+            print(line, flush=True)
+            systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
             tell(logger, Event.STARTED, "%s", version_line())
-            self._until(lambda: self._ends)
+            self._until(lambda: self._ends or self._replaced)
+            systemd.notify("STOPPING=1")
             self._stop()
         finally:
             signal.set_wakeup_fd(-1)
@@ -131,24 +151,42 @@ class Supervisor:
     def _bind(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """A socket for every relay on every address of the host, and the admin listener's."""
         listen, admin = self._fleet.listen, self._fleet.admin
-        with named("listen", listen.host, listen.port):
-            port = listen.port
-            for family, kind, protocol, host in _addresses(listen.host, port):
+        self._deal_out(self._listeners.main)
+        self._admin = list(self._listeners.admin)
+        if not self._listeners.main:
+            self._bind_main(listen.host, listen.port)
+        if not self._admin:
+            self._bind_admin(admin.host, admin.port)
+        return self._relays[0].listeners[0].getsockname()[:2], self._admin[0].getsockname()[:2]
+
+    def _deal_out(self, sockets: Sequence[socket.socket]) -> None:
+        """Give every relay a socket on every address, and every socket a relay."""
+        by_address: dict[Any, list[socket.socket]] = {}
+        for each in sockets:
+            by_address.setdefault(each.getsockname(), []).append(each)
+        relays = self._relays
+        for shared in by_address.values():
+            for k in range(max(len(relays), len(shared))):
+                relays[k % len(relays)].listeners.append(shared[k % len(shared)])
+
+    def _bind_main(self, host: str, port: int) -> None:
+        with named("listen", host, port):
+            for family, kind, protocol, address in _addresses(host, port):
                 with socket.socket(family, kind, protocol) as alone:
                     # A process that shares its port would let us in without a word.
                     alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    alone.bind((host, port))
+                    alone.bind((address, port))
                 for relay in self._relays:
-                    relay.listeners.append(_listener(family, kind, protocol, (host, port), shared=True))
+                    relay.listeners.append(_listener(family, kind, protocol, (address, port), shared=True))
                     port = relay.listeners[-1].getsockname()[1]
-        with named("admin", admin.host, admin.port):
-            port = admin.port
-            for family, kind, protocol, host in _addresses(admin.host, port):
-                one = _listener(family, kind, protocol, (host, port), shared=False)
+
+    def _bind_admin(self, host: str, port: int) -> None:
+        with named("admin", host, port):
+            for family, kind, protocol, address in _addresses(host, port):
+                one = _listener(family, kind, protocol, (address, port), shared=False)
                 one.listen(128)
                 self._admin.append(one)
                 port = one.getsockname()[1]
-        return self._relays[0].listeners[0].getsockname()[:2], self._admin[0].getsockname()[:2]
 
     def _until(
         self, holds: Callable[[], bool], timeout_s: float = float("inf"), *, fail: bool = False
@@ -170,6 +208,11 @@ class Supervisor:
         """True if a signal asked for the end."""
         return signal.SIGTERM in self._signals or signal.SIGINT in self._signals
 
+    @property
+    def _ending(self) -> bool:
+        """True if relays that end are not replaced."""
+        return self._stopping or self._replaced
+
     def _check_start(self, deadline: float) -> None:
         for child in self._children:
             if child.failure:
@@ -184,7 +227,7 @@ class Supervisor:
                 child.heard_at = now
         self._looked_at = now
         for child in self._children:
-            if child.due is not None and child.due <= now and not (self._stopping and child.number >= 0):
+            if child.due is not None and child.due <= now and not (self._ending and child.number >= 0):
                 self._start(child)
         for child in self._children:
             self._ask(child, now)
@@ -200,7 +243,9 @@ class Supervisor:
         self._reap()
         while signal.SIGHUP in self._signals:
             self._signals.remove(signal.SIGHUP)
-            self._send(self._scheduler, "reload")
+            systemd.reloading_begins()
+            if not self._send(self._scheduler, "reload"):
+                systemd.notify("READY=1")
 
     def _on_signal(self, number: int, frame: object) -> None:
         if number != signal.SIGCHLD:
@@ -220,6 +265,9 @@ class Supervisor:
             self._become(child, life, ours, theirs, blocked)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
+        if child.number < 0 and self._takeover is not None:
+            self._takeover.end.close()
+            self._takeover = None
         child.pid, child.control, child.life, child.due, child.linked = pid, ours, life, None, 0
         child.started_at = child.heard_at = child.asked_at = now
         child.failure = ""
@@ -257,6 +305,11 @@ class Supervisor:
                 sys.stdout.flush()
             os._exit(status)
 
+    @property
+    def _main(self) -> list[socket.socket]:
+        """The sockets of all relays, each once."""
+        return list(dict.fromkeys(each for relay in self._relays for each in relay.listeners))
+
     def _let_go(self, child: _Child, ours: Control) -> None:
         """Close what belongs to the supervisor and to other children."""
         self._selector.close()
@@ -265,12 +318,15 @@ class Supervisor:
         for other in self._children:
             if other.control is not None:
                 other.control.close()
-            if other is not child:
-                for listener in other.listeners:
-                    listener.close()
-        if child.number >= 0:
-            for listener in self._admin:
+        if child.number < 0:
+            return  # it keeps all of them, to hand them over
+        for listener in self._main:
+            if listener not in child.listeners:
                 listener.close()
+        for listener in self._admin:
+            listener.close()
+        if self._takeover is not None:
+            self._takeover.end.close()
 
     def _serve(self, child: _Child, life: int, control: Control) -> Coroutine[Any, Any, None]:
         """The work of a child."""
@@ -280,7 +336,9 @@ class Supervisor:
             await Relay(child.number, life, state, control).run(child.listeners)
 
         async def scheduler() -> None:
-            await SchedulerProcess(state, life, control, self._event_log).run(self._admin)
+            listeners = Listeners(tuple(self._main), tuple(self._admin))
+            process = SchedulerProcess(state, life, control, self._event_log)
+            await process.run(listeners, self._takeover)
 
         return scheduler() if child.number < 0 else relay()
 
@@ -304,6 +362,10 @@ class Supervisor:
                     child.linked = 0
                 elif kind == "state":
                     self._state = content_of(fds[0])
+                elif kind == "reloaded":
+                    systemd.notify("READY=1")
+                elif kind == "replaced":
+                    self._leave()
         except EOFError:
             self._selector.unregister(control)  # type: ignore[arg-type]
             child.control = None
@@ -371,7 +433,7 @@ class Supervisor:
             child.control = None
         child.pid, child.up, child.connections = 0, False, 0
         self._shown = []
-        if self._stopping and child.number >= 0:
+        if self._ending and child.number >= 0:
             return
         if not child.began:
             child.failure = child.failure or f"{child.name} ended with status {status}"
@@ -392,11 +454,22 @@ class Supervisor:
 
     # --- the end ---
 
+    def _leave(self) -> None:
+        """Other processes accept now: close the listeners; every connection gets one more answer."""
+        self._replaced = True
+        for relay in self._relays:
+            self._send(relay, "leave")
+        for listener in (*self._main, *self._admin):
+            listener.close()
+        for relay in self._relays:
+            relay.listeners.clear()
+        self._admin.clear()
+
     def _stop(self) -> None:
         """Have balancers notice, let what is open end, then end all processes."""
         signals = self._signals
         hurry = signal.SIGINT in signals or len(signals) > 1
-        for child in self._children:
+        for child in () if self._replaced else self._children:
             self._send(child, "stopping")
         if not hurry and self._connected():
             self._until(lambda: len(signals) > 1, READINESS_LAG_S)

@@ -246,7 +246,8 @@ def test_the_policy_in_force_and_what_the_engines_report_are_told(
 
 
 @pytest.mark.parametrize(
-    ("limit", "met", "missed"), [("e2el:0.001", False, True), ("e2el:60000", True, False)]
+    ("limit", "met", "missed"),
+    [("e2el:0.001", False, True), pytest.param("e2el:60000", True, False, marks=pytest.mark.slow)],
 )
 def test_the_search_goes_on_from_the_listed_rates(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, limit: str, met: bool, missed: bool

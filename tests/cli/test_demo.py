@@ -143,8 +143,8 @@ def test_a_small_demo_from_end_to_end(demo: Any) -> None:
         (signal.SIGTERM, "starting 2 emulated"),
         (signal.SIGKILL, "starting 2 emulated"),
         (signal.SIGINT, "each engine alone"),
-        (signal.SIGKILL, "each engine alone"),
-        (signal.SIGINT, "policy rr"),
+        pytest.param(signal.SIGKILL, "each engine alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "policy rr", marks=pytest.mark.slow),
         (signal.SIGKILL, "policy rr"),
     ],
 )

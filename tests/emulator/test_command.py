@@ -16,6 +16,7 @@ import pytest
 import yaml
 from emulator.conftest import PROFILE, make_profile
 
+from hetlb.cli.main import main
 from hetlb.emulator import EmulatedEngine
 from hetlb.errors import ConfigError, ProfileError
 
@@ -42,6 +43,14 @@ def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, line.split()[-1]
         finally:
             process.kill()
+
+
+def ended(*arguments: object) -> object:
+    """The exit status of a command that does not begin to serve, in this process."""
+    try:
+        return main(["engine", *map(str, arguments)])
+    except SystemExit as left:
+        return left.code
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -71,14 +80,14 @@ def test_it_serves_and_ends_at_once(profile: Path, number: signal.Signals) -> No
         (["--host", "203.0.113.1"], 1, "cannot listen on 203.0.113.1:0"),
     ],
 )
-def test_wrong_arguments(profile: Path, arguments: list[str], status: int, message: str) -> None:
-    run = subprocess.run(
-        command("--profile", profile, "--port", 0, *arguments), capture_output=True, text=True
-    )
-    assert run.returncode == status
-    assert message in run.stderr
-    assert run.stderr.count("\n") == 1
-    assert run.stdout == ""
+def test_wrong_arguments(
+    capsys: pytest.CaptureFixture[str], profile: Path, arguments: list[str], status: int, message: str
+) -> None:
+    assert ended("--profile", profile, "--port", 0, *arguments) == status
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
 
 
 def test_a_port_in_use(profile: Path) -> None:
@@ -106,15 +115,15 @@ def test_a_port_in_use(profile: Path) -> None:
     ],
 )
 def test_profiles_that_give_no_engine(
-    profile: Path, engine: dict[str, int], model: bool, message: str
+    capsys: pytest.CaptureFixture[str], profile: Path, engine: dict[str, int], model: bool, message: str
 ) -> None:
     """The missing or contradicting key is named, in one line, with status 2."""
     content = {key: value for key, value in PROFILE.items() if key != "model" or model}
     profile.write_text(yaml.safe_dump({**content, "engine": engine}))
-    run = subprocess.run(command("--profile", profile, "--port", 0), capture_output=True, text=True)
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert run.stderr.count("\n") == 1
+    assert ended("--profile", profile, "--port", 0) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_defaults_of_the_context() -> None:

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.config.api_keys import LimitsTable
-from hetlb.config.fleet import load_fleet
-from hetlb.errors import InputError
 from hetlb.proxy import limits
-from hetlb.proxy.access import load_access
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.limits import WINDOW_S, Limiter, duration
 from hetlb.proxy.telemetry import events
@@ -179,18 +176,6 @@ async def test_figures_to_scale_by(tmp_path: Path) -> None:
         assert f'hetlb_model_saturation_ratio{{model="m"}} {4 / places!r}\n' in page
         engine.released.set()
         await asyncio.gather(*asking)
-
-
-def test_limits_need_one_process(tmp_path: Path) -> None:
-    keys(tmp_path, {"limits": {"in_flight": 2}})
-    fleet = {
-        "version": 1,
-        "proxy": {"api_keys_file": "keys.yaml", "workers": 2},
-        "models": [{"name": "m", "instances": [{"url": "http://h:1"}]}],
-    }
-    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    with pytest.raises(InputError, match="limits: expected one process, got 2 workers"):
-        load_access(load_fleet(tmp_path / "fleet.yaml"))
 
 
 @pytest.mark.parametrize("name", ["keda.yaml", "hpa.yaml"])

@@ -374,6 +374,7 @@ async def test_the_client_leaves(tmp_path: Path) -> None:
                 told = await visit.reader.readexactly(8)
                 assert told[0] == 0x88
                 visit.send(frame(CLOSE, (1000).to_bytes(2)))
+                visit.left.set()
                 await closing
             assert await visit.reader.read() == b""
             visit.left.set()

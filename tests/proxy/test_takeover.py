@@ -217,24 +217,33 @@ class Process:
         return (await self.errors).decode()
 
 
+#: How many workers the processes have that replace each other in turns.
+WORKERS = [(1,), (2,), (1, 2), (3, 2)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path: Path) -> None:
-    await upgrades(tmp_path, 10, 200)
+@pytest.mark.parametrize("workers", WORKERS[:3], ids=str)
+async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(
+    tmp_path: Path, workers: tuple[int, ...]
+) -> None:
+    await upgrades(tmp_path, 10, 200, workers)
 
 
-async def test_an_upgrade_under_load(tmp_path: Path) -> None:
-    await upgrades(tmp_path, 1, 30)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+async def test_an_upgrade_under_load(tmp_path: Path, workers: tuple[int, ...]) -> None:
+    await upgrades(tmp_path, len(workers), 20, workers)
 
 
-async def upgrades(tmp_path: Path, times: int, count: int) -> None:
+async def upgrades(tmp_path: Path, times: int, count: int, workers: tuple[int, ...]) -> None:
     """Replace the process so often, each time with so many open streams and 200 requests/s beside them."""
     streams = Streams()
     async with Upstream(streams) as engine:
         fleet = document(engine, proxy={"request_log": False})
         (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
         flags = ["--config", str(tmp_path / "fleet.yaml")]
-        running = await Process.start(*flags)
+        running = await Process.start(*flags, "--workers", str(workers[0]))
         port, admin = await running.ready()
         flags += ["--port", str(port), "--admin-port", str(admin), "--replace"]
         statuses: list[int] = []
@@ -261,7 +270,8 @@ async def upgrades(tmp_path: Path, times: int, count: int) -> None:
                 open_ = [asyncio.create_task(stream()) for _ in range(count)]
                 await turns_until(lambda: streams.begun == count)
                 before = len(statuses)
-                successor = await Process.start(*flags)
+                number = workers[(turn + 1) % len(workers)]
+                successor = await Process.start(*flags, "--workers", str(number))
                 assert await successor.ready() == (port, admin), turn
                 await turns_until(lambda before=before: len(statuses) > before + 20)  # type: ignore[misc]
                 streams.end.set()
@@ -286,8 +296,9 @@ async def upgrades(tmp_path: Path, times: int, count: int) -> None:
         await running.ended()
 
 
-@pytest.mark.timeout(60)
-async def test_sockets_that_systemd_listens_on_outlive_the_process(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_sockets_that_systemd_listens_on_outlive_the_process(tmp_path: Path, workers: int) -> None:
     """`LISTEN_FDS`, `LISTEN_FDNAMES` and `NOTIFY_SOCKET`, as systemd sets them."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     state = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -295,7 +306,8 @@ async def test_sockets_that_systemd_listens_on_outlive_the_process(tmp_path: Pat
     state.setblocking(False)
     loop = asyncio.get_running_loop()
     async with Engine() as engine:
-        (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(document(engine)))
+        fleet = document(engine, proxy={"workers": workers})
+        (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
         one, other = (each.fileno() for each in listening)
         # The sockets become descriptors 3 and 4 and the process their owner, as systemd has it.
         place = (

@@ -68,12 +68,16 @@ class PlannedShares(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams(PickleByFields):
-    """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`."""
+    """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`.
+
+    `adapter_load_s` is the time in which an engine loads a LoRA adapter that is in none of its slots.
+    """
 
     theta: float = 2.0
     combine: str = "power"
     decay_s: float = 10.0
     shares: tuple[PlannedShares, ...] = ()
+    adapter_load_s: float = 0.25
 
 
 def paper_terms(
@@ -127,6 +131,7 @@ class SchedulingContext:
     """
 
     __slots__ = (
+        "adapter_load_s",
         "availabilities",
         "demand",
         "held",
@@ -159,6 +164,8 @@ class SchedulingContext:
         self.held = held
         self.availabilities = availabilities
         self.residual = residual
+        #: Seconds to load the adapter that the request is for, 0 where it is for none.
+        self.adapter_load_s = 0.0
 
 
 #: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what

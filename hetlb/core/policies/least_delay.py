@@ -139,7 +139,8 @@ class _InstanceScore:
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
     Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with and `now_s` without the
-    request, `last_s` where it is to be last; and, by the `grade`, `first_s` until the first token, `others_s`
+    request, `last_s` where it is to be last, `adapter_s` until its LoRA
+    adapter has a slot; and, by the `grade`, `first_s` until the first token, `others_s`
     by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
     because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
     promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
@@ -147,8 +148,9 @@ class _InstanceScore:
     """
 
     __slots__ = (
-        "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s", "late_s", "load",
-        "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state", "step_s",
+        "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
+        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state",
+        "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -169,7 +171,7 @@ class _InstanceScore:
         self.cached = self.paid = 0.0
         self.state = _ROOM
         self.grade = _GUESSED
-        self.last_s = self.late_s = 0.0
+        self.last_s = self.late_s = self.adapter_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
         self.now_s = self.step_s = self.decode_s = 0.0
 
@@ -321,10 +323,22 @@ class _Evaluation:
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
                     each.score += _LAST_S
+        if ctx.adapter_load_s > 0.0:
+            self._look_at_adapters()
         if held is not None:
             for each in scores:
                 if each.paid > each.cached:
                     self._rate(each, _EXACT)
+
+    def _look_at_adapters(self) -> None:
+        """Add the time in which the request's adapter gets a slot, where it has none."""
+        ctx = self._ctx
+        for each, instance in zip(self._scores, self.instances, strict=True):
+            adapters = instance.adapters
+            if adapters is not None:
+                wait_s = ctx.demand.mix.residual * each.now_s
+                each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
+                each.score += (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
 
     def _look_at_groups(self) -> None:
         """Steps at the mean load of every group, and what they get longer."""
@@ -364,7 +378,7 @@ class _Evaluation:
         if first_s > _LATE * usual_s > 0.0:
             each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
         each.score = (
-            (_FIRST_TOKEN_WEIGHT + 1.0) * first_s
+            (_FIRST_TOKEN_WEIGHT + 1.0) * (first_s + each.adapter_s)
             + self._own_weight * each.decode_s
             + others_s
             + each.late_s
@@ -691,6 +705,8 @@ def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
         terms["tail_s"] = (own_weight - 1.0) * each.decode_s
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
+    if each.adapter_s:
+        terms["adapter_s"] = (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
     if each.last_s:
         terms["last_s"] = each.last_s
     return terms
