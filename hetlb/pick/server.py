@@ -22,6 +22,7 @@ from hetlb.pick.http2 import Http2Connection
 from hetlb.pick.stream import FAIRNESS, PickerState
 from hetlb.proxy.access import Access, server_context
 from hetlb.proxy.router import FleetView, Router
+from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.pick")
 
@@ -233,7 +234,7 @@ class PickServer:
             try:
                 self.tls = gateway_context(self._fleet)
             except ConfigError as error:
-                logger.warning("the certificate in use stays: %s", error)
+                tell(logger, Event.RELOAD_REFUSED, "the certificate in use stays: %s", error)
 
 
 def gateway_context(fleet: Fleet) -> ssl.SSLContext | None:

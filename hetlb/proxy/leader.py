@@ -21,6 +21,7 @@ import msgspec
 from hetlb.config.discovery import LeaseTable
 from hetlb.proxy.discovery.kubernetes import ApiServer
 from hetlb.proxy.discovery.source import SourceFailedError
+from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -51,11 +52,13 @@ class Leader:
 
     def _won(self, epoch: int) -> None:
         self.leads, self.epoch = True, epoch
-        logger.info("shared state: this process leads (%d)", epoch)
+        tell(logger, Event.LEADS, "shared state: this process leads (%d)", epoch, epoch=epoch)
 
     def _resign(self, reason: str) -> None:
         self.leads = False
-        logger.warning("shared state: this process leads no more: %s", reason)
+        tell(
+            logger, Event.LEADS_NO_MORE, "shared state: this process leads no more: %s", reason, reason=reason
+        )
 
 
 class KeyLeader(Leader):
@@ -150,7 +153,8 @@ class LeaseLeader(Leader):
             if failed != self._failed:
                 self._failed = failed
                 role = "leads on" if self.leads else "cannot take over"
-                logger.warning("shared state: lease %s: %s: this process %s", self._table.name, failed, role)
+                text = "shared state: lease %s: %s: this process %s"
+                tell(logger, Event.LEASE, text, self._table.name, failed, role)
             await asyncio.sleep(self._table.duration_s / _LOOKS)
 
     async def _look(self, session: aiohttp.ClientSession, now: float) -> None:

@@ -26,6 +26,7 @@ from hetlb.core.shared_view import Begun, Booked, Change, Ended, SharedView, Wai
 from hetlb.core.types import Command, Outcome, Request
 from hetlb.errors import ConfigError
 from hetlb.proxy.leader import KeyLeader
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures
 
 logger = logging.getLogger("hetlb.shared")
@@ -217,10 +218,8 @@ class Sharing:
             except (RedisError, OSError, TimeoutError) as error:
                 if self.connected or not lost:
                     reason = " ".join(str(error).split())[:200] or type(error).__name__
-                    logger.warning(
-                        "shared state: the server is gone (%s): this process goes on with its own view",
-                        reason,
-                    )
+                    text = "shared state: the server is gone (%s): this process goes on with its own view"
+                    tell(logger, Event.SHARED_LOST, text, reason, reason=reason)
                 lost, self.connected = True, False
             await asyncio.sleep(_RETRY_S)
 
@@ -242,7 +241,12 @@ class Sharing:
                 heard_at = self._loop.time()
                 if not self.connected:
                     self.connected = True
-                    logger.info("shared state: the server is reached (group %s)", self._table.group)
+                    tell(
+                        logger,
+                        Event.SHARED,
+                        "shared state: the server is reached (group %s)",
+                        self._table.group,
+                    )
                 self._receive(message["data"])
             elif self._loop.time() - heard_at > _DEAF * self._table.silent_s:
                 raise ConnectionError("not even own messages come back")
@@ -283,7 +287,8 @@ class Sharing:
     def _forget(self, peer: str, now: float) -> None:
         del self._heard_at[peer]
         self._next.pop(peer, None)
-        logger.warning("shared state: peer %s is gone, and its leases with it", peer[:32])
+        text = "shared state: peer %s is gone, and its leases with it"
+        tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
         self._carry_out(self.view.gone(peer, now))
 
 
