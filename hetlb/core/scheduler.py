@@ -633,7 +633,12 @@ class Scheduler:
         instance = self._instances.get(live.instance)
         if instance is None:
             return None
-        lease = self._lease(request, instance, live.predicted_output, live.work_ns, live.dispatched_at)
+        # The other scheduler's is not known: what this one would expect keeps as much room free.
+        known = request.generates and self._policy.reads_demand
+        residual = self._predictor.residual(request) if known else 0.0
+        lease = self._lease(
+            request, instance, live.predicted_output, live.work_ns, live.dispatched_at, residual
+        )
         self._next_lease += 1
         instance.acquire(lease)
         if live.begun:
