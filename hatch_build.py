@@ -117,7 +117,12 @@ class CompilingHook(BuildHookInterface[Any]):
         done = subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
             cwd=folder,
-            env={**os.environ, "CFLAGS": f"{_CFLAGS} {os.environ.get('CFLAGS', '')}"},
+            env={
+                **os.environ,
+                "CFLAGS": f"{_CFLAGS} {os.environ.get('CFLAGS', '')}",
+                # Without symbols a seventh of the library goes.
+                "LDFLAGS": f"-s {os.environ.get('LDFLAGS', '')}",
+            },
             capture_output=True,
             text=True,
             check=False,
