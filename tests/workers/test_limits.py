@@ -39,6 +39,7 @@ async def test_requests_and_tokens_are_counted_for_all_relays(serve: Serve, tmp_
         assert len(engine.asked) == 12
         # 100 tokens of prompt and 50 of answer are reserved, 5 are used: what is settled in between counts.
         for n in range(20):
+            await proxy.fleet_until(at_rest)  # the end of an answer reaches the count after its last byte
             reply = await ask(proxy, 1)
             assert reply.status == 200, n
         assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 400 - 19 * 5 - 150
