@@ -19,7 +19,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def found(paths: list[Path], offenders: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """What is wrong, by file: one test for all, since reading takes less time than a test of its own."""
+    """Mistakes by file: one test for all, since reading takes less time than a test of its own."""
     wrong = {str(path.relative_to(ROOT)): offenders(path.read_text()) for path in paths}
     return {path: names for path, names in wrong.items() if names}
 

@@ -17,7 +17,7 @@ from cpu import become_measured, prefer
 from peers import MODEL, ROOT
 
 HERE = Path(__file__).resolve().parent
-#: What the table says of an engine, by the series of vLLM's metrics page.
+#: Columns of an engine, by the series of vLLM's metrics page.
 OUTPUT_TOKENS, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
 _BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -137,7 +137,7 @@ def _start(
 
 
 def _profiled(engines: Sequence[Engine], ports: Sequence[int], folder: Path) -> tuple[Path, ...]:
-    """What `hetlb profile` measures of each engine, all at the same time."""
+    """The profile that `hetlb profile` measures of each engine, all at the same time."""
     profiling = []
     for engine, port in zip(engines, ports, strict=True):
         grid, out = folder / f"{engine.name}-grid.yaml", folder / f"{engine.name}.yaml"

@@ -254,7 +254,7 @@ def _sections(figures: Figures) -> list[str]:
 
 
 def verdicts(document: dict[str, Any]) -> str:
-    """What is asked of hetlb, and what was measured: a column for each number of instances."""
+    """Targets of hetlb and the figures: a column for each number of instances."""
     figures = _by_instances(document)
     lines = [
         [

@@ -18,7 +18,7 @@ from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/evidence-simulation.md"
 PICTURE = ROOT / "docs/img/scheduling.png"
-#: What `grid.py` and `run.py --out` record.
+#: Records of `grid.py` and `run.py --out`.
 RESULT = ROOT / "bench/results/scheduling.json"
 TRAFFIC = ROOT / "bench/results/scheduling-traffic.json"
 

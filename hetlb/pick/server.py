@@ -68,7 +68,7 @@ class _GatewayConnection(asyncio.Protocol):
         self.http2.lost()
 
     def pause_writing(self) -> None:
-        # Who does not read is not read from: what is to be written stays bounded.
+        # A peer that does not read is not read from: what is to be written stays bounded.
         if self._transport is not None:
             self._transport.pause_reading()
 

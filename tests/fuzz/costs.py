@@ -110,7 +110,7 @@ def engine(size: int = READ) -> Reader:
 
 
 def gateway(size: int = READ) -> Reader:
-    """What a gateway sends to an endpoint picker after its preface, in reads of `size` bytes."""
+    """The bytes of a gateway to an endpoint picker after its preface, in reads of `size` bytes."""
 
     def read(data: bytes) -> None:
         connection = Peer().greet().http2

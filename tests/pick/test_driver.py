@@ -1,4 +1,4 @@
-"""What the picker's driver says without Envoy."""
+"""The picker's driver without Envoy."""
 
 from __future__ import annotations
 

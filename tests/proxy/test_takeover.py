@@ -217,7 +217,7 @@ class Process:
         return (await self.errors).decode()
 
 
-#: How many workers the processes have that replace each other in turns.
+#: Numbers of workers of the processes that replace each other in turns.
 WORKERS = [(1,), (2,), (1, 2), (3, 2)]
 
 

@@ -539,7 +539,7 @@ class _Evaluation:
                 more_s = each.step_s - each.now_s
                 if more_s > 0.0:
                     score += each.load.batch * output * more_s
-                # What is read there meanwhile comes first.
+                # Prompts read there meanwhile come first.
                 waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
                 if waits_s > 0.0:
                     score += _FIRST_SHARE * waits_s
@@ -587,7 +587,7 @@ class _Evaluation:
         ready_s = source.charged_s + transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
         slowed_s, wait_s = self._reading_to_come_s(j)
         start_s = JOINING_STEPS * target.step_s
-        # What is read at the target by then, and what will be.
+        # Prompts read at the target by then, and those still to come.
         reading_s = instances[j].join_s(prompt) - start_s - ready_s
         start_s += wait_s if wait_s > reading_s else reading_s
         first_s = ready_s + start_s
