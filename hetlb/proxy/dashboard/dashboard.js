@@ -742,7 +742,12 @@ function whatIf(snapshot) {
   const models = snapshot.fleet.models.map((model) => model.name);
   const inForce = snapshot.fleet.policy;
   choices(byId("whatif-model"), models);
-  choices(byId("whatif-policy"), snapshot.policies, snapshot.policies.find((name) => name !== inForce && name === "rr") ?? inForce);
+  const other = byId("whatif-policy");
+  choices(other, snapshot.policies);
+  if (other.dataset.inForce !== inForce) {
+    other.dataset.inForce = inForce;
+    other.value = inForce === "rr" ? "hetlb" : "rr";
+  }
   const running = state.state === "running";
   const obstacle = state.obstacles[byId("whatif-model").value] ?? "";
   byId("whatif-start").disabled = running || obstacle !== "";

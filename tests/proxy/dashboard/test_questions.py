@@ -56,6 +56,15 @@ def ask(fleet: Fleet, number: int, tokens: int = 40) -> list[str]:
         return list(pool.map(one, range(number)))
 
 
+def choose_policy(fleet: Fleet, name: str) -> None:
+    """Set the policy: tests share a fleet and run in any order."""
+    body, headers = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{fleet.admin}/v1/policy", body, headers, method="PUT")
+    ):
+        pass
+
+
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = fleet_of(
@@ -86,6 +95,7 @@ def test_does_it_balance(browser: Any, balanced: Fleet, skewed: Fleet, width: in
         (balanced, r"Balanced: each has the share of its speed, within \d+ points\.", "good"),
         (skewed, r"fast is less busy than its speed .*: the policy rr does not go by speed\.", "warn"),
     ):
+        choose_policy(fleet, "rr")
         ask(fleet, 16)
         look = look_at(browser, fleet, width)
         line = look.page.locator("#balance li")
@@ -101,15 +111,7 @@ def test_does_it_balance(browser: Any, balanced: Fleet, skewed: Fleet, width: in
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_why_there(browser: Any, skewed: Fleet, width: int) -> None:
-    with urllib.request.urlopen(
-        urllib.request.Request(
-            f"{skewed.admin}/v1/policy",
-            b'{"name":"hetlb"}',
-            {"Content-Type": "application/json"},
-            method="PUT",
-        )
-    ):
-        pass
+    choose_policy(skewed, "hetlb")
     label = ask(skewed, 5)[2]
     look = look_at(browser, skewed, width)
     page = look.page
@@ -134,11 +136,14 @@ def test_why_there(browser: Any, skewed: Fleet, width: int) -> None:
     assert look.errors == []
 
 
-def test_what_if_from_learnt_speeds(browser: Any, skewed: Fleet) -> None:
+@pytest.mark.parametrize(("policy", "other"), [("rr", "hetlb"), ("hetlb", "rr")])
+def test_what_if_from_learnt_speeds(browser: Any, skewed: Fleet, policy: str, other: str) -> None:
+    choose_policy(skewed, policy)
     ask(skewed, 12)
     look = look_at(browser, skewed, 1400)
     page = look.page
     expect(page.get_by_role("button", name="Replay")).to_be_enabled()
+    expect(page.locator("#whatif-policy")).to_have_value(other)
     page.get_by_role("button", name="Replay").click()
     expect(page.locator("#whatif-state")).to_contain_text(
         "the speed of fast, slow as learnt here, not measured", timeout=60_000
