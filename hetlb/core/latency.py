@@ -16,7 +16,6 @@ Everything is pure: floats in, floats out, no allocation. Times are seconds, len
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -73,6 +72,10 @@ class PrefillGrid(PickleByFields):
         at_high = high[j] + v * (high[j + 1] - high[j])
         return math.exp(at_low + u * (at_high - at_low))
 
+    def least_factor(self) -> float:
+        """The least that `factor` gives anywhere."""
+        return math.exp(min(min(row) for row in self.log_ratio))
+
 
 def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
     """The cell that holds `value` and how far in it lies, 0..1 in logarithms."""
@@ -80,7 +83,9 @@ def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
         return 0, 0.0
     if value >= axis[-1]:
         return len(axis) - 2, 1.0
-    i = bisect_right(axis, value) - 1
+    i = 0  # axes are short, and compiled a loop costs less than a call
+    while axis[i + 1] <= value:
+        i += 1
     return i, math.log(value / axis[i]) / math.log(axis[i + 1] / axis[i])
 
 
@@ -119,8 +124,8 @@ class PrefillBound(PickleByFields):
     @classmethod
     def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
         """The bound of a corner of power `p` and a grid."""
-        least = 0.0 if grid is None else min(min(row) for row in grid.log_ratio)
-        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), math.exp(least))
+        least = 1.0 if grid is None else grid.least_factor()
+        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), least)
 
     def corner(self, ratio: float) -> float:
         """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
@@ -553,13 +558,18 @@ class LatencyModel(PickleByFields):
 
     def least_read_s(self, tokens: float) -> float:
         """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
+        fixed_s, floor_s, token_s = self.read_bound()
+        read_s = token_s * tokens
+        return fixed_s + (read_s if read_s > floor_s else floor_s)
+
+    def read_bound(self) -> tuple[float, float, float]:
+        """Seconds (fixed, floor, per token): the parts of `least_read_s`."""
         prefill = self.better_prefill
         if prefill is None:
-            return 0.0
-        floor_s, dense_s = prefill.floor_s, prefill.token_s * tokens
-        bound = prefill.bound
-        factor = 1.0 if bound is None else bound.factor
-        return factor * (dense_s if dense_s > floor_s else floor_s)
+            least = min(self.k1, self.k2, self.k3, self.k4, self.k5, self.k6, self.k7)
+            return (0.0, 0.0, 0.0) if least < 0.0 else (self.host_s + self.k2 + self.k4, 0.0, self.k1)
+        factor = 1.0 if prefill.grid is None else prefill.grid.least_factor()
+        return self.host_s, factor * prefill.floor_s, factor * prefill.token_s
 
     def lower_bound(self) -> LatencyModel:
         """A model that never says more seconds and is cheap to ask; itself where it is cheap."""
