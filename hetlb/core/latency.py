@@ -356,6 +356,10 @@ class LatencyModel(PickleByFields):
         if not (math.isfinite(self.host_s) and self.host_s >= 0.0):
             raise ValueError(f"host_s: expected a number from 0, got {self.host_s}")
 
+    def __hash__(self) -> int:
+        """Hash of the constants: models that differ in a better form alone are rare."""
+        return hash((self.k1, self.k2, self.k4, self.k5, self.k6, self.k8, self.host_s))
+
     # --- the paper's equations: k1..k8 ---
 
     def paper_prefill_s(self, batch: float, input_tokens: float) -> float:

@@ -113,6 +113,7 @@ _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
 _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
+_UNDECIDED: Final = 5  # room, but it may be passed over
 
 
 @mypyc_attr(acyclic=True)
@@ -153,13 +154,13 @@ class _InstanceScore:
     request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter has a slot; and, by the
     `grade`, `first_s` until the first token, `others_s` by which it delays what runs there, `charged_s` what
     of the first counts for it, `late_s` what is added because it is late, `score` what it costs in all.
-    `state` is whether there is room. Grades: a lower bound of the score alone, by a few additions; lower
-    bounds of all by `LatencyModel.lower_bound`; exactly.
+    Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
+    `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
         "adapter_s", "cached", "charged_s", "context", "decode_s", "early_s", "first_s", "grade", "group",
-        "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "score", "state", "step_s",
+        "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "score", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -167,14 +168,12 @@ class _InstanceScore:
         seen: Occupancy,
         group: _Group | None,
         own: float,
-        state: int,
         steps: tuple[float, float, float, float],
     ) -> None:
         self.load = seen.load
         self.pending = seen.pending
         self.group = group
         self.own = own
-        self.state = state
         self.context, self.now_s, self.step_s, self.decode_s = steps
         self.cached = self.paid = 0.0
         self.grade = _GUESSED
@@ -211,9 +210,9 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_own_context", "_own_weight",
-        "_passed_over", "_prompt", "_scores", "_seen", "_sequences", "_share", "_shortest_s", "_thinned",
-        "_thinning", "_todo", "_undecided", "instances",
+        "_booked", "_bounds", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_own_context",
+        "_own_weight", "_passed_over", "_prompt", "_scores", "_seen", "_sequences", "_share", "_shortest_s",
+        "_states", "_thinned", "_thinning", "_todo", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -245,15 +244,16 @@ class _Evaluation:
         self._own_weight = weight if weight > 1.0 else 1.0
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
-        #: Instances that may still be passed over, and the speed of the faster ones: see `_pass_over`.
-        self._undecided: dict[int, float] | None = None
         self._todo = self._thinning = self._thinned = 0.0
         self._shortest_s = -1.0
         self._seen = [instance.occupancy for instance in self._fleet.members]
+        self._states = [self._room(seen) for seen in self._seen]
         self._scores: list[_InstanceScore | None] = [None] * len(self._seen)
         self._groups: list[_Group] | None = None
         if self._fleet.group_count:
             self._look_at_groups()
+        #: Scores by their grade, of those with room: lower bounds, unless looked at closely.
+        self._bounds = [self._rough_score(i, seen) for i, seen in enumerate(self._seen)]
         if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
             self._look_closely()
         if may_pass_over and len(instances) > 1:
@@ -265,16 +265,19 @@ class _Evaluation:
         `among` are the indices of those that count; all where it is None.
         """
         indices = self._fleet.order if among is None else among
-        index = self._nearest(indices, decide=False)
+        index = self._nearest(indices)
         if index < 0:
-            index = self._nearest(indices, decide=True)
+            for i in indices:
+                self._state(i)
+            index = self._nearest(indices)
             if index < 0:
                 return None
+        bounds = self._bounds
         each = self._score(index)
         self._rate(each, _EXACT)
         least = each.score
         for i in indices:
-            if i != index and self._least_score(i) <= least * _CLOSE and self._state(i) == _ROOM:
+            if bounds[i] <= least * _CLOSE and i != index and self._state(i) == _ROOM:
                 each = self._score(i)
                 self._rate(each, _BOUNDED)
                 if each.score <= least * _CLOSE:
@@ -283,21 +286,15 @@ class _Evaluation:
                         index, least = i, each.score
         return index
 
-    def _nearest(self, indices: list[int], decide: bool) -> int:
-        """Of instances with room the one with the lowest bound, -1 if there is none.
-
-        Those that may still be passed over count only with `decide`.
-        """
+    def _nearest(self, indices: list[int]) -> int:
+        """Of instances that certainly have room the one with the lowest bound, -1 if there is none."""
+        bounds, states = self._bounds, self._states
         index = -1
         least = math.inf
-        undecided = self._undecided
         for i in indices:
-            if not decide and undecided is not None and i in undecided:
-                continue
-            if self._state(i) == _ROOM:
-                bound = self._least_score(i)
-                if bound < least:
-                    index, least = i, bound
+            bound = bounds[i]
+            if bound < least and states[i] == _ROOM:
+                index, least = i, bound
         return index
 
     def _context(self, seen: Occupancy) -> float:
@@ -330,37 +327,31 @@ class _Evaluation:
 
     def _state(self, i: int) -> int:
         """State of an instance: room, or the reason why not."""
-        undecided = self._undecided
-        if undecided is not None and i in undecided:
-            speed = undecided[i]
-            del undecided[i]
-            self._faster_done(i, speed)
-        each = self._scores[i]
-        return self._room(i) if each is None else each.state
+        states = self._states
+        if states[i] == _UNDECIDED:
+            states[i] = _ROOM
+            self._faster_done(i, self._fleet.faster[i])
+        return states[i]
 
-    def _room(self, i: int) -> int:
+    def _room(self, seen: Occupancy) -> int:
         """Room of an instance, apart from what is special about the request."""
-        seen = self._seen[i]
-        load = seen.load
         if seen.empty:
             return _ROOM
+        load = seen.load
         if seen.running >= load.all_slots * _OVERBOOK:
             return _NO_SLOT
         used = seen.expected_kv_tokens(self._ctx.now) + self._booked
         return _NO_MEMORY if used > _KV_MARK * load.kv_cache_tokens else _ROOM
 
-    def _least_score(self, i: int) -> float:
-        """The score of an instance by its grade: a lower bound, unless it was looked at closely."""
-        each = self._scores[i]
-        if each is not None:
-            return each.score
-        seen = self._seen[i]
+    def _rough_score(self, i: int, seen: Occupancy) -> float:
+        """A lower bound of the score of an instance by a few additions; infinity where it has no room."""
+        if self._states[i] != _ROOM:
+            return math.inf
         load = seen.load
         own = load.own_batch(self._sequences)
         _, now_s, step_s, decode_s = self._steps(seen, own)
         first_s = self._least_first_s(seen, own, now_s, self._prompt)
-        growth_s = step_s - now_s
-        return self._bound(load.batch, self._group(i), own, first_s, decode_s, growth_s)
+        return self._bound(load.batch, self._group(i), own, first_s, decode_s, step_s - now_s)
 
     def _least_first_s(self, seen: Occupancy, own: float, now_s: float, unread: float) -> float:
         """A lower bound of the time to the first token where `unread` tokens of the prompt are computed."""
@@ -385,7 +376,7 @@ class _Evaluation:
         if each is None:
             seen = self._seen[i]
             own = seen.load.own_batch(self._sequences)
-            each = _InstanceScore(seen, self._group(i), own, self._room(i), self._steps(seen, own))
+            each = _InstanceScore(seen, self._group(i), own, self._steps(seen, own))
             self._scores[i] = each
             self._guess(each, seen)
         return each
@@ -401,6 +392,7 @@ class _Evaluation:
         """Look closely at every instance, since what is special about the request differs between them."""
         ctx, instances = self._ctx, self.instances
         held, availabilities, mix = ctx.held, ctx.availabilities, ctx.demand.mix
+        states = self._states
         for i, instance in enumerate(instances):
             each = self._score(i)
             if held is not None and instance.caches_prefixes:
@@ -411,8 +403,8 @@ class _Evaluation:
                     self._guess(each, self._seen[i])
             if availabilities is not None:
                 availability = availabilities[i][0]
-                if availability == BLOCKED and each.state == _ROOM:
-                    each.state = _HELD_BACK
+                if availability == BLOCKED and states[i] == _ROOM:
+                    states[i] = _HELD_BACK
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
                     each.score += _LAST_S
@@ -421,16 +413,13 @@ class _Evaluation:
                 wait_s = mix.residual * each.now_s
                 each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
                 each.score += _FIRST_SHARE * each.adapter_s
-        if held is None:
-            return
-        for i in range(len(instances)):
-            each = self._score(i)
-            if each.group is not None:
+            if held is not None and each.group is not None:
                 each.group.paid += each.paid / each.group.count
         for i in range(len(instances)):
             each = self._score(i)
             if each.paid > each.cached:
                 self._rate(each, _EXACT)
+            self._bounds[i] = each.score
 
     def _look_at_groups(self) -> None:
         """Steps at the mean load of every group, and what they get longer."""
@@ -528,17 +517,14 @@ class _Evaluation:
         instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
         Where the answer matters to no other instance, it is left open until this one is to be chosen.
         """
-        ctx, count = self._ctx, len(self._seen)
-        room = 0
-        for i in range(count):
-            if self._state(i) == _ROOM:
-                room += 1
+        ctx, states = self._ctx, self._states
+        room = states.count(_ROOM)
         if not room:
             return
         demand, now, costs = ctx.demand, ctx.now, self._fleet.costs
         part = self._share
         ending = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
-        if not ending and room == count:
+        if not ending and room == len(states):
             return
         availabilities = ctx.availabilities
         self._todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
@@ -547,15 +533,10 @@ class _Evaluation:
         speed = 0.0
         soonest_s = least_decode_s = math.inf
         for i in self._fleet.order:
-            if self._state(i) == _ROOM:
-                if (
-                    ending
-                    and speed > 0.0
-                    and not (fresh and self._may_be_sooner(i, soonest_s, least_decode_s))
-                ):
-                    if self._undecided is None:
-                        self._undecided = {}
-                    self._undecided[i] = speed
+            if states[i] == _ROOM:
+                left_open = ending and speed > 0.0 and availabilities is None
+                if left_open and not (fresh and self._may_be_sooner(i, soonest_s, least_decode_s)):
+                    states[i] = _UNDECIDED
                 else:
                     each = self._score(i)
                     first_s = self._early_s(each)
@@ -615,7 +596,7 @@ class _Evaluation:
         if self._passed_over is None:
             self._passed_over = {}
         self._passed_over[i] = (long_s, done_s)
-        each.state = _PASSED_OVER
+        self._states[i] = _PASSED_OVER
         return True
 
     def _done_s(self, speed: float) -> float:
@@ -797,15 +778,15 @@ class _Evaluation:
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
-        instance, each = self.instances[i], self._score(i)
+        instance, each, state = self.instances[i], self._score(i), self._states[i]
         batch, t_s, workload = _paper_work(self._ctx, instance)
         availabilities = self._ctx.availabilities
         reason = "" if availabilities is None else availabilities[i][1]
-        if each.state == _NO_SLOT:
+        if state == _NO_SLOT:
             reason = f"{FULL}: every slot is taken"
-        elif each.state == _NO_MEMORY:
+        elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
-        elif each.state == _PASSED_OVER and self._passed_over is not None:
+        elif state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (
                 f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
@@ -814,7 +795,7 @@ class _Evaluation:
         return Candidate(
             instance=instance.name,
             score=each.score,
-            eligible=each.state == _ROOM,
+            eligible=state == _ROOM,
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
