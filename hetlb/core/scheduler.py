@@ -714,12 +714,14 @@ class Scheduler:
         if instance is None:
             return []
         longest, slept = instance.longest_request_tokens, instance.asleep
+        finished = instance.finished_sequences
         instance.learn_sample(sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
         if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return self._flush(now) if slept and not instance.asleep else []
+        woken = slept and not instance.asleep
+        return self._flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""
