@@ -1,4 +1,4 @@
-"""LoRA adapters: those an engine is believed to have in its slots (vLLM's `max_loras`), and the time to load one.
+"""LoRA adapters: those an engine is believed to have in its slots (vLLM's `max_loras`), the time to load one.
 
 A batch holds requests of at most so many adapters. One that is in no slot is loaded in place of the adapter
 that was used longest ago and runs nothing; where all slots have requests, it waits for one of them to end.
@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 
 #: vLLM's own default of `max_loras`.
 DEFAULT_SLOTS: Final = 1
-#: First tokens by which the time to load an adapter is known: the newest, so many at most, and so many at least.
+#: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
 _SEEN: Final = 31
 _ENOUGH: Final = 5
 #: The least time that is learnt: with none at all nothing would be learnt any more.

@@ -285,8 +285,8 @@ class Scheduler:
         #: Names of all LoRA adapters in the fleet.
         self._adapters: frozenset[str] = frozenset()
         self._adapter_load = AdapterLoadTime(setup.params.adapter_load_s)
-        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is expected
-        #: without a load, and whether the adapter is loaded.
+        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
+        #: expected without a load, and whether the adapter is loaded.
         self._first_tokens: dict[LeaseId, tuple[float, bool]] = {}
         #: Waiting requests whose predicted length is older than what was learnt since.
         self._stale: list[RequestId] = []

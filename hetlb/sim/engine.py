@@ -61,7 +61,8 @@ class EngineLimits:
     """Limits of one engine: tokens, blocks of `block_size` tokens, sequences; and two of its switches.
 
     `enable_prefix_caching` (on by default): freed blocks keep their content.
-    `async_scheduling`: the next batch is fixed when the running one starts. `max_loras`: LoRA adapters of a batch.
+    `async_scheduling`: the next batch is fixed when the running one starts.
+    `max_loras`: LoRA adapters of a batch.
     """
 
     kv_cache_tokens: int
@@ -153,7 +154,7 @@ class Sequence:
     `output_tokens` is when the model would stop; 0 is a prompt that is only read (an embedding).
     `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.prefix`).
     The KV cache of the first `remote_tokens` prompt tokens comes from another engine. `held`: the blocks stay
-    allocated when it has finished, until `EngineModel.release_held`. `adapter`: its LoRA adapter, "" for none.
+    allocated when it has finished, until `EngineModel.release_held`. `adapter`: its LoRA adapter, or "".
     `state` and `preemptions` are read-only for drivers. Drivers may subclass it to hang data on it.
     """
 

@@ -66,8 +66,8 @@ class EngineSpec:
     `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
     `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
-    the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to load a
-    LoRA adapter that is in none of its slots.
+    the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
+    load a LoRA adapter that is in none of its slots.
     """
 
     latency: LatencyModel
@@ -179,8 +179,8 @@ class FleetResult:
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `vllm bench serve` names them.
 
-        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too, with LoRA adapters
-        `adapter_loads`.
+        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too, with LoRA
+        adapters `adapter_loads`.
         """
         found = summarize(
             self.records,

@@ -23,9 +23,9 @@ Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` an
   its prompt when its turn in the queue comes, and then waits outside the batch for the transfer. When that
   has ended, it is admitted before all that wait; at least its last token is computed, which costs what a
   decode costs. Preempted, it is computed like any other.
-* LoRA: a batch holds sequences of at most `max_loras` adapters; a waiting one of another adapter is passed over
-  and keeps its place. An adapter in no slot is loaded before the batch, which takes that much longer, in place of
-  the one that was in a batch longest ago (of several the first by name: vLLM's own order is that of a set).
+* LoRA: a batch holds sequences of at most `max_loras` adapters; a waiting one of another adapter is passed
+  over and keeps its place. An adapter in no slot is loaded before the batch, which takes that much longer, in
+  place of the one that was in a batch longest ago (of several the first by name: vLLM's order is a set's).
 
 Of two blocks with the same content only the first is found. Left out: speculative decoding, pipeline
 parallelism, sliding windows, priorities, LoRA with transferred KV caches.

@@ -22,8 +22,8 @@ class PlannedRequest:
     """One request of a plan: when it is due (seconds from the start of the run), and what it asks.
 
     It has `prompts` prompts of `prompt_tokens` tokens each, which begin with the spans of `content`, and asks
-    for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none. `adapter` is the
-    LoRA adapter that it asks for, "" for the model itself.
+    for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none. `adapter`
+    is the LoRA adapter that it asks for, "" for the model itself.
     """
 
     index: int

@@ -125,12 +125,12 @@ def test_the_time_to_load_is_learnt_from_first_tokens(
 
 def test_a_scheduler_weighs_the_time_that_it_has_seen() -> None:
     scheduler = fleet(2, told=True, slots=1)
-    now = 0.0
+    now, before = 0.0, {f"i{n}": () for n in range(2)}
     for number in range(40):
         now += 10.0
-        # One server at a time is free: the adapters take turns, and each is loaded in place of the other.
+        # Three adapters take turns in two slots.
         lease = lease_of(scheduler.on_arrival(Request(number, NAMES[number % 3], 100, 1), now))
-        loads = number < 3 or NAMES[number % 3] not in before[lease.instance]
+        loads = NAMES[number % 3] not in before[lease.instance]
         scheduler.on_first_token(lease, now + 0.1 + (2.0 if loads else 0.0))
         lease.output_tokens = 1
         scheduler.on_lease_ended(lease, Outcome.OK, now + 5.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim.test_fleet import fleet
 
 from hetlb.cli.main import main
 from hetlb.core.adapters import AdapterLoadTime
@@ -18,7 +19,6 @@ from hetlb.sim.adapters import LoadedAdapters
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import FleetResult, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
-from sim.test_fleet import fleet
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 LOAD_S = 0.5
