@@ -28,7 +28,7 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "connection", "connection_states", "driver", "ends", "exchange", "exchange_states", "limits",
-            "predicted_duration", "prefix_keys", "realtime", "router", "scheduler_driver", "scheduling",
+            "prefix_keys", "realtime", "router", "scheduler_driver", "scheduling",
             "shared_driver", "token_estimator", "upstream",
         )
     ),

@@ -83,9 +83,14 @@ def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
         return 0, 0.0
     if value >= axis[-1]:
         return len(axis) - 2, 1.0
-    i = 0  # axes are short, and compiled a loop costs less than a call
-    while axis[i + 1] <= value:
-        i += 1
+    # By halves, without a call: the last that is not above.
+    i, end = 0, len(axis) - 1
+    while end - i > 1:
+        middle = (i + end) >> 1
+        if axis[middle] <= value:
+            i = middle
+        else:
+            end = middle
     return i, math.log(value / axis[i]) / math.log(axis[i + 1] / axis[i])
 
 
@@ -267,9 +272,14 @@ class DecodeTable(PickleByFields):
         if batch <= batches[0]:
             own_s = seconds[0]
         else:
-            i = 1
-            while i < last and batches[i] < batch:
-                i += 1
+            # By halves, without a call: the first from 1 on that is not below, or the last.
+            i, end = 1, last
+            while i < end:
+                middle = (i + end) >> 1
+                if batches[middle] < batch:
+                    i = middle + 1
+                else:
+                    end = middle
             low = batches[i - 1]
             own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
         return own_s, self.token_s + self.context_s / batch
