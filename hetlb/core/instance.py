@@ -586,7 +586,7 @@ class Instance:
         if self.blocks is not None and lease.request.blocks is not None:
             self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
-        if self.unfinished_sequences <= self.max_num_seqs:
+        if self.sequences - self.finished_sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
 
     def reserve(self, lease: Lease) -> None:
