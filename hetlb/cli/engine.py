@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-transfer",
-        choices=("nixl", "mooncake", "shared-storage"),
+        choices=("nixl", "nixl-push", "mooncake", "shared-storage"),
         help="transfer KV blocks as this connector of vLLM does (default: none)",
     )
     parser.add_argument(

@@ -102,7 +102,10 @@ class Api:
                 if self._kv is not None and isinstance(params := data.get("kv_transfer_params"), dict):
                     self._kv.reject(params)
                 raise
-            request_id = message.request_id or self._new_id()
+            request_id = message.request_id
+            if kind is ResponsesReply:  # named in the body alone
+                request_id = str(data.get("request_id") or "").removeprefix(kind.PREFIX)
+            request_id = request_id or self._new_id()
             reply = kind(connection, generation, self._reader.max_model_len, request_id)
             if self._kv is not None:
                 self._kv.prepare(reply, generation.kv_transfer_params)

@@ -1,7 +1,9 @@
 """KV hand-over between emulated servers, as vLLM's connectors show it to a router.
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
-`mooncake`: the fetch may come first and waits for the prompt; `/query` is the bootstrap server.
+`nixl-push`: the engine that has the blocks writes them, to the request of the same id; those that are not
+asked for stay for `lease_s`. `mooncake`: the fetch may come first and waits for the prompt; `/query` is the
+bootstrap server.
 `shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
 text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
 port.
@@ -34,7 +36,7 @@ _encode = msgspec.json.encode
 class KvSettings:
     """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`; `folder` that of shared storage."""
 
-    connector: Literal["nixl", "mooncake", "shared-storage"]
+    connector: Literal["nixl", "nixl-push", "mooncake", "shared-storage"]
     lease_s: float = 30.0
     bandwidth_bytes_per_s: float = 5e9
     policy: Literal["fail", "recompute"] = "fail"
@@ -152,7 +154,8 @@ class KvExchange:
             "remote_block_ids": [list(range(-(-tokens // 16)))], "remote_engine_id": self.engine_id,
             "remote_request_id": key, "remote_host": host, "remote_port": port, "tp_size": 1, "dcp_size": 1,
             "pp_size": 1, "remote_num_tokens": tokens, "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull", "remote_prefill_cached_tokens": 0,
+            "transfer_mode": "push" if self.settings.connector == "nixl-push" else "pull",
+            "remote_prefill_cached_tokens": 0,
         }  # fmt: skip
 
     def _expire(self, key: str) -> None:
@@ -203,11 +206,13 @@ class KvExchange:
         """A request that would have fetched is refused, or its client has left."""
         if reply.kv_source is not None and not reply.kv_done:
             reply.kv_done = True
+            if self.settings.connector == "nixl-push":
+                return
             self._start(self._tell_done(reply.kv_source))
 
     def reject(self, params: dict[str, Any]) -> None:
         """A request with these parameters is refused before it runs."""
-        if params.get("do_remote_prefill"):
+        if self.settings.connector != "nixl-push" and params.get("do_remote_prefill"):
             self._start(self._tell_done(params))
 
     def _start(self, work: Any) -> None:
@@ -220,6 +225,9 @@ class KvExchange:
         assert runner is not None, "expected the engine of a sequence that waits for its KV cache"
         state = "ready"
         if reply.kv_source is not None:
+            pushed = self.settings.connector == "nixl-push"
+            if pushed and reply.kv_source.get("remote_request_id") != reply.id:
+                return  # the engine that has the blocks finds no request for them
             try:
                 state = (await self._ask("pull", reply.kv_source)).get("state", "unknown")
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -343,7 +343,7 @@ class Exchange(RequestRecord):
         self._handover = None
         if self.status < 400:
             self._driver.handed_over()
-        elif handover.hold is not None:
+        elif handover.hold is not None and not handover.pushed:
             self._driver.hold_released(handover.hold)  # vLLM releases them when it refuses the request
         return payload
 
@@ -378,7 +378,7 @@ class Exchange(RequestRecord):
         hold = handover.hold
         if hold is None or hold.ended:
             return
-        if sent:
+        if sent and not handover.pushed:
             self._driver.hold_released(hold)  # the decode engine says so to the other as soon as it notices
         elif (body := handover.release_body(self.request.model)) is not None:
             self._driver.release(hold, self.request.model, body)

@@ -22,7 +22,7 @@ from hetlb.core.types import Connector, Hold, KvTransfer, Lease
 from hetlb.proxy.ends import End
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
-from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields
+from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.sse import SseWatcher
 from hetlb.proxy.upstream import EngineConnection, EnginePool
 
@@ -58,6 +58,7 @@ _WHOLE_ONLY: Final = (
 )  # fmt: skip
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _answer = msgspec.json.Decoder(PrefillFields)
+_transfer = msgspec.json.Decoder(TransferFields)
 _bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
 
 
@@ -203,12 +204,13 @@ class HandOver:
     """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
 
     `params` are those of the decode leg, once known, and `body` is its body. After `until`, in seconds, its
-    first token is of no use.
+    first token is of no use. `pushed`: the prefill instance sends the blocks by itself, and keeps those that
+    are not asked for until the lease ends.
     """
 
     __slots__ = (
         "_call", "_connector", "_exchange", "_kind", "_link", "_original", "_pending", "_pending_end",
-        "_query", "body", "decode", "hold", "lease", "params", "read", "sent", "until",
+        "_query", "body", "decode", "hold", "lease", "params", "pushed", "read", "sent", "until",
     )  # fmt: skip
 
     def __init__(
@@ -229,7 +231,7 @@ class HandOver:
         self.body = body
         self.until = float("inf")
         #: True if the prompt has been read; whether the decode leg was sent without waiting for that.
-        self.read = self.sent = False
+        self.read = self.sent = self.pushed = False
         self._pending: bytes = b""
         self._pending_end = False
 
@@ -301,7 +303,9 @@ class HandOver:
             return
         if self._connector is Connector.NIXL:
             try:
-                params = bytes(_answer.decode(body).kv_transfer_params)
+                answer = _answer.decode(body)
+                params = bytes(answer.kv_transfer_params)
+                self.pushed = params != b"" and _transfer.decode(params).transfer_mode == "push"
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 params = b""
             if not params.startswith(b"{"):
@@ -309,6 +313,9 @@ class HandOver:
                 return
             self.params = params
             self.body = with_field(self._original, b"kv_transfer_params", params)
+            if self.pushed and self._kind is Kind.RESPONSES and answer.id:
+                # Blocks go to the request of the same id, which vLLM takes from the body of a response alone.
+                self.body = with_field(self.body, b"request_id", msgspec.json.encode(answer.id))
         self.read = True
         self._exchange.prefilled()
 
@@ -365,7 +372,7 @@ class HandOver:
 
     def release_body(self, model: str) -> bytes | None:
         """A request that a decode instance refuses before it runs: vLLM then has the KV blocks released."""
-        if self.params is None or not self.read:
+        if self.params is None or not self.read or self.pushed:
             return None
         return msgspec.json.encode(
             {

@@ -122,7 +122,7 @@ async def rig(
         )
         await engine.start()
         engines[f"e{i}"] = engine
-    transfer: dict[str, Any] = {"connector": connector}
+    transfer: dict[str, Any] = {"connector": connector.removesuffix("-push")}
     if connector != "shared-storage":
         transfer["lease_s"] = lease_s
     instances = [

@@ -11,7 +11,7 @@ import pytest
 from proxy.split_rig import WHOLE, rig
 
 
-@pytest.mark.parametrize("connector", ["nixl", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared-storage"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
     tmp_path: Path, connector: str, stream: bool
@@ -29,14 +29,17 @@ async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_every_endpoint_that_generates_is_split(tmp_path: Path, path: str, stream: bool) -> None:
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
+async def test_every_endpoint_that_generates_is_split(
+    tmp_path: Path, connector: str, path: str, stream: bool
+) -> None:
     text = "a" * 4000
     body: dict[str, Any] = (
         {"messages": [{"role": "user", "content": text}]}
         if path == "/v1/chat/completions"
         else {"input": text, "max_output_tokens": 6}
     )
-    async with rig(tmp_path) as fleet:
+    async with rig(tmp_path, connector) as fleet:
         status, got, *names = await fleet.ask(path, stream=stream, **body)
         assert (status, got.split()[:3], names) == (200, ["t0", "t1", "t2"], ["e1", "e0"])
         await fleet.idle()

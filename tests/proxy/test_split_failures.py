@@ -187,6 +187,23 @@ async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, str
         assert sum(decoder.finished.values()) == decoder.finished["abort"]
 
 
+async def test_pushed_blocks_of_a_client_that_left_are_held_until_their_lease_ends(tmp_path: Path) -> None:
+    """Where the prefill engine pushes, a decode engine that is not to get them has no way to release them."""
+    async with rig(tmp_path, "nixl-push", lease_s=2.0) as fleet:
+        reader = kv(fleet, "e0")
+        reader.answering.clear()
+        asked = asyncio.create_task(fleet.ask())
+        await until(lambda: fleet.engines["e1"].waiting and reader.held)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: not fleet.engines["e1"].waiting)
+        reader.answering.set()
+        assert fleet.service.scheduler.holds
+        await fleet.idle()
+        assert reader.expired == 1
+
+
 async def test_a_prefill_leg_that_asks_to_come_again_is_no_failure(tmp_path: Path) -> None:
     """Two answers of 4xx: verbatim, and the reservation at the decode instance is given back."""
     async with rig(tmp_path) as fleet:

@@ -63,9 +63,16 @@ class EventFields(msgspec.Struct):
 
 
 class PrefillFields(msgspec.Struct):
-    """Fields of a prefill instance's answer about fetching its KV blocks."""
+    """Fields of a prefill instance's answer: its id, and what there is about fetching the KV blocks."""
 
+    id: str | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class TransferFields(msgspec.Struct):
+    """Fields of NIXL's parameters that a router reads."""
+
+    transfer_mode: str | None = None
 
 
 class BootstrapEntry(msgspec.Struct):

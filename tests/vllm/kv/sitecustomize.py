@@ -3,6 +3,7 @@
 - vLLM's NIXL connector binds the worker's thread to the machine's last core, in every server alike; here it
   is left where the server was bound.
 - NIXL's progress thread spins on a core of its own; here it is off: the engine makes progress between steps.
+  Without that thread NIXL takes no locks, and vLLM's threads call it at once: it is told to.
 - The Mooncake connector asks for the accelerator's index, which a CPU build of torch cannot answer; here it
   is 0.
 """
@@ -27,11 +28,12 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name, path, target=None):
         if name.endswith(".nixl.base_worker"):
-            from nixl._api import nixl_agent_config
+            from nixl._api import nixl_agent_config, nixl_thread_sync_t
 
             defaults = list(nixl_agent_config.__init__.__defaults__)
             names = nixl_agent_config.__init__.__code__.co_varnames[1 : 1 + len(defaults)]
             defaults[names.index("enable_prog_thread")] = False
+            defaults[names.index("sync_mode")] = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             nixl_agent_config.__init__.__defaults__ = tuple(defaults)
         elif name.endswith(".mooncake.mooncake_connector"):
             import torch
