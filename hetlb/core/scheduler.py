@@ -469,8 +469,8 @@ class Scheduler:
         """A hand-over failed before anything reached the client: one instance gets the whole request.
 
         `lease` is that of either leg; `outcome` is what its end says about the instance, where `OK` is that
-        of a prefill leg whose blocks will not be fetched. The commands hold another dispatch, or a reject, or
-        nothing of the request if it waits in the queue.
+        of a prefill leg whose blocks will not be fetched. The commands hold another dispatch, or a reject
+        where every instance had it, or nothing of the request if it waits in the queue.
         """
         request, predicted = lease.request, lease.predicted_output
         commands: list[Command] = []
@@ -488,7 +488,12 @@ class Scheduler:
             attempts.tried.append(lease.instance)
         ready = self._ready.get(request.model)
         placed = None if ready is None else self._place(request, ready, now, predicted)
-        commands += [placed] if placed is not None else self._enqueue(request, now, predicted)
+        if placed is not None:
+            commands.append(placed)
+        elif ready is not None and attempts.tried and not self._able(request, ready, now)[0]:
+            commands.append(self._give_up(request, unsent=False))
+        else:
+            commands += self._enqueue(request, now, predicted)
         return commands + self._flush(now)
 
     def _drop(self, lease: Lease, now: float) -> Instance:
@@ -971,7 +976,7 @@ class Scheduler:
 
     def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
         """Instances that are there, have not had the request and are large enough, and a reason for each
-        other one.
+        other one. Roles count for nothing where no other instance is left.
         """
         instances = ready.instances
         attempts = self._attempts.get(request.id)
@@ -982,6 +987,7 @@ class Scheduler:
         tried: Sequence[str] = attempts.tried if attempts is not None else ()
         excluded: dict[str, str] = {}
         able: list[Instance] = []
+        kept: list[Instance] = []
         for instance in instances:
             if request.pinned is not None and instance.name != request.pinned:
                 reason = "the request belongs to another instance"
@@ -991,10 +997,16 @@ class Scheduler:
                 reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
                 if not reason and ready.roles and request.pinned is None:
                     reason = ready.roles.get(instance.name, "")
+                    if reason:
+                        kept.append(instance)
             if reason:
                 excluded[instance.name] = reason
             else:
                 able.append(instance)
+        if not able:
+            able = kept
+            for instance in kept:
+                del excluded[instance.name]
         fitting = [instance for instance in able if instance.fits(request)]
         if not fitting and able:
             # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
