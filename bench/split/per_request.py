@@ -1,10 +1,11 @@
 """Choice of splitting, request by request: mixed roles against fixed ones and against none.
 
-    python bench/split/per_request.py [--fleets A,B] [--requests 600] [--out FILE]
+    python bench/split/per_request.py [--fleets A,B] [--requests 600] [--seeds 0,1,2] [--out FILE]
 
-Eight fleets of unequal servers, four mixes of lengths, 50 and 80 % of what the fleet can do unsplit, in the
-simulator, under the policy `hetlb`. Goodput: requests per second whose time to first token is within 3 times
-and whose time per output token is within 8 times of what the mean server of the fleet takes for it alone.
+Eight fleets of unequal servers, and the servers of `hetlb demo --split`; four mixes of lengths, 50 and 80 %
+of what the fleet can do unsplit, in the simulator, under the policy `hetlb`. Goodput: requests per second
+whose time to first token is within 3 times and whose time per output token is within 8 times of what the mean
+server of the fleet takes for it alone.
 Rows: every instance may do both (`mixed`), nothing is split (`whole`), and the best of all ways to give
 every instance one role (`fixed`).
 """
@@ -45,6 +46,7 @@ TTFT_TIMES, TPOT_TIMES = 3.0, 8.0
 H100, H100_TP2 = "h100_sxm-llama-3.1-8b-tp1", "h100_sxm-llama-3.1-8b-tp2"
 A100, L40S, H20 = "a100_sxm-llama-3.1-8b-tp1", "l40s-llama-3.1-8b-tp1", "h20-roofline"
 #: Profiles of the servers of each fleet, and the bandwidth between any two, in bytes per second.
+DEMO = ("reads", "decodes")
 FLEETS: dict[str, tuple[tuple[str, ...], float]] = {
     "h100+a100": ((H100, A100), 25e9),
     "h100+2l40s": ((H100, L40S, L40S), 3e9),
@@ -54,6 +56,7 @@ FLEETS: dict[str, tuple[tuple[str, ...], float]] = {
     "h100+3l40s": ((H100, L40S, L40S, L40S), 12e9),
     "l40s+h20": ((L40S, H20), 12e9),
     "2l40s+2h20": ((L40S, L40S, H20, H20), 25e9),
+    "demo": (DEMO, 6e9),
 }
 #: Median and sigma of the log-normal lengths of prompts and answers, in tokens.
 MIXES: dict[str, tuple[float, float, float, float]] = {
@@ -81,7 +84,9 @@ def h20() -> Profile:
 
 
 def profile_of(name: str) -> Profile:
-    """A profile of the library, or the one made here."""
+    """A profile of the library, of the demo, or the one made here."""
+    if name in DEMO:
+        return load_profile(ROOT / "hetlb" / "demo" / f"{name}.yaml")
     return h20() if name == H20 else load_profile(ROOT / "profiling" / f"{name}.yaml")
 
 
@@ -158,16 +163,17 @@ def goodput(profiles: Sequence[Profile], requests: list[PlannedRequest], result:
     return good / requests[-1].scheduled_s
 
 
-def case(fleet: str, mix: str, load: float, count: int) -> dict[str, Any]:
+def case(fleet: str, mix: str, load: float, count: int, seed: int) -> dict[str, Any]:
     """All ways to run one fleet, mix and load."""
+    drawn = f"/{seed}" if seed else ""
     names, bandwidth = FLEETS[fleet]
     profiles = [profile_of(name) for name in names]
-    rng = random.Random(f"{fleet}/{mix}")
+    rng = random.Random(f"{fleet}/{mix}{drawn}")
     of = lengths(mix, count, rng)
     at_once = plan(of, math.inf, rng)
     result = run(profiles, None, bandwidth, at_once)
     capacity = count / max(record.end_s or 0.0 for record in result.records)
-    requests = plan(of, load * capacity, random.Random(f"{fleet}/{mix}/{load}"))
+    requests = plan(of, load * capacity, random.Random(f"{fleet}/{mix}/{load}{drawn}"))
     found: dict[str, float] = {}
     found["whole"] = goodput(profiles, requests, run(profiles, None, bandwidth, requests))
     mixed = run(profiles, [Role.BOTH] * len(profiles), bandwidth, requests)
@@ -186,6 +192,7 @@ def case(fleet: str, mix: str, load: float, count: int) -> dict[str, Any]:
         "fleet": fleet,
         "mix": mix,
         "load": load,
+        "seed": seed,
         "request_rate": load * capacity,
         "split": mixed.transfers / count,
         **found,
@@ -200,18 +207,23 @@ def main() -> None:
     parser.add_argument("--fleets", default=",".join(FLEETS))
     parser.add_argument("--mixes", default=",".join(MIXES))
     parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "split_per_request.json")
     args = parser.parse_args()
     known = json.loads(args.out.read_text())["cases"] if args.out.exists() else []
-    for fleet, mix, load in itertools.product(args.fleets.split(","), args.mixes.split(","), LOADS):
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    for of in itertools.product(args.fleets.split(","), args.mixes.split(","), LOADS, seeds):
         began = time.monotonic()
-        row = case(fleet, mix, load, args.requests)
-        known = [each for each in known if (each["fleet"], each["mix"], each["load"]) != (fleet, mix, load)]
+        fleet, mix, load, seed = of
+        row = case(fleet, mix, load, args.requests, seed)
+        known = [
+            each for each in known if (each["fleet"], each["mix"], each["load"], each.get("seed", 0)) != of
+        ]
         known.append(row)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"requests": args.requests, "cases": known}, indent=1) + "\n")
         print(
-            f"{fleet:15} {mix:10} {load:.1f}  mixed {row['mixed']:6.2f}  whole {row['whole']:6.2f}  "
+            f"{fleet:15} {mix:10} {load:.1f} {seed}  mixed {row['mixed']:6.2f}  whole {row['whole']:6.2f}  "
             f"fixed {row['fixed']:6.2f} ({row['fixed_roles']})  split {row['split']:4.0%}  "
             f"ratio {row['ratio']:.3f}  {time.monotonic() - began:.1f} s",
             flush=True,

@@ -124,6 +124,10 @@ class _Slots:
 MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
 _MIX_CHANGE: Final = 0.02
+#: Pairs are used while they are better for this share of requests, by the newest so many: where they seldom
+#: are, they gain nothing.
+_SPLIT_SHARE: Final = 0.125
+_SPLIT_REQUESTS: Final = 64.0
 #: Sequences of instances that are known again.
 _MOST_FLEETS: Final = 128
 
@@ -133,12 +137,12 @@ class Costs:
 
     `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
     cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
-    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed. All in
-    seconds.
+    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed;
+    `beside_s`: how much longer that takes beside a sequence that decodes. All in seconds.
     """
 
     __slots__ = (
-        "batch_s", "first_token_s", "output_s", "prompt_s", "read_s", "speed", "token_read_s",
+        "batch_s", "beside_s", "first_token_s", "output_s", "prompt_s", "read_s", "speed", "token_read_s",
     )  # fmt: skip
 
     def __init__(
@@ -150,7 +154,9 @@ class Costs:
         first_token_s: float,
         read_s: float,
         token_read_s: float,
+        beside_s: float,
     ) -> None:
+        self.beside_s = beside_s
         self.first_token_s = first_token_s
         self.read_s = read_s
         self.token_read_s = token_read_s
@@ -210,15 +216,16 @@ class Mix:
     `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
     left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is what prompts of one
     sequence took of a KV cache and `read` what of them had to be computed, in the mean: less than `prompt`
-    where they begin alike.
+    where they begin alike. `split_share`: of requests that may be split, those for which that is better.
     """
 
     __slots__ = (
         "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_residual_weight", "booked", "count",
-        "long", "output", "prompt", "read", "residual",
+        "long", "output", "prompt", "read", "residual", "split_share",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self.split_share = 0.0
         self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
@@ -267,6 +274,11 @@ class Mix:
         self.booked += gain * (kv_prompt_tokens - self.booked)
         self.read += gain * (unread_tokens - self.read)
 
+    def splits(self, better: bool) -> bool:
+        """Count a request for which a pair is better, or is not. True if that is so for enough of them."""
+        self.split_share += ((1.0 if better else 0.0) - self.split_share) / _SPLIT_REQUESTS
+        return self.split_share >= _SPLIT_SHARE
+
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
@@ -310,7 +322,9 @@ class Mix:
         of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
         latency = instance.latency
         computed = max(1.0, min(read, prompt))
-        read_s = latency.prefill_s(max(1.0, prompt), 1.0, max(0.0, prompt - computed))
+        cached, context = max(0.0, prompt - computed), prompt + output / 2.0
+        read_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
+        beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, instance.token_budget)
         return Costs(
             speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             prompt_s=max(0.0, of_prompt_s),
@@ -319,6 +333,7 @@ class Mix:
             first_token_s=read_s + latency.step_s(1.0, prompt),
             read_s=read_s,
             token_read_s=read_s / computed,
+            beside_s=max(0.0, beside_s - read_s),
         )
 
 

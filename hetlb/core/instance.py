@@ -155,12 +155,12 @@ class Occupancy:
     `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
     `prompt_tokens` and `promised_tokens` as in the ledger, `pending` prompt tokens per engine, `kv_tokens`
     expected in use with one standard deviation of what the answers hold, and `kv_excess` more while
-    `sample_at` is not stale.
+    `sample_at` is not stale. Prompts of `incoming` of them are elsewhere still, since `oldest_at`.
     """
 
     __slots__ = (
-        "empty", "kv_excess", "kv_tokens", "load", "pending", "promised_tokens", "prompt_tokens", "running",
-        "sample_at",
+        "empty", "incoming", "kv_excess", "kv_tokens", "load", "oldest_at", "pending", "promised_tokens",
+        "prompt_tokens", "running", "sample_at",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -176,6 +176,10 @@ class Occupancy:
         sample_at = instance.sample_at
         self.kv_excess = instance.kv_excess_tokens
         self.sample_at = -math.inf if sample_at is None else sample_at
+        self.incoming = float(len(instance.incoming))
+        self.oldest_at = 0.0
+        if instance.incoming:
+            self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
 
     def same_as(self, other: Occupancy) -> bool:
         """True if both say the same."""
@@ -190,6 +194,8 @@ class Occupancy:
             and self.kv_tokens == other.kv_tokens
             and self.kv_excess == other.kv_excess
             and self.sample_at == other.sample_at
+            and self.incoming == other.incoming
+            and self.oldest_at == other.oldest_at
         )
 
     def expected_kv_tokens(self, now: float) -> float:
@@ -603,6 +609,7 @@ class Instance:
         """The decode leg of a lease is dispatched."""
         if now > self.speed.last:
             self._elapsed(now)
+        self._occupancy = None
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now

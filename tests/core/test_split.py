@@ -13,6 +13,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.policies.least_delay import _Evaluation
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
+    Capacity,
     Connector,
     Dispatch,
     InstanceRemoved,
@@ -23,6 +24,7 @@ from hetlb.core.types import (
     Outcome,
     Probed,
     ProbeResult,
+    Reject,
     Request,
     Role,
 )
@@ -148,6 +150,26 @@ def test_a_failed_hand_over_sends_the_whole_request_to_one_instance(leg: str) ->
     assert placed(scheduler.on_arrival(split_request(2), 3.0)).decode is not None
 
 
+def test_a_reader_answers_where_the_only_decode_instance_dropped_the_request() -> None:
+    scheduler = pair()
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    decode = placed(scheduler.on_prefilled(lease, 1.0))
+    whole = placed(scheduler.on_unsplit(decode, Outcome.NO_RESPONSE, 1.1))
+    assert (whole.instance, whole.decode) == ("p", None)
+    scheduler.check_integrity()
+
+
+def test_a_request_that_every_instance_dropped_is_given_up() -> None:
+    scheduler = pair()
+    lease = placed(scheduler.on_arrival(split_request(1), 0.0))
+    decode = placed(scheduler.on_prefilled(lease, 1.0))
+    scheduler.on_instance(InstanceRemoved("p"), 1.0)
+    (command,) = scheduler.on_unsplit(decode, Outcome.NO_RESPONSE, 1.1)
+    assert isinstance(command, Reject)
+    assert not scheduler.in_flight
+    scheduler.check_integrity()
+
+
 def test_an_instance_that_refuses_the_first_leg_gives_back_both() -> None:
     scheduler = make_scheduler(
         [part("p", Role.PREFILL), part("q", Role.PREFILL), part("d", Role.DECODE)], "hetlb"
@@ -211,11 +233,20 @@ def test_with_enough_of_it_in_its_cache_the_decode_instance_reads_the_rest_itsel
     assert (second.instance, second.decode) == ("d", None)
 
 
+def after_several(scheduler: Scheduler, asked: Request) -> Lease:
+    """Lease of a request like several before it, which have ended: one alone is not split."""
+    for number in range(20):
+        lease = placed(scheduler.on_arrival(replace(asked, id=asked.id + number), 0.0))
+        if number < 19:
+            scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 0.0)
+    return lease
+
+
 def test_mixed_roles_split_where_the_bandwidth_is_worth_it() -> None:
     for bandwidth, expected in ((1e10, ("reader", "decoder")), (1e6, ("decoder", None))):
         link = replace(LINK, bandwidth_bytes_per_s=bandwidth)
         specs = [part("reader", latency=READER, link=link), part("decoder", latency=DECODER, link=link)]
-        lease = placed(make_scheduler(specs, "hetlb").on_arrival(split_request(1, max_tokens=None), 0.0))
+        lease = after_several(make_scheduler(specs, "hetlb"), split_request(100, max_tokens=None))
         got = lease.instance, None if lease.decode is None else lease.decode.instance
         if expected[1] is None:
             assert got[1] is None, got
@@ -255,6 +286,7 @@ def test_a_prompt_is_not_handed_to_an_instance_that_reads_a_long_one() -> None:
     specs = [part("reader", latency=READER), part("decoder", latency=DECODER)]
     for long, expected in ((0, "decoder"), (6000, None)):
         scheduler = make_scheduler(specs, "hetlb")
+        after_several(scheduler, split_request(100))
         if long:
             placed(scheduler.on_arrival(request(1, prompt=long, max_tokens=8, pinned="decoder"), 0.0))
         lease = placed(scheduler.on_arrival(split_request(2), 0.0))
@@ -282,6 +314,39 @@ def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
     assert d.speed.read_per_s(60.0) == pytest.approx(500.0, rel=0.05)
     assert d.speed.read_per_s(60.0) == d.speed.read_per_s(60.0)
     assert d.speed.read_per_s(180.0) < 5.0
+
+
+def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
+    """Each pays for all of it, whether others decode there or not."""
+    scheduler = make_scheduler([part("d", latency=DECODER)], "hetlb")
+    (d,) = scheduler.instances
+
+    def cost_s(now: float) -> float:
+        ctx = scheduler._question(split_request(1000), 100.0, 0, now, None, None)
+        return _Evaluation(ctx, [d], False)._delay_to_come_s(0, 1.0)
+
+    assert cost_s(0.0) == 0.0
+    for number in range(60):
+        lease = placed(scheduler.on_arrival(request(number, prompt=500), float(number)))
+        scheduler.on_first_token(lease, number + 0.6)
+        lease.output_tokens = 2
+        scheduler.on_lease_ended(lease, Outcome.OK, number + 0.7)
+    alone_s = cost_s(60.0)
+    half_a_step_s = 0.5 * DECODER.step_s(1.0, 2050.0)
+    assert alone_s > 0.9 * 21.0 * half_a_step_s
+    for number in range(3):
+        placed(scheduler.on_arrival(request(100 + number, prompt=10), 60.0))
+    assert cost_s(60.0) == pytest.approx(alone_s, rel=0.2)
+
+
+def test_answers_that_end_until_a_prompt_comes_make_room_for_it() -> None:
+    """17 are let in; one decodes, and by its age a prompt takes a second: answers of 50 tokens end in it."""
+    few = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=100_000, max_num_seqs=16)
+    scheduler = make_scheduler([part("p", Role.PREFILL), part("d", Role.DECODE, capacity=few)], "hetlb")
+    leases = [placed(scheduler.on_arrival(split_request(number), 0.0)) for number in range(17)]
+    assert not scheduler.on_arrival(split_request(17), 0.0)
+    commands = scheduler.on_prefilled(leases[0], 1.0)
+    assert {each.request_id for each in commands if isinstance(each, Dispatch)} == {0, 17}
 
 
 def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:

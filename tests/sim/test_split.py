@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.config.profile import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.predictor import LengthDistribution
@@ -138,3 +142,61 @@ def test_short_prompts_do_not_turn_decode_instances_into_both() -> None:
     """More prompts come than the prefill instance reads: the decode instance reads none of them."""
     _, result = fleet([Role.PREFILL, Role.DECODE], requests(300, gap_s=0.001, prompt=200, output=20))
     assert result.transfers == 300
+
+
+DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+
+
+def of_the_demo(roles: Sequence[Role] | None) -> tuple[float, int]:
+    """Mean seconds of an answer, and split requests of 300, at a fast reader and a fast decoder."""
+    rng, now, plan = random.Random(0), 0.0, []
+    for i in range(300):
+        prompt, output = round(rng.lognormvariate(6.6, 0.8)), round(rng.lognormvariate(3.9, 0.6))
+        plan.append(PlannedRequest(i, now, min(8000, prompt), max(1, min(250, output))))
+        now += rng.expovariate(7.0)
+    link = KvTransfer(Connector.NIXL, bytes_per_token=131_072, bandwidth_bytes_per_s=6e9)
+    specs, engines = [], {}
+    for n, name in enumerate(("reads", "decodes")):
+        profile = load_profile(DEMO / f"{name}.yaml")
+        capacity, latency = profile.capacity, profile.latency
+        engines[name] = EngineSpec(latency, EngineLimits.from_capacity(capacity))
+        role, transfer = (Role.BOTH, None) if roles is None else (roles[n], link)
+        specs.append(
+            InstanceSpec(name, "m", latency=latency, capacity=capacity, role=role, kv_transfer=transfer)
+        )
+    setup = SchedulerSetup(
+        tuple(specs),
+        "hetlb",
+        predictor="empirical",
+        lengths=LengthDistribution([each.output_tokens for each in plan]),
+        initial_health=Health.UP,
+    )
+    result = FleetSimulation(setup, engines, plan, model="m").run()
+    stays = [record.end_s - record.scheduled_s for record in result.records if record.end_s is not None]
+    assert len(stays) == 300
+    return statistics.fmean(stays), result.transfers
+
+
+def test_instances_that_may_do_both_come_to_do_what_suits_them() -> None:
+    """An answer at the reader slows the prompts to come there: none should be the first."""
+    whole_s, _ = of_the_demo(None)
+    fixed_s, _ = of_the_demo((Role.PREFILL, Role.DECODE))
+    mixed_s, split = of_the_demo((Role.BOTH, Role.BOTH))
+    assert fixed_s < 0.6 * whole_s
+    assert mixed_s < 0.75 * whole_s
+    assert split > 100
+
+
+def test_places_of_a_decode_instance_are_taken_while_prompts_are_on_their_way() -> None:
+    """A prompt takes 1 s, an answer 1.7 s, and 16 answers fit: with places kept for prompts there are 9."""
+    slow = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e11)
+    roles = [Role.PREFILL] * 12 + [Role.DECODE]
+    rows = requests(400, gap_s=0.01, prompt=10_000, output=80)
+    _, result = fleet(roles, rows, kv_tokens=170_000, link=slow)
+    decoding_s = lasted_s = 0.0
+    for record in result.records:
+        assert record.end_s is not None
+        assert record.first_token_s is not None
+        decoding_s += record.end_s - record.first_token_s
+        lasted_s = max(lasted_s, record.end_s)
+    assert decoding_s / lasted_s > 11.0

@@ -338,10 +338,27 @@ class _Evaluation:
         if seen.empty:
             return _ROOM
         load = seen.load
-        if seen.running >= load.all_slots * _OVERBOOK:
+        running, booked = seen.running, self._booked
+        if seen.incoming > 0.0:
+            left = self._left_by_then(seen)
+            running -= left
+            booked -= left * self._booked
+        if running >= load.all_slots * _OVERBOOK:
             return _NO_SLOT
-        used = seen.expected_kv_tokens(self._ctx.now) + self._booked
+        used = seen.expected_kv_tokens(self._ctx.now) + booked
         return _NO_MEMORY if used > _KV_MARK * load.kv_cache_tokens else _ROOM
+
+    def _left_by_then(self, seen: Occupancy) -> float:
+        """Answers that will have ended when a prompt that is prefilled elsewhere from now on comes to decode.
+
+        The oldest of those on their way shows how long that takes; at most as many end as are on their way.
+        """
+        load, incoming = seen.load, seen.incoming
+        step_s = load.step_s + load.token_s * self._context(seen)
+        answer_s = step_s * max(1.0, self._ctx.demand.mix.output)
+        there = (seen.running - incoming) * load.context_share
+        ended = there * (self._ctx.now - seen.oldest_at) / answer_s * load.engines
+        return ended if ended < incoming else incoming
 
     def _rough_score(self, i: int, seen: Occupancy) -> float:
         """A lower bound of the score of an instance by a few additions; infinity where it has no room."""
@@ -623,7 +640,9 @@ class _Evaluation:
         index = self.lowest(whole)
         if index is None:
             return None
-        return index, self._score(index).score + self._reading_to_come_s(index)[0]
+        each = self._score(index)
+        slowed_s = self._reading_to_come_s(index)[0]
+        return index, each.score + slowed_s + self._delay_to_come_s(index, each.decode_s + slowed_s)
 
     def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
@@ -674,8 +693,8 @@ class _Evaluation:
             (source_2, target_2, reading_2 + decoding_2),
         ):
             if least < below and i != j and self._reads_faster(i, j):
-                pair = self._pair(transfers, i, j)
-                if pair.score < below:
+                pair = self._pair(transfers, i, j, below)
+                if pair is not None:
                     if pair.in_time:
                         return pair
                     if late is None or pair.score < late.score:
@@ -694,26 +713,45 @@ class _Evaluation:
         unread = self._prompt - self._score(i).cached
         return costs[i].token_read_s * unread < costs[j].token_read_s * (self._prompt - self._score(j).cached)
 
-    def _pair(self, transfers: TransferTimes, i: int, j: int) -> _Pair:
-        """The pair that reads at one instance and decodes at another."""
+    def _pair(self, transfers: TransferTimes, i: int, j: int, below: float) -> _Pair | None:
+        """The pair that reads at one instance and decodes at another, None if its score is not `below`."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
         source, target = self._score(i), self._score(j)
-        self._rate(source, _EXACT)
         sent = prompt - cached_at(ctx, instances[j])
-        ready_s = source.charged_s + transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
+        transfer_s = transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
         slowed_s, wait_s = self._reading_to_come_s(j)
+        decode_s = target.decode_s + slowed_s
+        score = self._own_weight * decode_s + self._joining_s(target) + target.last_s
+        score += self._delay_to_come_s(j, decode_s)
         start_s = JOINING_STEPS * target.step_s
+        # What is known of the source so far is a lower bound.
+        if score + _FIRST_SHARE * (source.charged_s + transfer_s + start_s) >= below:
+            return None
+        self._rate(source, _EXACT)
+        ready_s = source.charged_s + transfer_s
         # Prompts read at the target by then, and those still to come.
         reading_s = instances[j].join_s(prompt) - start_s - ready_s
         start_s += wait_s if wait_s > reading_s else reading_s
         first_s = ready_s + start_s
-        decode_s = target.decode_s + slowed_s
-        score = _FIRST_SHARE * first_s + self._own_weight * decode_s + self._joining_s(target)
-        score += max(0.0, source.others_s - self._joining_s(source))
+        score += _FIRST_SHARE * first_s + max(0.0, source.others_s - self._joining_s(source))
         usual_s = self._fleet.first_token_s
         if first_s > _LATE * usual_s > 0.0:
             score += _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
-        return _Pair(i, j, score + target.last_s, start_s, self._in_time(instances[j], first_s + decode_s))
+        if score >= below:
+            return None
+        return _Pair(i, j, score, start_s, self._in_time(instances[j], first_s + decode_s))
+
+    def _delay_to_come_s(self, i: int, decode_s: float) -> float:
+        """Weighted seconds by which an answer that takes `decode_s` delays prompts yet to come there.
+
+        A prompt that comes while others decode waits for half a step and is read in longer iterations. Every
+        answer is charged all of that, though one more beside others adds little to it: else answers would
+        stay wherever there are some, and no instance would come to read alone.
+        """
+        each, mix = self._score(i), self._ctx.demand.mix
+        instance = self.instances[i]
+        prompts_s = instance.speed.read_per_s(self._ctx.now) / (instance.engines * max(1.0, mix.read))
+        return _FIRST_SHARE * prompts_s * decode_s * (0.5 * each.step_s + self._fleet.costs[i].beside_s)
 
     def _reading_to_come_s(self, i: int) -> tuple[float, float]:
         """Seconds by which prompts that are yet to come slow an answer down, and delay one that joins.
@@ -872,6 +910,8 @@ class Hetlb(Policy):
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
+        if mixed and whole is not None and not ctx.demand.mix.splits(pair is not None):
+            pair = None
         if pair is not None and pair.in_time:
             return evaluation.split(pair)
         if whole is None:
