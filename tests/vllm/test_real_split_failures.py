@@ -343,7 +343,8 @@ async def test_the_decode_server_refuses(bed: Bed) -> None:
             await bed.all_right([body], [text])
         await bed.proxy.idle(60.0)  # a server that drops requests is ejected for a while
     results = await bed.results()
-    assert results.pop("decode_failed") == TIMES
+    # While it is suspect it takes part in no pair.
+    assert TIMES / 2 <= results.pop("decode_failed") <= TIMES
     assert not results
     await bed.quiet()
 
