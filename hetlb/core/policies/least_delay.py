@@ -692,7 +692,7 @@ class _Evaluation:
             (source_2, target, reading_2 + decoding),
             (source_2, target_2, reading_2 + decoding_2),
         ):
-            if least < below and i != j and self._reads_faster(i, j):
+            if least < below and i != j and self._suits(i, j):
                 pair = self._pair(transfers, i, j, below)
                 if pair is not None:
                     if pair.in_time:
@@ -701,17 +701,20 @@ class _Evaluation:
                         late = pair
         return late
 
-    def _reads_faster(self, i: int, j: int) -> bool:
-        """True if one instance, idle, reads the prompt faster than another, or roles say that it reads it.
+    def _suits(self, i: int, j: int) -> bool:
+        """True if one instance, idle, reads the prompt faster than another and decodes no faster, or by roles.
 
-        Where it does not, a transfer would only lighten the load of the moment at the cost of slower reading.
+        Where one is better at both, a transfer would only lighten the load of the moment.
         """
         source, target = self.instances[i], self.instances[j]
         if source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE:
             return True
         costs = self._fleet.costs
         unread = self._prompt - self._score(i).cached
-        return costs[i].token_read_s * unread < costs[j].token_read_s * (self._prompt - self._score(j).cached)
+        if costs[i].token_read_s * unread >= costs[j].token_read_s * (self._prompt - self._score(j).cached):
+            return False
+        context = self._own_context
+        return target.latency.step_s(1.0, context) <= source.latency.step_s(1.0, context)
 
     def _pair(self, transfers: TransferTimes, i: int, j: int, below: float) -> _Pair | None:
         """The pair that reads at one instance and decodes at another, None if its score is not `below`."""
