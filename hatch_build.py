@@ -27,9 +27,9 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "connection_states", "driver", "ends", "exchange", "exchange_states", "limits",
-            "predicted_duration", "prefix_keys", "realtime", "router", "scheduler_driver", "scheduling",
-            "shared_driver", "token_estimator", "upstream",
+            "connection", "connection_states", "driver", "ends", "engine_pools", "exchange",
+            "exchange_states", "kv_handovers", "limits", "predicted_duration", "prefix_keys", "realtime",
+            "router", "scheduler_driver", "scheduling", "shared_driver", "token_estimator", "upstream",
         )
     ),
     *(

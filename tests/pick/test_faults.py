@@ -171,7 +171,9 @@ async def test_a_busy_engine_is_passed_on_and_left_alone_for_as_long_as_it_said(
         async with beside(made):
             reply = await made.ask()
             assert (reply.status, reply.json) == (503, {"error": "later"})
-        first = [each for each in made.picker.scheduler.instances if each.busy_until > made.picker.now()]
+        first = [
+            each for each in made.picker.scheduler.instances if each.throttle.busy_until > made.picker.now()
+        ]
         assert len(first) == 1
         assert made.outcomes.count("upstream_error") == 1
 

@@ -33,7 +33,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.instance import BLOCKED, DEPRIORITISED, JOINING_STEPS, NORMAL, EngineLoad, Instance
+from hetlb.core.instance import JOINING_STEPS, EngineLoad, Instance
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
@@ -46,6 +46,7 @@ from hetlb.core.policies.base import (
     cached_at,
 )
 from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
+from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
