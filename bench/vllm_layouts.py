@@ -6,9 +6,9 @@ memory bus when they serve), `hetlb search` on those profiles, and a load test o
 Nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
 1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
 
-With targets: a load test of each layout at five rates, from one at which TP 2 may be quicker to one that it
-cannot carry; limits on TTFT and TPOT of 1.5 times the geometric mean of both layouts' medians at the middle
-rate. `hetlb search` is asked about each rate, and must name the layout of which more requests met the limits
+With targets: a load test of each layout at five rates, from one at which TP 2 may be quicker to one that
+neither can carry; limits on TTFT and TPOT are 1.5 times the geometric mean of both layouts' medians there.
+`hetlb search` is asked about each rate, and must name the layout of which more requests met the limits
 (within 2 %).
 
 `.venv/bin/python bench/vllm_layouts.py [--requests N] [--budget 3m]`; about 15 minutes. With `--keep DIR` and
@@ -53,9 +53,9 @@ OUTPUT_TOKENS = (16, 96)
 PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
 KV_SPACE_BYTES = 1 << 30
 TOLERANCE = 0.15
-#: Requests/s of the load tests with targets, and the requests of each.
-REQUEST_RATES = (0.7, 1.0, 1.5, 2.2, 3.5)
-RATE_REQUESTS = 40
+#: Requests/s of the load tests with targets; each is of so many seconds, of so many requests at least.
+REQUEST_RATES = (0.8, 2.0, 3.5, 5.0, 7.0)
+RATE_S, RATE_REQUESTS = 20, 40
 #: Limits over the geometric mean of the medians.
 LOOSE = 1.5
 
@@ -103,8 +103,7 @@ def main() -> int:
             print(f"measured: TP {', '.join(map(str, measured))}")
             return 0
         found = _search(folder, trace)
-        limits = _limits(measured)
-        targets = [_ask(folder, trace, measured, rate, *limits) for rate in REQUEST_RATES]
+        targets = [_ask(folder, trace, measured, rate, *_limits(measured, rate)) for rate in REQUEST_RATES]
     faster = max(measured, key=lambda degree: measured[degree]["median_tok_s"])
     named = found["best"]["box"]
     estimated = {
@@ -137,12 +136,11 @@ def main() -> int:
     return int(named != faster or abs(errors[named]) > TOLERANCE or bool(wrong))
 
 
-def _limits(measured: dict[int, Any]) -> tuple[float, float]:
-    """TTFT and TPOT, from the medians of both layouts at the middle rate."""
-    middle = str(REQUEST_RATES[len(REQUEST_RATES) // 2])
+def _limits(measured: dict[int, Any], rate: float) -> tuple[float, float]:
+    """TTFT and TPOT, from the medians of both layouts at a rate."""
     ttft_s, tpot_s = (
         math.sqrt(
-            math.prod(statistics.median(layout["at_rates"][middle][key]) for layout in measured.values())
+            math.prod(statistics.median(layout["at_rates"][str(rate)][key]) for layout in measured.values())
         )
         for key in ("ttft_s", "tpot_s")
     )
@@ -216,7 +214,8 @@ def _layout(
                 found["median_tok_s"] = statistics.median(found["tok_s"])
             found["at_rates"] = {}
             for rate in REQUEST_RATES:
-                plan = make_plan(rows[:RATE_REQUESTS], None, rate, random.Random(2))
+                number = min(len(rows), max(RATE_REQUESTS, round(RATE_S * rate)))
+                plan = make_plan(rows[:number], None, rate, random.Random(2))
                 records = load(plan, f"layout {degree} at {rate}").records
                 done = [r for r in records if r.ttft_s is not None and r.tpot_s is not None]
                 found["at_rates"][str(rate)] = {

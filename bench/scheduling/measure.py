@@ -85,7 +85,12 @@ def _plan(lab: Lab, case: Case, count: int) -> list[PlannedRequest]:
 
 
 def without(name: str) -> Callable[[], None]:
-    """Take one ingredient of `hetlb` out; gives what puts it back."""
+    """Take one ingredient of `hetlb` out; gives what puts it back.
+
+    Raises `RuntimeError` where hetlb is compiled: its constants are in the code then.
+    """
+    if name and not str(late_binding.__file__).endswith(".py"):
+        raise RuntimeError(f"without {name}: expected hetlb interpreted, {late_binding.__file__} is compiled")
     owner: Any
     owner, attribute, value = {
         "": (late_binding, "_LATE", late_binding._LATE),

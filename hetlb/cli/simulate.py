@@ -405,7 +405,13 @@ def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
     try:
         limits = EngineLimits.from_capacity(profile.capacity)
         request_s = profile.host.request_s if profile.host is not None else 0.0
-        return EngineSpec(profile.latency, limits, request_s, max_model_len=profile.capacity.max_model_len)
+        return EngineSpec(
+            profile.latency,
+            limits,
+            request_s,
+            max_model_len=profile.capacity.max_model_len,
+            adapter_load_s=fleet.policy.adapter_load_s,
+        )
     except ValueError as error:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 

@@ -45,6 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_model_len: PositiveInt | None = None
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
+    max_loras: PositiveInt | None = None
 
     def schedules_asynchronously(self, gpu: str | None) -> bool | None:
         """`async_scheduling`, or the default of vLLM: on from 0.14 on, but for CPUs. None: not known."""
@@ -257,6 +258,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             kv_tokens_per_request=e.kv_cache_tokens,
             enable_prefix_caching=e.enable_prefix_caching,
             async_scheduling=e.schedules_asynchronously(self.hardware.gpu if self.hardware else None),
+            max_loras=e.max_loras,
         )
 
 

@@ -1,4 +1,4 @@
-"""Belief about the LoRA adapters that an engine has in its slots (vLLM's `max_loras`).
+"""LoRA adapters: those an engine is believed to have in its slots (vLLM's `max_loras`), the time to load one.
 
 A batch holds requests of at most so many adapters. One that is in no slot is loaded in place of the adapter
 that was used longest ago and runs nothing; where all slots have requests, it waits for one of them to end.
@@ -6,6 +6,7 @@ that was used longest ago and runs nothing; where all slots have requests, it wa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -13,6 +14,11 @@ from mypy_extensions import mypyc_attr
 
 #: vLLM's own default of `max_loras`.
 DEFAULT_SLOTS: Final = 1
+#: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
+_SEEN: Final = 31
+_ENOUGH: Final = 5
+#: The least time that is learnt: with none at all nothing would be learnt any more.
+_LEAST_S: Final = 1e-3
 
 
 @mypyc_attr(acyclic=True)
@@ -55,6 +61,15 @@ class AdapterSlots:
             if name in self.names:
                 self._use(name)
 
+    def loads(self, name: str) -> bool | None:
+        """True if an adapter is loaded for the next request of it, False if it has a slot; None: not known.
+
+        Where every slot has requests, the time until one is free would be seen too.
+        """
+        if name in self._used:
+            return False
+        return True if name in self.names and len(self._running) < self.slots else None
+
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
         """Seconds that a request for an adapter costs beyond one whose adapter is in a slot.
 
@@ -85,3 +100,30 @@ class AdapterSlots:
             for name in idle[:over]:
                 if name != newest:
                     del self._used[name]
+
+
+class AdapterLoadTime:
+    """Seconds in which engines load an adapter: stated at first, then as first tokens show.
+
+    A first token is later than expected for many reasons. By how much later it is (at the median) where an
+    adapter was loaded than where it had a slot is the time to load it.
+    """
+
+    __slots__ = ("_loaded", "_others", "seconds")
+
+    def __init__(self, stated_s: float) -> None:
+        self.seconds = stated_s
+        self._loaded: deque[float] = deque(maxlen=_SEEN)
+        self._others: deque[float] = deque(maxlen=_SEEN)
+
+    def observe(self, late_s: float, loaded: bool) -> None:
+        """The first token of a request for an adapter came `late_s` after it was expected."""
+        (self._loaded if loaded else self._others).append(late_s)
+        if len(self._loaded) >= _ENOUGH:
+            usual_s = _median(self._others) if len(self._others) >= _ENOUGH else 0.0
+            self.seconds = max(_LEAST_S, _median(self._loaded) - usual_s)
+
+
+def _median(values: deque[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

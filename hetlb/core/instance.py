@@ -96,7 +96,7 @@ class EngineLoad:
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
-        sequences = instance.sequences
+        sequences = instance.unfinished_sequences
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
@@ -125,6 +125,9 @@ class Instance:
         "capacity",
         "changes",
         "engines",
+        "finished_kv_tokens",
+        "finished_sequences",
+        "groups",
         "health",
         "holds",
         "in_flight",
@@ -228,6 +231,11 @@ class Instance:
         self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
+        #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
+        #: count though their requests have not, and what they held of the KV cache.
+        self.groups: dict[LeaseId, Lease] = {}
+        self.finished_sequences = 0
+        self.finished_kv_tokens = 0.0
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
@@ -249,13 +257,19 @@ class Instance:
         return 1.0 if sequences <= self.engines else sequences / self.engines
 
     @property
+    def unfinished_sequences(self) -> int:
+        """Sequences of its leases without those that have ended by the engine's own count."""
+        return self.sequences - self.finished_sequences
+
+    @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        load = self._loads.get(self.sequences)
+        running = self.unfinished_sequences
+        load = self._loads.get(running)
         if load is None:
             if len(self._loads) >= _LOADS_KEPT:
                 self._loads.clear()
-            load = self._loads[self.sequences] = EngineLoad(self)
+            load = self._loads[running] = EngineLoad(self)
         return load
 
     @property
@@ -289,7 +303,7 @@ class Instance:
 
         `deviations`: so many standard deviations of what the answers hold are added.
         """
-        expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
+        expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0 - self.finished_kv_tokens
         if deviations:
             expected += deviations * math.sqrt(self.kv_variance)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
@@ -418,6 +432,8 @@ class Instance:
         self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
         self.sequences += lease.request.sequences
+        if lease.request.sequences > 1:
+            self.groups[lease.id] = lease
         tree = self.tree
         if tree.unused:
             tree.evict(self.kv_cache_tokens - self.kv_tokens)
@@ -426,7 +442,7 @@ class Instance:
         if self.blocks is not None and lease.request.blocks is not None:
             self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
         # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
-        if self.sequences <= self.max_num_seqs:
+        if self.sequences - self.finished_sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
 
     def reserve(self, lease: Lease) -> None:
@@ -446,7 +462,7 @@ class Instance:
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
-        if self.sequences - len(self.incoming) <= self.max_num_seqs:
+        if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
 
     def hold(self, hold: Hold) -> None:
@@ -502,6 +518,9 @@ class Instance:
             self.pending_prompt_tokens -= lease.unread_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
+        if lease.request.sequences > 1:
+            del self.groups[lease.id]
+            self._take_finished(self.finished_sequences)
         if lease.shared is not None:
             self._let_go(lease)
         if self.adapters is not None:
@@ -540,8 +559,8 @@ class Instance:
 
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what ran until now; every answer is on average half-grown."""
-        running, places = self.sequences, self.max_num_seqs
-        tokens = (self.promised_tokens + self.prompt_tokens) / 2
+        running, places = self.unfinished_sequences, self.max_num_seqs
+        tokens = (self.promised_tokens + self.prompt_tokens) / 2 - self.finished_kv_tokens
         if self.incoming:  # booked and not there yet
             for lease in self.incoming.values():
                 running -= lease.request.sequences
@@ -581,6 +600,9 @@ class Instance:
         assert self.pending_prompt_tokens == unread, self.name
         assert self.in_flight == len(self.leases), self.name
         assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
+        groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
+        assert self.groups == groups, self.name
+        assert 0 <= self.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
         assert all(not lease.ended for lease in leases), self.name
         if self.adapters is not None:
             names = [lease.request.model for lease in leases if lease.request.model in self.adapters.names]
@@ -612,6 +634,14 @@ class Instance:
         if sample.kv_usage is not None:
             expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
             self.kv_excess_tokens = max(0.0, sample.kv_usage * self.kv_cache_tokens - expected)
+        if self.groups and sample.running is not None and sample.waiting is not None:
+            # A group that came since the last scrape may be on its way.
+            arrived = sum(
+                lease.request.sequences - 1
+                for lease in self.groups.values()
+                if last_at is not None and lease.dispatched_at <= last_at
+            )
+            self._take_finished(min(arrived, self.sequences - sample.running - sample.waiting))
         if self.capacity.max_num_seqs is not None:
             return
         running = sample.running or 0
@@ -625,6 +655,16 @@ class Instance:
         if running > self.max_num_seqs:
             self.max_num_seqs = running
             self._update_parameters()
+
+    def _take_finished(self, sequences: int) -> None:
+        """So many sequences have ended of requests that have not: at most all but one of each."""
+        groups = self.groups.values()
+        most = sum([lease.request.sequences - 1 for lease in groups])
+        self.finished_sequences = finished = max(0, min(sequences, most))
+        self.finished_kv_tokens = 0.0
+        if finished:
+            kv_tokens = sum([lease.kv_tokens + lease.kv_prompt_tokens for lease in groups]) / 2.0
+            self.finished_kv_tokens = kv_tokens * finished / (most + len(groups))
 
     def learn_blocks(self, batch: KvEventBatch) -> None:
         """Take over what the engine says of its prefix cache.

@@ -17,6 +17,7 @@ from typing import Any, Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core import rejections
+from hetlb.core.adapters import AdapterLoadTime
 from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
@@ -25,6 +26,7 @@ from hetlb.core.holds import Holds
 from hetlb.core.instance import ChangeCounter, Instance
 from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
 from hetlb.core.policies.registry import make_policy
+from hetlb.core.predicted_duration import expected_s
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
 from hetlb.core.ready import ReadyInstances, least_tokens, with_excluded
@@ -163,6 +165,10 @@ class Scheduler:
         self._telling: list[Instance] = []
         #: Names of all LoRA adapters in the fleet.
         self._adapters: frozenset[str] = frozenset()
+        self._adapter_load = AdapterLoadTime(setup.params.adapter_load_s)
+        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
+        #: expected without a load, and whether the adapter is loaded.
+        self._first_tokens: dict[LeaseId, tuple[float, bool]] = {}
         #: Waiting requests whose predicted length is older than what was learnt since.
         self._stale: list[RequestId] = []
         self._next_lease = 1
@@ -360,6 +366,7 @@ class Scheduler:
         """Give back what a lease booked."""
         instance = self._leased.pop(lease.id)
         self._retrying.discard(lease.id)
+        self._first_tokens.pop(lease.id, None)
         instance.release(lease, now)
         return instance
 
@@ -383,6 +390,8 @@ class Scheduler:
         elif lease.hold is not None and not lease.hold.ended:
             self._holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
+        if self._first_tokens and (expected := self._first_tokens.pop(lease.id, None)) is not None:
+            self._adapter_load.observe(now - lease.dispatched_at - expected[0], expected[1])
         instance.peak_ewma.observe(now - lease.dispatched_at, now, self._params.decay_s)
         if self._retrying:  # another instance answers: this one costs nothing more than any other
             self._retrying.discard(lease.id)
@@ -405,6 +414,8 @@ class Scheduler:
         instance = self._leased.pop(lease.id)
         if self._retrying:
             self._retrying.discard(lease.id)
+        if self._first_tokens:
+            self._first_tokens.pop(lease.id, None)
         instance.release(lease, now)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
@@ -581,12 +592,14 @@ class Scheduler:
         if instance is None:
             return []
         longest, slept = instance.longest_request_tokens, instance.asleep
+        finished = instance.finished_sequences
         instance.learn_sample(sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
         if instance.longest_request_tokens != longest or instance.asleep is not slept:
             self._reindex(now)
-        return self._flush(now) if slept and not instance.asleep else []
+        woken = slept and not instance.asleep
+        return self._flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """An engine told what came into its prefix cache and what left it."""
@@ -822,7 +835,7 @@ class Scheduler:
             request, predicted, long, waiting, demand, now, held, availabilities, residual
         )
         if self._adapters and request.model in self._adapters:
-            ctx.adapter_load_s = self._params.adapter_load_s
+            ctx.adapter_load_s = self._adapter_load.seconds
         return ctx
 
     def _exact(self, request: Request, held: Held | None) -> Held:
@@ -948,7 +961,12 @@ class Scheduler:
             work_ns = round(found.work_s * 1e9)
             lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now, ctx.residual)
             self._next_lease += 1
+            slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
+            loads = None if slots is None else slots.loads(ctx.request.model)
             instance.acquire(lease)
+            if loads is not None:
+                _, first_s, _ = expected_s(instance, lease)
+                self._first_tokens[lease.id] = first_s * instance.speed.factor, loads
         if ctx.availabilities is not None:
             instance.health.probation.dispatched(now)
             for other in ready.able:

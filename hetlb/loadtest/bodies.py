@@ -121,7 +121,7 @@ class RequestBodies:
     """`POST /v1/completions` or `/v1/chat/completions`, streamed; of embeddings `/v1/embeddings`.
 
     With `ignore_eos` every answer has the planned length; without it that is the most it may have. A
-    tenant is the `user` of its requests. `headers` gives each request's own.
+    tenant is the `user` of its requests, an adapter their model. `headers` gives each request's own.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class RequestBodies:
         self._path = path
         self._prompt = prompt
         self._model = msgspec.json.encode(model)
-        head = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        options: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
         if ignore_eos:
-            head["ignore_eos"] = True
-        self._head = msgspec.json.encode(head)[:-1]
+            options["ignore_eos"] = True
+        self._options = msgspec.json.encode(options)[1:-1]
 
     def path(self, planned: PlannedRequest) -> str:
         """The endpoint."""
@@ -153,13 +153,15 @@ class RequestBodies:
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
         prompt = self._prompt(planned)
+        model = msgspec.json.encode(planned.adapter) if planned.adapter else self._model
         more = b"" if planned.tenant is None else b',"user":%b' % msgspec.json.encode(planned.tenant)
         if not planned.generates:
-            return b'{"model":%b,"input":%b%b}' % (self._model, prompt, more)
+            return b'{"model":%b,"input":%b%b}' % (model, prompt, more)
         # Greedy sampling has one answer: vLLM refuses more.
         more += b',"temperature":0' if planned.n == 1 else b',"temperature":1,"n":%d' % planned.n
         output = planned.answer_tokens
+        head = b'{"model":%b,%b%b' % (model, self._options, more)
         if self._path == CHAT:
             message = b'"messages":[{"role":"user","content":%b}]' % prompt
-            return b'%b%b,"max_completion_tokens":%d,%b}' % (self._head, more, output, message)
-        return b'%b%b,"max_tokens":%d,"prompt":%b}' % (self._head, more, output, prompt)
+            return b'%b,"max_completion_tokens":%d,%b}' % (head, output, message)
+        return b'%b,"max_tokens":%d,"prompt":%b}' % (head, output, prompt)

@@ -11,6 +11,7 @@ from hetlb.pick import messages
 from hetlb.pick.grpc_call import INTERNAL, INVALID_ARGUMENT, NOT_FOUND, GrpcCall
 from hetlb.pick.http2 import MAX_FRAME, Http2Connection
 from hetlb.pick.stream import HttpStream, PickerState
+from hetlb.proxy.http.error_responses import TOO_MANY_BYTES, Refusal
 
 logger = logging.getLogger("hetlb.pick")
 
@@ -20,9 +21,28 @@ class ProcessCall(GrpcCall):
 
     def __init__(self, connection: Http2Connection, number: int, state: PickerState) -> None:
         super().__init__(connection, number, state.largest)
-        self._streams = state.streams
+        self._state = state
         self._stream = HttpStream(state, self.send)
-        self._streams.add(self._stream)
+        #: Bytes of a request that is not whole.
+        self._held = 0
+        state.streams.add(self._stream)
+
+    def on_data(self, piece: bytes, end: bool) -> None:
+        """Take a part of a message; beyond `proxy.max_held_bytes` of all requests this one is refused."""
+        super().on_data(piece, end)
+        stream = self._stream
+        held = self.unread + stream.body_bytes if stream.reading and not self.finished else 0
+        if held != self._held:
+            self._hold(held)
+
+    def _hold(self, held: int) -> None:
+        state = self._state
+        state.held_bytes += held - self._held
+        self._held = held
+        if held and state.held_bytes > state.driver.table.max_held_bytes:
+            self._stream.refuse(Refusal(TOO_MANY_BYTES, "Too many bytes of bodies are being read."))
+            self.finish()
+            self.on_reset()
 
     def on_message(self, data: bytes) -> None:
         """Take a message; an error of ours ends this request, not all of the connection."""
@@ -46,7 +66,9 @@ class ProcessCall(GrpcCall):
 
     def on_reset(self) -> None:
         """The request is over, and nothing can be said to it."""
-        self._streams.discard(self._stream)
+        self._state.streams.discard(self._stream)
+        self._state.held_bytes -= self._held
+        self._held = 0
         self._stream.closed()
 
 

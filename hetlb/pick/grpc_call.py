@@ -47,6 +47,11 @@ class GrpcCall(Http2Stream):
         #: True once the status was given.
         self.finished = False
 
+    @property
+    def unread(self) -> int:
+        """Bytes of a message that is not whole."""
+        return self._have
+
     def on_message(self, data: bytes) -> None:
         """A message came."""
         raise NotImplementedError

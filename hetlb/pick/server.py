@@ -20,7 +20,7 @@ from hetlb.pick.driver import PickDriver
 from hetlb.pick.grpc_call import GrpcCall, Methods
 from hetlb.pick.http2 import Http2Connection
 from hetlb.pick.stream import FAIRNESS, PickerState
-from hetlb.proxy.access import Access, server_context
+from hetlb.proxy.access import Access, server_context, show_newest
 from hetlb.proxy.router import FleetView, Router
 from hetlb.proxy.telemetry.events import Event, tell
 
@@ -174,7 +174,7 @@ class PickServer:
         loop = self._driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
-            self.tls.sni_callback = self._choose_certificate
+            show_newest(self.tls, lambda: self.tls)
             tls = {"ssl": self.tls, "ssl_handshake_timeout": _INCOMPLETE_S}
         addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
         wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
@@ -218,11 +218,6 @@ class PickServer:
         for server in servers:
             server.close()
             await server.wait_closed()
-
-    def _choose_certificate(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        # Called for every handshake: files that changed need no other listener.
-        assert self.tls is not None, "expected a listener with TLS"
-        connection.context = self.tls
 
     def _sweep(self) -> None:
         self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)

@@ -75,6 +75,8 @@ class PickerState:
         #: Streams that are open, and bytes of one message at most.
         self.streams: set[HttpStream] = set()
         self.largest = 0
+        #: Bytes of requests that have not come whole yet.
+        self.held_bytes = 0
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
@@ -91,7 +93,6 @@ class HttpStream(Upstream):
 
     __slots__ = (
         "_body",
-        "_body_bytes",
         "_committed",
         "_exchange",
         "_extended",
@@ -108,7 +109,9 @@ class HttpStream(Upstream):
         "_subset",
         "_tenant",
         "_trailers",
+        "body_bytes",
         "ended",
+        "reading",
     )  # fmt: skip
 
     def __init__(self, state: PickerState, send: Callable[[bytes], None]) -> None:
@@ -120,7 +123,9 @@ class HttpStream(Upstream):
         self._form: FormReader | None = None
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
-        self._body_bytes = 0
+        #: Bytes of the body so far; True until the request is whole.
+        self.body_bytes = 0
+        self.reading = True
         self._original = b""
         self._trailers = False
         self._exchange: Exchange | None = None
@@ -167,10 +172,14 @@ class HttpStream(Upstream):
         try:
             take(message)
         except GateError as error:
-            answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
-            self._state.driver.refused(answer.outcome)
-            headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
-            self._answer(error.status, headers, error_responses.error_body(answer, error.message))
+            self.refuse(error)
+
+    def refuse(self, error: GateError) -> None:
+        """Answer a request that may not pass."""
+        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
+        self._state.driver.refused(answer.outcome)
+        headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
+        self._answer(error.status, headers, error_responses.error_body(answer, error.message))
 
     # --- the request ---
 
@@ -198,10 +207,10 @@ class HttpStream(Upstream):
 
     def _request_body(self, part: Any) -> None:
         piece: bytes = part.body
-        self._body_bytes += len(piece)
+        self.body_bytes += len(piece)
         table = self._state.driver.table
         limit = table.max_body_bytes if self._form is None else table.max_multipart_bytes
-        if self._body_bytes > limit:
+        if self.body_bytes > limit:
             raise GateError(413, f"The request body is larger than {limit} bytes.")
         if piece:
             self._body.append(piece)
@@ -214,6 +223,7 @@ class HttpStream(Upstream):
         """The request is whole. Raises `GateError`."""
         state, head = self._state, self._head
         assert head is not None, "expected headers before a body"
+        self.reading = False
         pieces, self._body = self._body or [b""], []
         if self._form is None and len(pieces) > 1:
             pieces = [b"".join(pieces)]

@@ -527,7 +527,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 # --- mixed steps ----------------------------------------------------------------------------------------
 
 #: With fewer mixed points none are fitted.
-LEAST_MIXED = 4
+LEAST_MIXED = 2
 #: Weight of a constant against the points: an error of this share for each e-fold off the assumed one.
 _PRIOR = 0.01
 

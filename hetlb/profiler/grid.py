@@ -47,8 +47,8 @@ class Size:
         return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-#: Lengths at which tiles are full and others: powers of two alone are the best case.
-_LIVE_PREFILL = {1: (128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
+#: Lengths at which tiles are full and others: powers of two alone are the best case. The shortest: the floor.
+_LIVE_PREFILL = {1: (32, 128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
 #: Prompt tokens, decodes beside them, tokens cached by each.
 _LIVE_MIXED = (
     *((prompt, decodes, cached) for prompt in (300, 1500) for decodes in (4, 32) for cached in (256, 1024)),

@@ -342,9 +342,8 @@ def complete(
     heads = "unknown" if shape is None else f"{shape.layers} layers, {shape.heads_per_gpu:g} heads a GPU"
     if latency.mixed is None:
         latency = replace(latency, mixed=assumed_mixed(latency, shape))
-        assumed.append(
-            f"mixed: from decode steps and the model's shape ({heads}), no mixed step is among the points"
-        )
+        seen = f"{len(mixed)} mixed point{'s' * (len(mixed) != 1)}" if mixed else "no mixed step"
+        assumed.append(f"mixed: from decode steps and the model's shape ({heads}), {seen} among the points")
     elif shape is not None:
         latency = replace(latency, mixed=fit_mixed(latency, mixed, shape))
     if not host.iteration_s:

@@ -332,7 +332,7 @@ class Sweep:
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._read(size, length)
         # Until the last prompt is read those before it decode already.
-        behind = 0 if self._facts.prefix_cache else math.ceil(size.tokens / (self._budget_tokens() or 2048))
+        behind = self._passes(self._unread_tokens(size.batch, length))
         asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
         limit = self._facts.capacity.max_model_len
         if limit is not None:
@@ -352,6 +352,16 @@ class Sweep:
             tokens *= 2
         return prompts, tokens
 
+    def _unread_tokens(self, batch: int, length: int) -> int:
+        """Prompt tokens that the engine still reads after `_read`: a cache of prefixes keeps whole blocks."""
+        if not self._facts.prefix_cache or batch == 1:
+            return batch * length
+        block = self._facts.capacity.block_size or 1
+        return batch * (length - (length - 1) // block * block)
+
+    def _passes(self, tokens: int) -> int:
+        return math.ceil(tokens / (self._budget_tokens() or 2048))
+
     async def _mixed(self, size: Size) -> tuple[float | None, int]:
         """Seconds of the step that reads a prompt beside decodes, and the prompt tokens of all of it."""
         step_s = self._near_step_s(size.batch)
@@ -359,8 +369,8 @@ class Sweep:
         steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._read(size, length)
-        read_tokens = 0 if self._facts.prefix_cache else size.batch * length
-        behind = math.ceil(read_tokens / (self._budget_tokens() or 2048))
+        read_tokens = self._unread_tokens(size.batch, length)
+        behind = self._passes(read_tokens)
         asked = 2 * behind + steps
         limit = self._facts.capacity.max_model_len
         if limit is not None:

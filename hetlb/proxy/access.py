@@ -10,7 +10,7 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -221,6 +221,17 @@ def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
             f"got {str(key_path)!r}: {reason}"
         ) from caught
     return context
+
+
+def show_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext | None]) -> None:
+    """Have a listener that began with `context` show the newest certificate at every handshake."""
+
+    def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        current = newest()
+        assert current is not None, "expected a listener with TLS"
+        connection.context = current
+
+    context.sni_callback = choose
 
 
 class _Authorities:

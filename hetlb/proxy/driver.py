@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
-from hetlb.config.api_keys import LimitsTable
 from hetlb.config.fleet import ProxyTable
+from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     HAND_OVER,
@@ -36,12 +36,12 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.kv_handovers import KvHandOvers
 from hetlb.proxy.limits import Limiters
-from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
     Responses,
@@ -96,7 +96,6 @@ class ExchangeDriver(ABC):
         self._access = setup.access
         self._on_ended = setup.on_ended
         self._drain_rate = DrainRate(random.Random())
-        self.limiters = Limiters()
         self._next_id = 1
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
@@ -183,14 +182,6 @@ class ExchangeDriver(ABC):
     @abstractmethod
     def model_at(self, pinned: str | None) -> str:
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
-
-    def admit(self, exchange: Exchange, limits: LimitsTable) -> None:
-        """Count a request against the limits of its key. Raises `Refusal` (429)."""
-        assert exchange.tenant is not None, "expected limits of a key"
-        request = exchange.request
-        exchange.ticket = self.limiters.of(exchange.tenant, limits).admit(
-            exchange.prompt_tokens_total, (request.max_tokens or 0) * request.sequences, exchange.arrived_at
-        )
 
     @property
     def handovers(self) -> KvHandOvers:
@@ -369,6 +360,8 @@ class Driver(ExchangeDriver, SchedulerDriver):
         super().__init__(setup)
         self.schedule(scheduler)
         self.responses = Responses()
+        #: Limits of clients' keys.
+        self.limiters = Limiters()
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
         self._handovers = KvHandOvers(scheduler, self.pools, self._totals, self.carry_out, self.now)
@@ -401,7 +394,21 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
-        self._arrive(exchange.request, exchange.arrived_at)
+        if exchange.tenant is None or self._admits(exchange, exchange.tenant):
+            self._arrive(exchange.request, exchange.arrived_at)
+
+    def _admits(self, exchange: Exchange, owner: str) -> bool:
+        """Count a request against the limits of its key, if it has some; one beyond them is answered."""
+        limiter = self.limiters.of(owner)
+        if limiter is None:
+            return True
+        most = (exchange.request.max_tokens or 0) * exchange.request.sequences
+        try:
+            exchange.ticket = limiter.admit(exchange.prompt_tokens_total, most, exchange.arrived_at)
+        except Refusal as refusal:
+            exchange.refused(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
+            return False
+        return True
 
     def settle(self) -> None:
         self._count_calls()

@@ -217,7 +217,7 @@ class Exchange(RequestRecord):
     def refused(
         self, answer: Answer, message: str, retry_after_s: float | None = None, lines: bytes = b""
     ) -> None:
-        """The scheduler process does not let the request in; `lines` are header lines of the answer."""
+        """The request is not let in; `lines` are header lines of the answer."""
         self._answer(answer, message, retry_after_s, lines=lines)
 
     # --- a request whose prompt is read at one instance for another ---

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 from hetlb.config.api_keys import LimitsTable
@@ -103,34 +104,47 @@ def _names(name: bytes, limit: int | None) -> tuple[bytes, bytes]:
 
 
 class Limiters:
-    """The limits of all keys, by name. What was used outlives a reload, and is forgotten with the process."""
+    """Limiters of all keys, by name. Amounts used outlive a reload, and are forgotten with the process."""
 
     def __init__(self) -> None:
-        self._limiters: dict[str, Limiter] = {}
+        self._all: dict[str, Limiter] = {}
+        self._in_force: dict[str, Limiter] = {}
 
-    def of(self, name: str, limits: LimitsTable) -> Limiter:
-        """That of a key, with its limits as of now."""
-        limiter = self._limiters.get(name)
-        if limiter is None:
-            limiter = self._limiters[name] = Limiter(limits)
-        limiter.limits = limits
-        return limiter
+    def configure(self, limits: Mapping[str, LimitsTable]) -> None:
+        """Limits that hold from now on, by the name of the key."""
+        self._in_force = {}
+        for name, table in limits.items():
+            limiter = self._all.get(name)
+            if limiter is None:
+                limiter = self._all[name] = Limiter(table)
+            else:
+                limiter.configure(table)
+            self._in_force[name] = limiter
+
+    def of(self, name: str) -> Limiter | None:
+        """Limiter of a key, None where it has no limits."""
+        return self._in_force.get(name)
 
 
 class Limiter:
     """The limits of one key. The clock is the proxy's, in seconds."""
 
     def __init__(self, limits: LimitsTable) -> None:
-        self.limits = limits
         self._requests = Window()
         self._tokens = Window()
         self._in_flight = 0
         self._answer = _FIRST_ANSWER
-        self._write_names(limits)
+        self.configure(limits)
+
+    def configure(self, limits: LimitsTable) -> None:
+        """Limits that hold from now on; the parts of header lines that are the same for every answer."""
+        self._limits = limits
+        self._request_lines = _names(b"requests", limits.requests_per_minute)
+        self._token_lines = _names(b"tokens", limits.tokens_per_minute)
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> Ticket:
         """Count a request that comes; `max_tokens` 0: it names none. Raises `Refusal` (429)."""
-        limits, requests, tokens = self.limits, self._requests, self._tokens
+        limits, requests, tokens = self._limits, self._requests, self._tokens
         requests.forget(now)
         if limits.tokens_per_minute is not None:
             tokens.forget(now)
@@ -169,21 +183,13 @@ class Limiter:
 
     def headers(self, now: float) -> bytes:
         """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
-        limits = self.limits
-        if limits is not self._written:
-            self._write_names(limits)
+        limits = self._limits
         lines = b""
         if limits.requests_per_minute is not None:
             lines = self._requests.lines(limits.requests_per_minute, self._request_lines, now)
         if limits.tokens_per_minute is not None:
             lines += self._tokens.lines(limits.tokens_per_minute, self._token_lines, now)
         return lines
-
-    def _write_names(self, limits: LimitsTable) -> None:
-        """Keep the parts of the header lines that are the same for every answer."""
-        self._written = limits
-        self._request_lines = _names(b"requests", limits.requests_per_minute)
-        self._token_lines = _names(b"tokens", limits.tokens_per_minute)
 
     def _refusal(self, what: str, wait_s: float, now: float) -> Refusal:
         message = f"This API key has reached its limit of {what}. Please try again in {wait_s:.3g} s."

@@ -15,17 +15,14 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from hetlb.core.types import Request
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
-from hetlb.proxy.exchange import ClientSide, DriverSide, Exchange
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, WRITTEN, Phase
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import response_lines
 from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
-from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import usage_in_tail
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.websocket import (
@@ -97,34 +94,17 @@ def model_asked_for(query: bytes) -> str | None:
 class Session(Exchange):
     """One WebSocket, from the request for it to its one end."""
 
-    __slots__ = ("_asked", "_closed", "_frames", "_full_since", "_heard_at", "_open", "_spoken", "_to_engine")
-
-    def __init__(
-        self,
-        driver: DriverSide,
-        client: ClientSide,
-        head: RequestHead,
-        kind: Kind,
-        call: Call,
-        request: Request,
-        body: list[bytes],
-        label: str,
-        now: float,
-        tenant: str | None = None,
-        engine_label: str | None = None,
-    ) -> None:
-        super().__init__(driver, client, head, kind, call, request, body, label, now, tenant, engine_label)
-        #: True once the engine has agreed; the code of its Close frame, None until that came.
-        self._open = False
-        self._closed: int | None = None
-        self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
-        #: Of a session for an alias: the client's messages, in which the engine's own name is put.
-        self._spoken = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
-        self._asked = call.asked
-        self._to_engine: Callable[[bytes], None] | None = None
-        #: Since when the engine takes no more, and when either side was heard last.
-        self._full_since: float | None = None
-        self._heard_at = now
+    #: True once the engine has agreed; the code of its Close frame, None until that came.
+    _open: bool = False
+    _closed: int | None = None
+    #: Frames of the engine. Of a session for an alias: the client's messages, in which the engine's own name
+    #: of the model is put. Both from the engine's agreement on.
+    _frames: FrameReader
+    _spoken: FrameReader
+    _to_engine: Callable[[bytes], None] | None = None
+    #: Since when the engine takes no more, and when either side was heard last.
+    _full_since: float | None = None
+    _heard_at: float = 0.0
 
     # --- from the engine's connection ---
 
@@ -173,6 +153,8 @@ class Session(Exchange):
         if self.ticket is not None:
             out += self.ticket.headers(now)
         self._write(out + b"\r\n")
+        self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
+        self._spoken = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
         self._open = True
         self._to_engine = engine.relay(self._engine_has_room)
         self._client.upgraded(self.client_data)
@@ -313,7 +295,7 @@ class Session(Exchange):
             return message
         if not isinstance(event, dict) or event.get("type") != "session.update" or "model" not in event:
             return message
-        if event["model"] != self._asked:
+        if event["model"] != self._call.asked:
             return message
         return msgspec.json.encode({**event, "model": self.request.model})
 

@@ -278,8 +278,6 @@ class Router:
             exchange = Exchange(
                 driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
             )
-        if tenant is not None and tenant.limits is not None:
-            driver.admit(exchange, tenant.limits)
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from hetlb.config.fleet import ProxyTable
-from hetlb.proxy.access import Access
+from hetlb.proxy.access import Access, show_newest
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.router import FleetView, Router
@@ -60,7 +60,7 @@ class ProxyServer:
         loop = self._driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
-            self.tls.sni_callback = self._choose_certificate
+            show_newest(self.tls, lambda: self.tls)
             tls = {
                 "ssl": self.tls,
                 "ssl_handshake_timeout": self.clients.table.head_timeout_s,
@@ -105,11 +105,6 @@ class ProxyServer:
         for server in self._servers:
             server.close()
             await server.wait_closed()
-
-    def _choose_certificate(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        # Called for every handshake, so that a reload needs no other listener.
-        assert self.tls is not None, "expected a listener with TLS"
-        connection.context = self.tls
 
     def _sweep(self) -> None:
         self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)

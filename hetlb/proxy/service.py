@@ -46,7 +46,14 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.proxy import kv_events, systemd
-from hetlb.proxy.access import Access, EngineAccess, allowed_address, load_access, registered_access
+from hetlb.proxy.access import (
+    Access,
+    EngineAccess,
+    allowed_address,
+    load_access,
+    registered_access,
+    show_newest,
+)
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.discovery import dns_names
 from hetlb.proxy.discovery.dns_names import DnsSource
@@ -315,13 +322,8 @@ class FleetService(ABC):
 
     def _admin_context(self) -> ssl.SSLContext | None:
         """TLS context of the admin listener; every handshake then takes the certificate read last."""
-
-        def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            assert self._admin_tls is not None, "expected a listener with TLS"
-            connection.context = self._admin_tls
-
         if self._admin_tls is not None:
-            self._admin_tls.sni_callback = choose
+            show_newest(self._admin_tls, lambda: self._admin_tls)
         return self._admin_tls
 
     # --- the fleet view of the listener ---
@@ -608,6 +610,7 @@ class Service(FleetService):
         self.driver.on_loop = self.take_out
         self.driver.pools.on_reconnect = self.engine_reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
+        self.driver.limiters.configure(self._access.limits)
         self.sharing = None if table is None else _share(table, key, self.driver)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self._access)
@@ -751,6 +754,7 @@ class Service(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
+        self.driver.limiters.configure(access.limits)
 
     # --- shutdown ---
 

@@ -28,6 +28,9 @@ KV that another engine has not fetched yet). One with `remote_tokens` takes bloc
 queue and waits for the transfer; the driver takes it from `take_fetches` and calls `complete_fetch`. Then it
 is admitted before all that wait and computes what was not transferred, at least its last token. That one
 token costs what a decode costs.
+
+LoRA (`Sequence.adapter`, `hetlb.sim.adapters`): of the waiting, the first whose adapter the batch can hold is
+next; an iteration takes `adapter_load_s` longer for each adapter that is loaded for it.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from hetlb.core.adapters import DEFAULT_SLOTS
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
+from hetlb.sim.adapters import LoadedAdapters
 from hetlb.sim.block_pool import BlockPool, blocks_for
 from hetlb.sim.prefix import PrefixCache, PrefixContent, TokenSpan
 
@@ -57,6 +62,7 @@ class EngineLimits:
 
     `enable_prefix_caching` (on by default): freed blocks keep their content.
     `async_scheduling`: the next batch is fixed when the running one starts.
+    `max_loras`: LoRA adapters of a batch.
     """
 
     kv_cache_tokens: int
@@ -65,9 +71,10 @@ class EngineLimits:
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+    max_loras: int = DEFAULT_SLOTS
 
     def __post_init__(self) -> None:
-        for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_loras"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"engine.{name}: expected at least 1, got {value}")
@@ -115,6 +122,7 @@ class EngineLimits:
             max_num_batched_tokens=batched,
             enable_prefix_caching=capacity.enable_prefix_caching is not False,
             async_scheduling=capacity.async_scheduling is True,
+            max_loras=capacity.max_loras or DEFAULT_SLOTS,
         )
 
 
@@ -146,7 +154,7 @@ class Sequence:
     `output_tokens` is when the model would stop; 0 is a prompt that is only read (an embedding).
     `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.prefix`).
     The KV cache of the first `remote_tokens` prompt tokens comes from another engine. `held`: the blocks stay
-    allocated when it has finished, until `EngineModel.release_held`.
+    allocated when it has finished, until `EngineModel.release_held`. `adapter`: its LoRA adapter, or "".
     `state` and `preemptions` are read-only for drivers. Drivers may subclass it to hang data on it.
     """
 
@@ -158,6 +166,7 @@ class Sequence:
         "_kept",
         "_kept_at",
         "_offset",
+        "adapter",
         "answer",
         "cached_tokens",
         "fetch_tokens",
@@ -181,6 +190,7 @@ class Sequence:
         answer: Hashable | None = None,
         remote_tokens: int = 0,
         held: bool = False,
+        adapter: str = "",
     ) -> None:
         if prompt_tokens < 1:
             raise ValueError(f"prompt_tokens: expected at least 1, got {prompt_tokens}")
@@ -202,6 +212,7 @@ class Sequence:
         #: Tokens to transfer: those of `remote_tokens` that the engine's own prefix cache lacks.
         self.fetch_tokens = 0
         self.held = held
+        self.adapter = adapter
         self._admission = 0  # its number among all admissions
         self._computed = 0  # tokens in the cache, while in PREFILL
         self._generated = 0  # output tokens, while not in DECODE
@@ -289,6 +300,7 @@ class EngineModel:
     """
 
     __slots__ = (
+        "_adapters",
         "_admissions",
         "_arriving",
         "_completing",
@@ -304,6 +316,7 @@ class EngineModel:
         "_joining",
         "_joining_tokens",
         "_leaving",
+        "_loads",
         "_partial",
         "_preempted",
         "_prefixes",
@@ -314,6 +327,7 @@ class EngineModel:
         "_step",
         "_stretch",
         "_waiting",
+        "adapter_load_s",
         "generated_tokens",
         "kv_peak_blocks",
         "latency",
@@ -332,12 +346,17 @@ class EngineModel:
         rule: IterationRule = IterationRule.TOKEN,
         *,
         prefix_cache: bool = False,
+        adapter_load_s: float = 0.0,
     ) -> None:
         self.latency = latency
+        self.adapter_load_s = adapter_load_s
         self.limits = limits
         self.rule = rule
         self.pool = BlockPool.of_tokens(limits.kv_cache_tokens, limits.block_size)
         self._prefixes = PrefixCache(self.pool) if prefix_cache else None
+        #: None until a sequence has an adapter; those loaded for the batch being scheduled.
+        self._adapters: LoadedAdapters | None = None
+        self._loads = 0
         #: Counters since the start; `generated_tokens` and `prefilled_tokens` count ended iterations,
         #: `prefix_hit_tokens` what was found in the prefix cache.
         self.preemptions = 0
@@ -386,6 +405,16 @@ class EngineModel:
     def caches_prefixes(self) -> bool:
         """True if a prompt finds the blocks of earlier prompts that begin alike."""
         return self._prefixes is not None
+
+    @property
+    def adapter_loads(self) -> int:
+        """LoRA adapters loaded since the start."""
+        return 0 if self._adapters is None else self._adapters.loads
+
+    @property
+    def running_adapters(self) -> tuple[str, ...] | None:
+        """LoRA adapters of the running sequences, None if no sequence ever had one."""
+        return None if self._adapters is None else self._adapters.running
 
     @property
     def running(self) -> int:
@@ -456,7 +485,9 @@ class EngineModel:
         It waits behind a sequence that cannot be admitted until another finishes, or every place is taken;
         then an arrival needs no `cut`.
         """
-        return bool(self._waiting) or self.running >= self.limits.max_num_seqs
+        # With adapters a sequence may be admitted before one that waits for a slot.
+        waits = bool(self._waiting) and self._adapters is None
+        return waits or self.running >= self.limits.max_num_seqs
 
     def generated(self, sequence: Sequence) -> int:
         """Output tokens that `sequence` has got from iterations that ended."""
@@ -481,6 +512,8 @@ class EngineModel:
             f"expected at most {self.limits.max_sequence_tokens} tokens, got {sequence!r}"
         )
         sequence.state = _WAITING
+        if sequence.adapter and self._adapters is None:
+            self._adapters = LoadedAdapters(self.limits.max_loras)
         if self._prefixes is not None:
             sequence._content = PrefixContent(sequence.prompt_tokens, sequence.pieces, sequence.answer)
         if self.limits.async_scheduling and self._busy:
@@ -510,8 +543,10 @@ class EngineModel:
             sequence._generated = self.generated(sequence)
             del self._decoding[sequence]
             self._leave_decode(sequence)
+            self._end_adapter(sequence, self._step)
         elif state is SequenceState.PREFILL:
             self._release(sequence, sequence._computed)
+            self._end_adapter(sequence, self._step)
             if sequence is self._partial:
                 self._partial = None
             else:
@@ -663,6 +698,7 @@ class EngineModel:
                 whole += tokens // size
             sequence._generated = sequence.output_tokens
             sequence.state = _FINISHED
+            self._end_adapter(sequence, step)
         self._decode_tokens -= cached
         if blocks:
             self._give_back(blocks, whole)
@@ -714,6 +750,7 @@ class EngineModel:
     def _schedule(self) -> IterationRun:
         decoding = self._decoding
         self._room_made = False
+        self._loads = 0
         demand = self._demand[self._step % self.limits.block_size]
         if demand:
             if demand > self.pool.free_blocks:
@@ -740,6 +777,8 @@ class EngineModel:
             first_s = latency.mixed_step_s(tokens, prompts, longest, batch, cached, attended)
         else:
             first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
+        if self._loads:
+            first_s += self._loads * self.adapter_load_s
         increment_s = latency.step_growth_s(decodes)
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, decodes)
 
@@ -762,7 +801,7 @@ class EngineModel:
                 demand -= victim._offset % size == residue
                 self._keep(victim, self._step - victim._offset)
                 self._leave_decode(victim)
-            self._preempt(victim)
+            self._preempt(victim, self._step)
             preempted.append(victim)
         self._preempted = tuple(preempted)
         return demand
@@ -796,8 +835,9 @@ class EngineModel:
         self.prefix_hit_tokens += found * size
         return found * size
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Send a running sequence, whose blocks are free already, to the front of the queue."""
+    def _preempt(self, victim: Sequence, step: int) -> None:
+        """Send a sequence that ran until `step`, whose blocks are free already, to the front of the queue."""
+        self._end_adapter(victim, step)
         victim.state = _WAITING
         victim.preemptions += 1
         victim._computed = 0
@@ -830,7 +870,7 @@ class EngineModel:
                 self._partial = None
                 self._keep(partial, partial._computed)
                 self._release(partial, partial._computed)
-                self._preempt(partial)
+                self._preempt(partial, self._step - 1)
                 self._preempted = (*self._preempted, partial)
         if self._preempted or self._room_made:
             return tokens, prompts, longest, attended
@@ -858,8 +898,14 @@ class EngineModel:
             prompts += 1
             longest = max(longest, part)
             attended += part * (part + 2 * found)
+        adapters = self._adapters
         while waiting and budget > 0 and places > 0:
             head = next(iter(waiting))
+            if adapters is not None:
+                found_one = next((each for each in waiting if adapters.admits(each.adapter)), None)
+                if found_one is None:
+                    break
+                head = found_one
             if head.remote_tokens:
                 if not self._begin_fetch(head):
                     break
@@ -897,12 +943,19 @@ class EngineModel:
     def _admit(self, sequence: Sequence, computed: int, *, last: bool) -> None:
         """Put a sequence into the batch; `last`: this part completes its prompt."""
         sequence.state = _PREFILL
+        if self._adapters is not None:
+            self._loads += self._adapters.begin(sequence.adapter, self._step)
         self._admissions = sequence._admission = self._admissions + 1
         sequence._computed = computed
         if last:
             self._scheduled_whole(sequence)
         else:
             self._partial = sequence
+
+    def _end_adapter(self, sequence: Sequence, step: int) -> None:
+        """A sequence that ran until `step` leaves the batch."""
+        if self._adapters is not None:
+            self._adapters.end(sequence.adapter, step)
 
     def _begin_fetch(self, sequence: Sequence) -> bool:
         """Allocate the blocks of a prompt whose KV cache comes from elsewhere; False if too few are free."""
@@ -992,6 +1045,7 @@ class EngineModel:
                 self.generated_tokens += 1
             if sequence._generated == output:
                 self._leave(sequence, sequence._computed)
+                self._end_adapter(sequence, step)
                 sequence.state = _FINISHED
                 finished.append(sequence)
                 continue
@@ -1097,6 +1151,8 @@ class EngineModel:
         assert self.pool.used_blocks == blocks, f"expected {blocks} used blocks, got {self.pool.used_blocks}"
         assert self._decode_tokens == sum(cached.values()), "expected the sum of the cached tokens"
         assert self.running <= self.limits.max_num_seqs, f"expected max_num_seqs, got {self.running} running"
+        if self._adapters is not None:
+            self._adapters.check_integrity([each.adapter for each in (*self._decoding, *prefills)])
         demand = [0] * size
         for sequence in self._decoding:
             demand[sequence._offset % size] += 1

@@ -27,6 +27,7 @@ from hetlb.core.types import (
     HealthChanged,
     InstanceSpec,
     Lease,
+    ModelsLearned,
     Outcome,
     Reject,
     RejectReason,
@@ -65,7 +66,8 @@ class EngineSpec:
     `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
     `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
-    the most tokens of one sequence, where that is less than its KV cache holds.
+    the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
+    load a LoRA adapter that is in none of its slots.
     """
 
     latency: LatencyModel
@@ -74,6 +76,7 @@ class EngineSpec:
     changes: tuple[tuple[float, float], ...] = ()
     prefix_cache: bool = False
     max_model_len: int | None = None
+    adapter_load_s: float = 0.0
 
     def fits(self, planned: PlannedRequest) -> bool:
         """True if it can run every sequence of a request to its end."""
@@ -117,6 +120,7 @@ class _Run(EngineSequence):
             answer=None if prefill else answer,
             remote_tokens=planned.prompt_tokens if leg is Role.DECODE else 0,
             held=prefill,
+            adapter=planned.adapter,
         )
         self.flight = flight
         self.leg = leg
@@ -169,11 +173,14 @@ class FleetResult:
     #: Requests whose KV cache was to be transferred; of them, those that were too late and computed again.
     transfers: int = 0
     expired: int = 0
+    #: LoRA adapters loaded, by instance; None where no request asked for one.
+    adapter_loads: dict[str, int] | None = None
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `vllm bench serve` names them.
 
-        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too.
+        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too, with LoRA
+        adapters `adapter_loads`.
         """
         found = summarize(
             self.records,
@@ -186,6 +193,9 @@ class FleetResult:
             for entry in found["instances"]:
                 hit, computed = self.prefix_hits[entry["name"]]
                 entry |= {"prefix_hit_tokens": hit, "prefilled_tokens": computed}
+        if self.adapter_loads is not None:
+            for entry in found["instances"]:
+                entry["adapter_loads"] = self.adapter_loads[entry["name"]]
         return found
 
 
@@ -197,7 +207,13 @@ class _Engine:
     def __init__(self, name: str, spec: EngineSpec, rule: IterationRule) -> None:
         self.name = name
         self.spec = spec
-        self.model = EngineModel(spec.latency, spec.limits, rule, prefix_cache=spec.prefix_cache)
+        self.model = EngineModel(
+            spec.latency,
+            spec.limits,
+            rule,
+            prefix_cache=spec.prefix_cache,
+            adapter_load_s=spec.adapter_load_s,
+        )
         self.started_s = 0.0
         self.version = 0
         self.begin_pending = False
@@ -255,6 +271,9 @@ class FleetSimulation:
         self._heap: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
         self._now = start_s
+        #: LoRA adapters of the plan: every engine lists them all.
+        self._adapters = tuple(sorted({planned.adapter for planned in plan if planned.adapter}))
+        self._list_adapters(self.scheduler)
         self._open = len(plan)
         self._ticks: set[Scheduler] = set()  # schedulers with a tick ahead
         for name, engine in self._engines.items():
@@ -306,6 +325,9 @@ class FleetSimulation:
             else None,
             self._transfers,
             self._expired,
+            {name: engine.model.adapter_loads for name, engine in self._engines.items()}
+            if self._adapters
+            else None,
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
@@ -316,7 +338,7 @@ class FleetSimulation:
         keyed = planned.generates and planned.prompts == 1 and planned.content is not UNSHARED
         return Request(
             id=planned.index,
-            model=self._model,
+            model=planned.adapter or self._model,
             prompt_tokens=planned.prompt_tokens,
             sequences=planned.sequences,
             samples=planned.n,
@@ -374,6 +396,14 @@ class FleetSimulation:
     def _on_restart(self, _: None) -> None:
         self._replaced.append(self.scheduler)
         self.scheduler = Scheduler(replace(self._setup, now=self._now), oracle=self._oracle)
+        self._list_adapters(self.scheduler)
+
+    def _list_adapters(self, scheduler: Scheduler) -> None:
+        """Have a scheduler read what the engines list, as the proxy does from `/v1/models`."""
+        if self._adapters:
+            names = (self._model, *self._adapters)
+            for spec in self._setup.specs:
+                scheduler.on_instance(ModelsLearned(spec.name, names, self._adapters), self._now)
 
     def _on_change(self, payload: tuple[_Engine, LatencyModel]) -> None:
         engine, latency = payload
@@ -390,6 +420,7 @@ class FleetSimulation:
                 model.waiting,
                 engine.kv_usage_at(self._now),
                 preemptions=model.preemptions,
+                adapters=model.running_adapters,
             )
             for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._now))

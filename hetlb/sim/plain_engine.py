@@ -23,9 +23,12 @@ Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` an
   its prompt when its turn in the queue comes, and then waits outside the batch for the transfer. When that
   has ended, it is admitted before all that wait; at least its last token is computed, which costs what a
   decode costs. Preempted, it is computed like any other.
+* LoRA: a batch holds sequences of at most `max_loras` adapters; a waiting one of another adapter is passed
+  over and keeps its place. An adapter in no slot is loaded before the batch, which takes that much longer, in
+  place of the one that was in a batch longest ago (of several the first by name: vLLM's order is a set's).
 
 Of two blocks with the same content only the first is found. Left out: speculative decoding, pipeline
-parallelism, sliding windows, LoRA limits, priorities.
+parallelism, sliding windows, priorities, LoRA with transferred KV caches.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class PlainSequence:
     content: list[Hashable] | None = None
     remote: int = 0
     held: bool = False
+    adapter: str = ""
     generated: int = 0
     computed: int = 0
     #: Output tokens that batches in flight will yield.
@@ -109,9 +113,14 @@ class PlainEngine:
     """One engine. `begin` starts a batch, `end` ends it; arrivals and aborts come in between or during it."""
 
     def __init__(
-        self, latency: LatencyModel, limits: EngineLimits, rule: IterationRule = IterationRule.TOKEN
+        self,
+        latency: LatencyModel,
+        limits: EngineLimits,
+        rule: IterationRule = IterationRule.TOKEN,
+        adapter_load_s: float = 0.0,
     ) -> None:
         self.latency = latency
+        self.adapter_load_s = adapter_load_s
         self.limits = limits
         self.rule = rule
         self.waiting: deque[PlainSequence] = deque()
@@ -126,6 +135,9 @@ class PlainEngine:
         self.batch: PlainBatch | None = None
         self.fixed: PlainBatch | None = None
         self.found_tokens = 0
+        self.loaded: dict[str, int] = {}  # adapter -> the last batch that it was in
+        self.batches = 0
+        self.loads = 0
 
     @property
     def used(self) -> int:
@@ -244,8 +256,13 @@ class PlainEngine:
                 scheduled.append(self._scheduled(sequence, new))
                 scheduled[-1].joins = sequence.computed == sequence.prompt - 1
                 budget -= new
+            passed: list[PlainSequence] = []
             while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
                 sequence = self.waiting[0]
+                adapters = {each.sequence.adapter for each in scheduled} - {""}
+                if len(adapters | {sequence.adapter} - {""}) > self.limits.max_loras:
+                    passed.append(self.waiting.popleft())
+                    continue
                 found = self._find(sequence)
                 new = min(sequence.tokens - len(found) * self.limits.block_size, budget)
                 if not self._fits(sequence, found):
@@ -260,6 +277,7 @@ class PlainEngine:
                 self.running.append(sequence)
                 scheduled.append(self._scheduled(sequence, new))
                 budget -= new
+            self.waiting.extendleft(reversed(passed))
         return self._batch(scheduled, preempted) if scheduled or preempted else None
 
     def _fetch(self, sequence: PlainSequence) -> None:
@@ -287,6 +305,7 @@ class PlainEngine:
             sum(new * (new + 2 * sequence.computed) for sequence, new in prefills),
             self.rule,
         )
+        duration_s += self._load({each.sequence.adapter for each in scheduled} - {""}) * self.adapter_load_s
         batch = PlainBatch(scheduled, preempted, duration_s, self.used)
         for each in scheduled:
             sequence = each.sequence
@@ -296,6 +315,17 @@ class PlainEngine:
                 sequence.expected += 1 if sequence.output else 0
             self._publish(sequence)
         return batch
+
+    def _load(self, adapters: set[str]) -> int:
+        """Have the adapters of a batch in slots; the number of those that were in none."""
+        self.batches += 1
+        new = len(adapters - self.loaded.keys())
+        self.loads += new
+        self.loaded.update(dict.fromkeys(adapters, self.batches))
+        while len(self.loaded) > self.limits.max_loras:
+            idle = [(used, name) for name, used in self.loaded.items() if name not in adapters]
+            del self.loaded[min(idle)[1]]
+        return new
 
     # --- blocks ---
 

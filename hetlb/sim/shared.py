@@ -39,6 +39,8 @@ class SharedSimulation(FleetSimulation):
     ) -> None:
         super().__init__(setup, engines, plan, model=model, **options)
         more = [Scheduler(replace(setup, seed=setup.seed + n), oracle=self._oracle) for n in range(1, count)]
+        for each in more:
+            self._list_adapters(each)
         self.schedulers = [self.scheduler, *more]
         self._views = {each: SharedView(each, n) for n, each in enumerate(self.schedulers)}
         self._names = {scheduler: str(n) for n, scheduler in enumerate(self.schedulers)}

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
-from hetlb.config.api_keys import LimitsTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.proxy.driver import DriverSetup, ExchangeDriver
@@ -161,9 +160,6 @@ class RelayDriver(ExchangeDriver):
 
     def available(self, model: str) -> bool:
         return model in self.served and model not in self.down
-
-    def admit(self, exchange: Exchange, limits: LimitsTable) -> None:
-        """Nothing to do: the scheduler process counts for all relays."""
 
     def used(self, request_id: RequestId, prompt_tokens: int, output_tokens: int, *, last: bool) -> None:
         """A request of a key with limits used tokens."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Final
 
-from hetlb.config.api_keys import LimitsTable
+from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -32,7 +32,6 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.limits import Limiter, Limiters, Ticket
-from hetlb.proxy.predicted_duration import expected_s
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
     Responses,
@@ -142,9 +141,8 @@ class RelayHost(SchedulerDriver):
         self.stalls = StallWatch(loop)
         #: Instances and addresses of those that were registered (None where the name resolves itself).
         self.registered: dict[str, str | None] = {}
-        #: The limits of keys by their names, and what was used of them by all relays.
-        self.limits: Mapping[str, LimitsTable] = {}
-        self._limiters = Limiters()
+        #: Limits of keys, over all relays.
+        self.limiters = Limiters()
         #: True if requests wait, as the relays know it.
         self._waiting = False
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -321,8 +319,7 @@ class RelayHost(SchedulerDriver):
         self._arrive(request, now)
 
     def _limiter(self, owner: str | None) -> Limiter | None:
-        limits = None if owner is None else self.limits.get(owner)
-        return None if owner is None or limits is None else self._limiters.of(owner, limits)
+        return None if owner is None else self.limiters.of(owner)
 
     def _admit(self, owner: str | None, request: Request, now: float) -> Ticket | None:
         """Count a request against the limits of its key, if it has some. Raises `Refusal`."""

@@ -87,7 +87,7 @@ class SchedulerProcess(FleetService):
         )
         self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
         self.driver.generation = state.generation
-        self.driver.limits = self._access.limits
+        self.driver.limiters.configure(self._access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()
         self._records = FleetRecords()
@@ -410,7 +410,7 @@ class SchedulerProcess(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Relays have been told before the first request goes to a new instance."""
-        self.driver.limits = access.limits
+        self.driver.limiters.configure(access.limits)
 
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged

@@ -22,7 +22,8 @@ class PlannedRequest:
     """One request of a plan: when it is due (seconds from the start of the run), and what it asks.
 
     It has `prompts` prompts of `prompt_tokens` tokens each, which begin with the spans of `content`, and asks
-    for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none.
+    for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none. `adapter`
+    is the LoRA adapter that it asks for, "" for the model itself.
     """
 
     index: int
@@ -34,6 +35,7 @@ class PlannedRequest:
     n: int = 1
     generates: bool = True
     tenant: str | None = None
+    adapter: str = ""
 
     @property
     def sequences(self) -> int:
@@ -131,6 +133,7 @@ def planned_request(index: int, at_s: float, row: Row, content: PromptContent = 
         row.n,
         row.endpoint != "embeddings",
         row.tenant or None,
+        row.adapter,
     )
 
 

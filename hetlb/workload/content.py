@@ -74,7 +74,10 @@ def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS)
     for row in rows:
         # A block cut short by the end of the prompt is not the whole block of that name.
         head = tuple(
-            (name if length == _whole(each, hash_block_tokens) else (name, length), length)
+            (
+                _named(row.adapter, name if length == _whole(each, hash_block_tokens) else (name, length)),
+                length,
+            )
             for each, (name, length) in zip(
                 row.hash_ids, spans_of(row.hash_ids, row.input_tokens, hash_block_tokens), strict=False
             )
@@ -105,6 +108,11 @@ def in_cycle(content: PromptContent, cycle: int) -> PromptContent:
     spans = tuple(((cycle, name), length) for name, length in content.spans)
     answer = None if content.answer is None else (cycle, content.answer)
     return PromptContent(spans, answer, content.session and f"{cycle}/{content.session}")
+
+
+def _named(adapter: str, name: Hashable) -> Hashable:
+    """The name of a span under an adapter: its KV cache is no other adapter's."""
+    return (adapter, name) if adapter else name
 
 
 def _whole(hash_id: str, block_tokens: int) -> int:

@@ -25,7 +25,7 @@ _MAX_TOKENS = 1 << 31
 #: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).
 ENDPOINTS = ("completions", "embeddings")
 #: Further columns with a meaning.
-_OPTIONAL = ("session_id", "turn", "hash_ids", "prompt", "tenant", "sequences", "n", "endpoint")
+_OPTIONAL = ("session_id", "turn", "hash_ids", "prompt", "tenant", "sequences", "n", "endpoint", "adapter")
 #: A block or a span of a prompt: `NAME`, or `NAME=TOKENS`.
 _SPAN = re.compile(r"([\w-]+)(?:=(\d+))?")
 #: A request asks for at most so many prompts or samples: more is a mistake.
@@ -45,7 +45,7 @@ class Row:
     are equal text.
 
     `sequences` prompts of this length are sent in one request, `n` answers asked for to each. `tenant` is
-    whose request it is.
+    whose request it is, `adapter` the LoRA adapter that it asks for.
     """
 
     arrival_s: float | None
@@ -59,6 +59,7 @@ class Row:
     sequences: int = 1
     n: int = 1
     endpoint: str = "completions"
+    adapter: str = ""
     extra: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -138,6 +139,7 @@ def _optional(path: Path, number: int, cells: dict[str, str]) -> dict[str, Any]:
         "session": cells.get("session_id", ""),
         "turn": cells.get("turn", ""),
         "tenant": cells.get("tenant", ""),
+        "adapter": cells.get("adapter", "").strip(),
         "hash_ids": tuple(each.group() for each in _SPAN.finditer(cells.get("hash_ids", ""))),
     }
     for column in ("sequences", "n"):

@@ -207,9 +207,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def serve(self, name: str, models: tuple[str, ...]) -> None:
         self.carry_out(self.scheduler.on_instance(ModelsLearned(name, models), self.now))
 
-    @rule(name=st.sampled_from(NAMES), usage=st.one_of(st.none(), st.floats(0, 1)))
-    def scrape(self, name: str, usage: float | None) -> None:
-        self.carry_out(self.scheduler.on_scrape(name, EngineSample(kv_usage=usage), self.now))
+    @rule(
+        name=st.sampled_from(NAMES),
+        running=st.one_of(st.none(), st.integers(0, 8)),
+        usage=st.one_of(st.none(), st.floats(0, 1)),
+    )
+    def scrape(self, name: str, running: int | None, usage: float | None) -> None:
+        waiting = None if running is None else 0
+        sample = EngineSample(running=running, waiting=waiting, kv_usage=usage)
+        self.carry_out(self.scheduler.on_scrape(name, sample, self.now))
 
     @rule(name=st.sampled_from(NAMES), come_back=st.booleans())
     def replace(self, name: str, come_back: bool) -> None:

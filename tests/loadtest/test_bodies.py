@@ -151,6 +151,14 @@ def test_inputs_of_an_embedding() -> None:
     assert [len(each) for each in made["input"]] == [12] * 5
 
 
+def test_an_adapter_is_asked_for_as_a_model() -> None:
+    bodies = RequestBodies("m", lambda _: b"[1]", ignore_eos=True)
+    for adapter, model in (("", "m"), ("lora", "lora")):
+        for generates in (True, False):
+            planned = PlannedRequest(0, 0.0, 1, 1, generates=generates, adapter=adapter)
+            assert json.loads(bodies.body(planned))["model"] == model
+
+
 def test_a_tenant_and_a_conversation_have_their_headers() -> None:
     rows = [Row(None, 5, 1, session="s", tenant="acme"), Row(None, 5, 1)]
     named = own_headers(rows, "salt", "x-session-id", "x-tenant")

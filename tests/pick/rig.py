@@ -20,6 +20,8 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 from hetlb.config.fleet import load_fleet
 from hetlb.pick.service import PickService
 
+#: A busy machine takes long to start Envoy.
+_START_S = 60.0
 CONFIGS = Path(__file__).parents[2] / "configs" / "envoy"
 STATIC, GATEWAY_API = CONFIGS / "static.yaml", CONFIGS / "gateway-api.yaml"
 METRICS = "vllm:num_requests_running {}\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
@@ -160,14 +162,16 @@ class Envoy:
                 str(binary), "-c", str(path), "--admin-address-path", str(admin), "--concurrency", "1",
                 "--disable-hot-restart", "-l", "warning", stdout=log, stderr=log,
             )  # fmt: skip
-        await turns_until(lambda: (admin.exists() and ":" in admin.read_text()) or self.process.returncode)
+        await turns_until(
+            lambda: (admin.exists() and ":" in admin.read_text()) or self.process.returncode, _START_S
+        )
         assert self.process.returncode is None, (self.folder / "log").read_text()
         self.admin_port = int(admin.read_text().rpartition(":")[2])
         return await self.ready()
 
     async def ready(self) -> Envoy:
         """Wait until it takes requests and has looked at the health of pickers and engines."""
-        async with aiohttp.ClientSession() as session, asyncio.timeout(10):
+        async with aiohttp.ClientSession() as session, asyncio.timeout(_START_S):
             while not (await self.admin(session, "/ready")).startswith(b"LIVE"):
                 await asyncio.sleep(0.02)
             listeners = msgspec.json.decode(await self.admin(session, "/listeners?format=json"))
@@ -279,6 +283,9 @@ async def rig(
         stack.push_async_callback(lambda: made.envoy.kill())
         await made.envoy.start()
         timeout = aiohttp.ClientTimeout(total=30)
-        made.session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        connector = aiohttp.TCPConnector(limit=0)
+        made.session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, connector=connector)
+        )
         yield made
         await made.settled()

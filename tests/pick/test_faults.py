@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from helpers import turns_until
-from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, rig
-from pick.test_picking import fill
+from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, answer, rig
 from proxy.upstreams import DONE, TOKEN
+
+from hetlb.core.types import Capacity, CapacityLearned
 
 pytestmark = pytest.mark.envoy
 
@@ -29,9 +32,10 @@ BESIDE = 50
 
 
 @contextlib.asynccontextmanager
-async def beside(made: Rig) -> AsyncIterator[None]:
-    """Streams that are open during a case and end well after it."""
+async def beside(made: Rig, *, whole: bool = True) -> AsyncIterator[None]:
+    """Streams that are open during a case and end after it, with `whole` all of them well."""
     over = asyncio.Event()
+    before = sum(engine.running for engine in made.engines)
 
     async def slow(request: Any, engine: Engine) -> web.StreamResponse:
         if b"background" not in engine.bodies[-1]:
@@ -50,13 +54,14 @@ async def beside(made: Rig) -> AsyncIterator[None]:
         asyncio.create_task(made.ask(stream=True, user="background", prompt="background"))
         for _ in range(BESIDE)
     ]
-    await turns_until(lambda: sum(engine.running for engine in made.engines) == BESIDE)
+    await turns_until(lambda: sum(engine.running for engine in made.engines) == before + BESIDE)
     try:
         yield
     finally:
         over.set()
-    replies = await asyncio.gather(*streams)
-    assert {(reply.status, reply.body) for reply in replies} == {(200, TOKEN + TOKEN + DONE)}
+    replies = await asyncio.gather(*streams, return_exceptions=not whole)
+    if whole:
+        assert {(reply.status, reply.body) for reply in replies} == {(200, TOKEN + TOKEN + DONE)}
     await made.settled()
 
 
@@ -98,17 +103,32 @@ async def test_a_client_leaves_before_its_answer_and_while_it_streams(tmp_path: 
         assert made.outcomes.count("client_gone") == 2
 
 
-async def test_a_client_leaves_while_it_waits_in_the_queue(tmp_path: Path) -> None:
-    async with rig(tmp_path, engines=1, policy={"name": "hetlb"}) as made:
-        sent = await fill(made)
-        sent[-1].cancel()
-        await turns_until(lambda: not len(made.picker.scheduler.queue))
-        made.engines[0].released.set()
-        replies = await asyncio.gather(*sent, return_exceptions=True)
-        assert [getattr(each, "status", None) for each in replies[:-1]] == [200] * (len(sent) - 1)
-        assert len(made.engines[0].bodies) == len(sent) - 1
-        await made.settled()
-        assert sorted(made.outcomes) == ["client_gone"] + ["ok"] * (len(sent) - 1)
+@BOTH
+async def test_a_client_leaves_before_its_body_is_whole(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base) as made, beside(made):
+        streams = made.picker.server.state.streams
+        _, writer = await asyncio.open_connection("127.0.0.1", made.envoy.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: 1000\r\n\r\n{")
+        await turns_until(lambda: len(streams) == BESIDE + 1)
+        writer.transport.abort()
+        await turns_until(lambda: len(streams) == BESIDE)
+        assert sum(len(engine.bodies) for engine in made.engines) == BESIDE
+
+
+@BOTH
+async def test_a_client_leaves_while_it_waits_in_the_queue(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path, base, engines=1, policy={"name": "hetlb"}) as made:
+        async with beside(made):
+            made.picker.change(CapacityLearned("i0", Capacity(max_num_seqs=1)))
+            queue = made.picker.scheduler.queue
+            sent = [asyncio.create_task(made.ask()) for _ in range(3)]
+            await turns_until(lambda: len(queue) == 3)
+            sent.pop().cancel()
+            await turns_until(lambda: len(queue) == 2)
+        assert [(await each).status for each in sent] == [200, 200]
+        assert len(made.engines[0].bodies) == BESIDE + 2
+        assert made.outcomes.count("client_gone") == 1
 
 
 @BOTH
@@ -140,8 +160,13 @@ async def test_an_engine_that_refuses(tmp_path: Path, base: Path, retries: bool)
 
 
 @BOTH
-async def test_an_engine_that_resets_before_an_answer(tmp_path: Path, base: Path) -> None:
-    async with rig(tmp_path, base) as made:
+@pytest.mark.parametrize("retries", [True, False])
+async def test_an_engine_that_resets_before_an_answer(tmp_path: Path, base: Path, retries: bool) -> None:
+    def change(envoy: Envoy) -> None:
+        if retries:
+            envoy.route["retry_policy"]["retry_on"] = "reset"
+
+    async with rig(tmp_path, base, change=change) as made:
 
         async def reset(request: web.Request, engine: Engine) -> web.StreamResponse:
             assert request.transport is not None
@@ -149,33 +174,52 @@ async def test_an_engine_that_resets_before_an_answer(tmp_path: Path, base: Path
             await asyncio.Event().wait()
             raise AssertionError
 
-        for engine in made.engines:
+        # rr: the next one is the first; with retries the other answers.
+        for engine in made.engines[: 1 if retries else 2]:
             engine.script = reset
         async with beside(made):
             reply = await made.ask()
-            assert (reply.status, reply.json["error"]["code"]) == (502, "no_response")
-        assert made.outcomes.count("no_response") == 1
+            if retries:
+                assert (reply.status, reply.headers["x-hetlb-instance"]) == (200, "i1")
+            else:
+                assert (reply.status, reply.json["error"]["code"]) == (502, "no_response")
+        assert made.outcomes.count("no_response") == (0 if retries else 1)
+        assert len(made.outcomes) == BESIDE + 1
 
 
 @BOTH
-async def test_a_busy_engine_is_passed_on_and_left_alone_for_as_long_as_it_said(
-    tmp_path: Path, base: Path
+@pytest.mark.parametrize("retries", [True, False])
+async def test_a_busy_engine_is_left_alone_for_as_long_as_it_said(
+    tmp_path: Path, base: Path, retries: bool
 ) -> None:
-    async with rig(tmp_path, base, policy={"name": "hetlb"}) as made:
+    def change(envoy: Envoy) -> None:
+        if retries:
+            envoy.route["retry_policy"]["retry_on"] = "5xx"
+
+    async with rig(tmp_path, base, change=change, policy={"name": "hetlb"}) as made:
+        asked: list[Engine] = []
 
         async def busy(request: Any, engine: Engine) -> web.StreamResponse:
+            asked.append(engine)
+            if retries and len(asked) == 2:
+                return await answer(request, engine)
             return web.json_response({"error": "later"}, status=503, headers={"retry-after": "30"})
 
         for engine in made.engines:
             engine.script = busy
         async with beside(made):
             reply = await made.ask()
-            assert (reply.status, reply.json) == (503, {"error": "later"})
+            if retries:  # Envoy asked another one, and keeps what the first one said to itself
+                assert (reply.status, len(set(asked))) == (200, 2)
+                assert reply.headers["x-hetlb-instance"] == f"i{made.engines.index(asked[1])}"
+            else:
+                assert (reply.status, reply.json) == (503, {"error": "later"})
         first = [
             each for each in made.picker.scheduler.instances if each.throttle.busy_until > made.picker.now()
         ]
-        assert len(first) == 1
-        assert made.outcomes.count("upstream_error") == 1
+        assert len(first) == (0 if retries else 1)
+        assert made.outcomes.count("upstream_error") == (0 if retries else 1)
+        assert len(made.outcomes) == BESIDE + 1
 
 
 @BOTH
@@ -262,48 +306,137 @@ async def test_a_picker_that_fails_costs_no_request(tmp_path: Path) -> None:
         assert "x-hetlb-instance" in (await made.ask()).headers
 
 
-async def test_a_picker_process_that_stands_still_costs_no_request(tmp_path: Path) -> None:
+async def test_a_timeout_finds_a_picker_process_that_stands_still(tmp_path: Path) -> None:
     def quick(envoy: Envoy) -> None:
         envoy.ext_proc["message_timeout"] = "0.3s"
         del envoy.cluster("picker")["health_checks"]  # a timeout is to find it out, not a check
 
-    async with rig(tmp_path, change=quick) as made, picker_process(made) as process:
-        second = Envoy(tmp_path / "second", STATIC, [made.grpc_port], made.engines)
-        quick(second)
-        made.envoy, first = await second.start(), made.envoy
-        try:
-            assert "x-hetlb-instance" in (await made.ask()).headers
-            process.send_signal(signal.SIGSTOP)
-            for streamed in (False, True):
-                reply = await made.ask(stream=streamed)
-                assert reply.status == 200
-                assert "x-hetlb-instance" not in reply.headers
-            process.send_signal(signal.SIGCONT)
+    async with rig(tmp_path) as made, outside(made, STATIC, quick) as picker:
+        assert "x-hetlb-instance" in (await made.ask()).headers
+        picker.pause()
+        for streamed in (False, True):
+            reply = await made.ask(stream=streamed)
+            assert reply.status == 200
+            assert "x-hetlb-instance" not in reply.headers
+        picker.go_on()
+        await turns_until_picked(made)
+
+
+@BOTH
+async def test_a_picker_process_that_stands_still_for_5_s(tmp_path: Path, base: Path) -> None:
+    async with rig(tmp_path) as made, outside(made, base) as picker:
+        await turns_until_picked(made)
+        async with beside(made):
+            async with beside(made):  # these end while it stands still
+                picker.pause()
+                asyncio.get_running_loop().call_later(5.0, picker.go_on)
+                replies = await asyncio.gather(*(made.ask(stream=n % 2 == 0) for n in range(20)))
+                # In full duplex a body that is on its way to the picker is given up.
+                assert {reply.status for reply in replies} <= ({200} if base is STATIC else {200, 500, 504})
             await turns_until_picked(made)
-        finally:
-            await second.kill()
-            made.envoy = first
+        await picker.at_rest()
+
+
+@BOTH
+async def test_a_picker_process_that_is_killed_is_back_and_knows_what_runs(
+    tmp_path: Path, base: Path
+) -> None:
+    async with rig(tmp_path) as made, outside(made, base) as picker:
+        await turns_until_picked(made)
+        async with beside(made, whole=base is STATIC):
+            await picker.kill()
+            replies = await asyncio.gather(*(made.ask(stream=n % 2 == 0) for n in range(20)))
+            # In full duplex a body that is on its way to the picker is lost with it.
+            assert {reply.status for reply in replies} <= ({200} if base is STATIC else {200, 500})
+            assert not any("x-hetlb-instance" in reply.headers for reply in replies)
+            async with asyncio.timeout(10):
+                while (await made.ask()).status != 200:  # until Envoy's checks have found it out
+                    pass
+            await picker.start()
+            await turns_until_picked(made)
+            assert await picker.in_flight() == sum(engine.running for engine in made.engines)
+        await picker.at_rest()
+
+
+class PickerProcess:
+    """`hetlb pick` in a process of its own over a rig's engines: one that can be killed and paused."""
+
+    def __init__(self, made: Rig) -> None:
+        self._made = made
+        self._process: asyncio.subprocess.Process | None = None
+        self._admin = ""
+        self.port = 0
+
+    async def start(self) -> None:
+        command = [sys.executable, "-m", "hetlb", "pick", "--grpc-port", str(self.port), "--admin-port", "0"]
+        for engine in self._made.engines:
+            command += ["--instance", f"http://{engine.address}"]
+        self._process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert self._process.stdout is not None
+        line = (await self._process.stdout.readline()).decode()
+        found = re.fullmatch(r"hetlb pick ready on http://127.0.0.1:(\d+) \(admin (\S+)\)\n", line)
+        assert found is not None, line
+        self.port, self._admin = int(found[1]), found[2]
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        assert await self._process.wait() == 0
+
+    async def _figures(self, path: str) -> bytes:
+        async with self._made.session.get(self._admin + path) as reply:
+            return await reply.read()
+
+    async def in_flight(self) -> int:
+        """Requests at the instances, by its books."""
+        fleet = msgspec.json.decode(await self._figures("/v1/fleet"))
+        return sum(each["in_flight"] for model in fleet["models"] for each in model["instances"])
+
+    async def at_rest(self) -> None:
+        """Wait until its figures are zero, then check that every request had one outcome."""
+        async with asyncio.timeout(20):
+            while await self.in_flight():
+                await asyncio.sleep(0)
+        page = (await self._figures("/metrics")).decode()
+        decisions, ended = (
+            sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
+            for name in ("hetlb_decisions_total", "hetlb_requests_total")
+        )
+        assert decisions == ended > 0
 
 
 @contextlib.asynccontextmanager
-async def picker_process(made: Rig) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`hetlb pick` as a process over the rig's engines; `made.grpc_port` is its port from then on."""
-    command = [sys.executable, "-m", "hetlb", "pick", "--grpc-port", "0", "--admin-port", "0"]
-    for engine in made.engines:
-        command += ["--instance", f"http://{engine.address}"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+async def outside(
+    made: Rig, base: Path, change: Callable[[Envoy], None] = lambda envoy: None
+) -> AsyncIterator[PickerProcess]:
+    """The rig behind an Envoy whose picker is a process of its own."""
+    picker, first = PickerProcess(made), made.envoy
+    await picker.start()
+    made.envoy = Envoy(made.folder / "outside", base, [picker.port], made.engines)
+    change(made.envoy)
     try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        assert line.startswith("hetlb pick ready on http://127.0.0.1:"), line
-        made.grpc_port = int(line.split()[4].rpartition(":")[2])
-        yield process
-        process.terminate()
-        assert await process.wait() == 0
+        await made.envoy.start()
+        yield picker
+        await picker.stop()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await made.envoy.kill()
+        made.envoy = first
+        await picker.kill()
 
 
 async def turns_until_picked(made: Rig) -> None:

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 import trustme
-from pick.frames import END_HEADERS, HEADERS, block, frame, frames, opened
+from pick.frames import END_HEADERS, HEADERS, block, data, frame, frames, message, opened
 from pick.rig import Engine, Rig
 from proxy.conftest import turns_until
 from proxy.discovery.conftest import Cluster, serving
@@ -23,7 +23,7 @@ from proxy.discovery.test_kubernetes import pod
 
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
-from hetlb.pick.http2 import GOAWAY, PING, PREFACE, SETTINGS
+from hetlb.pick.http2 import DATA, GOAWAY, MAX_FRAME, PING, PREFACE, RST_STREAM, SETTINGS
 from hetlb.pick.messages import BUFFERED, FULL_DUPLEX
 
 PROCESS = f"/{messages.PROCESS_SERVICE}/Process"
@@ -43,14 +43,7 @@ class Gateway:
     async def open(self, mode: int = BUFFERED) -> Any:
         """A stream whose request's headers were sent."""
         call = self._process()
-        first = messages.ProcessingRequest()
-        fields = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
-        for name, value in fields.items():
-            header = first.request_headers.headers.headers.add()
-            header.key, header.raw_value = name, value.encode()
-        first.protocol_config.request_body_mode = mode
-        first.protocol_config.response_body_mode = messages.STREAMED
-        await call.write(first)
+        await call.write(request_headers(mode))
         if mode == BUFFERED:
             assert (await call.read()).HasField("request_headers")
         return call
@@ -111,6 +104,63 @@ async def test_a_long_body_goes_there_and_back(tmp_path: Path) -> None:
             back += (await call.read()).request_body.response.body_mutation.streamed_response.body
         assert back == body
         await call.done_writing()
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+async def test_bodies_that_are_not_whole_are_bounded_over_all_streams(tmp_path: Path, mode: int) -> None:
+    async with picker(tmp_path, proxy={"max_held_bytes": 100_000}) as made:
+        state = made.picker.server.state
+        part = messages.ProcessingRequest()
+        part.request_body.body = b" " * 60_000
+        body = message(part.SerializeToString())
+        # Full duplex: a whole message, the first of several; buffered: the one message, not all of it.
+        begun = (
+            message(request_headers(mode).SerializeToString()) + body[: None if mode == FULL_DUPLEX else -1]
+        )
+        head = block(path=PROCESS.encode())
+        reader, writer = await connect(made, PREFACE + frame(SETTINGS))
+        writer.write(frame(HEADERS, END_HEADERS, 1, head) + in_frames(1, begun))
+        await turns_until(lambda: state.held_bytes >= 60_000)
+        writer.write(frame(HEADERS, END_HEADERS, 3, head) + in_frames(3, begun))
+        answer = await immediate_answer(reader, 3)
+        assert answer.status.code == 429
+        assert b"too_many_bytes" in answer.body
+        await turns_until(lambda: state.held_bytes < 70_000)
+        writer.write(frame(RST_STREAM, 0, 1, bytes(4)))
+        await turns_until(lambda: state.held_bytes == 0 and not state.streams)
+
+
+def request_headers(mode: int) -> Any:
+    """The first message of a request, its body in one message or in pieces."""
+    first = messages.ProcessingRequest()
+    fields = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
+    for name, value in fields.items():
+        header = first.request_headers.headers.headers.add()
+        header.key, header.raw_value = name, value.encode()
+    first.protocol_config.request_body_mode = mode
+    first.protocol_config.response_body_mode = messages.STREAMED
+    return first
+
+
+def in_frames(number: int, payload: bytes) -> bytes:
+    pieces = (payload[at : at + MAX_FRAME] for at in range(0, len(payload), MAX_FRAME))
+    return b"".join(data(number, piece) for piece in pieces)
+
+
+async def immediate_answer(reader: asyncio.StreamReader, number: int) -> Any:
+    """The answer that the picker has Envoy give to the request of a stream."""
+    received = b""
+    while True:
+        ((kind, _, stream, payload),) = frames(await _one_frame(reader))
+        if kind == DATA and stream == number:
+            received += payload
+        elif kind == HEADERS and stream == number and received:
+            break
+    while received:
+        size = int.from_bytes(received[1:5], "big")
+        response = messages.ProcessingResponse.FromString(received[5 : 5 + size])
+        received = received[5 + size :]
+    return response.immediate_response
 
 
 async def test_what_is_no_message_and_no_method_has_a_status(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from pick.rig import Rig, rig
+from pick.test_faults import BESIDE, beside
 
 from hetlb.config.fleet import load_fleet
 from hetlb.core.shared_view import Begun, Booked, Ended, Waits
@@ -205,6 +206,23 @@ async def test_without_the_server_pickers_go_on_and_find_each_other_again(
             engine.released.set()
         assert {(await each).status for each in sent} == {200}
         await turns_until(lambda: both.booked == [0, 0])
+
+
+async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path) -> None:
+    async with pair(tmp_path) as both:
+        await both.linked()
+        made = both.made
+        async with beside(made):
+            await turns_until(lambda: both.booked == [BESIDE, BESIDE])
+            await both.server.kill()
+            await turns_until(lambda: both.booked == [BESIDE, 0])
+            replies = await asyncio.gather(*(made.ask() for _ in range(20)))
+            assert {reply.status for reply in replies} == {200}
+            await both.server.start()
+            await turns_until(lambda: both.booked == [BESIDE, BESIDE])
+        await turns_until(lambda: both.booked == [0, 0])
+        assert made.outcomes == ["ok"] * (BESIDE + 20)
+        both.pickers[1].scheduler.check_integrity()
 
 
 async def test_one_leads_and_the_other_takes_over(tmp_path: Path) -> None:

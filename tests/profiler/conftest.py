@@ -35,11 +35,18 @@ async def start() -> AsyncIterator[Start]:
     """Start engines with the profile above and other limits."""
     async with AsyncExitStack() as stack:
 
-        async def start_engine(data_parallel_size: int = 1, **engine: Any) -> EmulatedEngine:
+        async def start_engine(
+            data_parallel_size: int = 1, time_scale: float = 0.02, prefix_caching: bool = False, **engine: Any
+        ) -> EmulatedEngine:
             limits = {**PROFILE["engine"], **engine}  # type: ignore[dict-item]
             profile = msgspec.convert({**PROFILE, "engine": limits}, Profile)
             return await stack.enter_async_context(
-                EmulatedEngine(profile, time_scale=0.02, data_parallel_size=data_parallel_size)
+                EmulatedEngine(
+                    profile,
+                    time_scale=time_scale,
+                    prefix_caching=prefix_caching,
+                    data_parallel_size=data_parallel_size,
+                )
             )
 
         yield start_engine

@@ -135,6 +135,23 @@ async def test_a_batch_that_is_preempted_is_left_out(start: Start, tmp_path: Pat
     )
 
 
+async def test_decodes_whose_last_blocks_are_read_again_run_before_the_prompt_comes(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = await start(time_scale=0.4, prefix_caching=True, block_size=128)
+    async with EngineClient(engine.url) as client:
+        facts = await client.facts(None)
+        mixed = Size(Phase.MIXED, 16, 256, 300)  # 16 times up to 128 tokens: several passes
+        sizes = [Size(Phase.PREFILL, 4, 128), Size(Phase.DECODE, 16, 256), mixed]
+        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
+            sweep = Sweep(client, facts, sizes, journal, budget_s=60, rng=random.Random(0))
+            measured = await sweep.run()
+    assert mixed in [
+        Size(point.phase, point.batch, point.length, point.prefill_tokens) for point in measured.points
+    ]
+    assert measured.given_up == ()
+
+
 async def test_a_budget_that_no_server_of_this_speed_meets(start: Start, flags: list[str]) -> None:
     engine = await start()
     args = build_parser("profile").parse_args(["profile", "--url", engine.url, *flags, "--budget", "0.2s"])

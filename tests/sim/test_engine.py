@@ -38,6 +38,7 @@ def engine_limits(draw: st.DrawFn) -> EngineLimits:
         max_num_batched_tokens=seqs + draw(st.integers(0, 40)),
         enable_prefix_caching=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
+        max_loras=draw(st.integers(1, 3)),
     )
 
 
@@ -55,6 +56,9 @@ def loads(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[int, int, int]]]:
 
 
 rules = st.sampled_from(list(IterationRule))
+#: LoRA adapters of the sequences, "" for the model itself; seconds to load one.
+adapters = st.just([""] * 12) | st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=12, max_size=12)
+LOAD_S = 0.3
 
 
 def run(engine: EngineModel) -> list[Ended]:
@@ -75,6 +79,7 @@ def run(engine: EngineModel) -> list[Ended]:
     rule=rules,
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=4),
     contents=st.booleans(),
+    adapters=adapters,
 )
 @settings(max_examples=MAX_EXAMPLES, deadline=None)
 def test_same_as_the_plain_engine(
@@ -82,6 +87,7 @@ def test_same_as_the_plain_engine(
     rule: IterationRule,
     aborts: list[tuple[int, int]],
     contents: bool,
+    adapters: list[str],
 ) -> None:
     """Durations, tokens, finishes, preemptions, blocks and queues agree in every iteration.
 
@@ -90,11 +96,12 @@ def test_same_as_the_plain_engine(
     limits, sequences = load
     contents = contents and limits.enable_prefix_caching
     plain, fast = (
-        PlainEngine(LATENCY, limits, rule),
-        EngineModel(LATENCY, limits, rule, prefix_cache=contents),
+        PlainEngine(LATENCY, limits, rule, LOAD_S),
+        EngineModel(LATENCY, limits, rule, prefix_cache=contents, adapter_load_s=LOAD_S),
     )
     arriving = [
-        (arrival, Sequence(prompt, output, n)) for n, (arrival, prompt, output) in enumerate(sequences)
+        (arrival, Sequence(prompt, output, n, adapter=adapters[n]))
+        for n, (arrival, prompt, output) in enumerate(sequences)
     ]
     if limits.async_scheduling:
         aborts = []
@@ -140,6 +147,7 @@ def test_same_as_the_plain_engine(
             assert fast.generated(sequence) == generated.get(sequence.tag, 0)
     assert fast.kv_used_blocks == 0
     assert fast.generated_tokens == sum(generated.values())
+    assert fast.adapter_loads == plain.loads
 
 
 def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequence]], step: int) -> None:
@@ -152,6 +160,7 @@ def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequ
                     sequence.output_tokens,
                     remote=sequence.remote_tokens,
                     held=sequence.held,
+                    adapter=sequence.adapter,
                 )
             )
             fast.submit(sequence)
@@ -273,13 +282,16 @@ def timeline(
     rule: IterationRule,
     rows: list[tuple[float, int, int]],
     cancels: dict[int, float],
+    adapters: list[str],
     *,
     stretches: bool,
     horizon: bool,
 ) -> tuple[list[tuple[float, int]], list[tuple[int, float, str]], EngineModel, int]:
     """One engine in virtual time: (time, tokens) of every step, (number, time, event), calls made."""
-    engine = EngineModel(LATENCY, limits, rule)
-    sequences = [Sequence(prompt, output, n) for n, (_, prompt, output) in enumerate(rows)]
+    engine = EngineModel(LATENCY, limits, rule, adapter_load_s=LOAD_S)
+    sequences = [
+        Sequence(prompt, output, n, adapter=adapters[n]) for n, (_, prompt, output) in enumerate(rows)
+    ]
     happenings = sorted(
         [(at, 0, n) for n, (at, _, _) in enumerate(rows)]
         + [(max(at, rows[n][0]), 1, n) for n, at in cancels.items() if n < len(rows)]
@@ -338,6 +350,7 @@ def timeline(
     gaps=st.lists(st.floats(0, 0.5), min_size=12, max_size=12),
     cancels=st.dictionaries(st.integers(0, 11), st.floats(0, 3), max_size=4),
     horizon=st.booleans(),
+    adapters=adapters,
 )
 @settings(max_examples=MAX_EXAMPLES, deadline=None)
 def test_stretches_equal_steps(
@@ -346,6 +359,7 @@ def test_stretches_equal_steps(
     gaps: list[float],
     cancels: dict[int, float],
     horizon: bool,
+    adapters: list[str],
 ) -> None:
     """The same tokens at the same times (1e-9), the same events in the same order, the same counters.
 
@@ -355,9 +369,11 @@ def test_stretches_equal_steps(
     limits, rows = load
     arrivals = list(itertools.accumulate(gaps))
     timed = [(arrivals[n], prompt, output) for n, (_, prompt, output) in enumerate(rows)]
-    steps, events, stepped, _ = timeline(limits, rule, timed, cancels, stretches=False, horizon=False)
+    steps, events, stepped, _ = timeline(
+        limits, rule, timed, cancels, adapters, stretches=False, horizon=False
+    )
     fast_steps, fast_events, stretched, _ = timeline(
-        limits, rule, timed, cancels, stretches=True, horizon=horizon
+        limits, rule, timed, cancels, adapters, stretches=True, horizon=horizon
     )
     assert [tokens for _, tokens in fast_steps] == [tokens for _, tokens in steps]
     assert [at for at, _ in fast_steps] == pytest.approx([at for at, _ in steps], rel=1e-9)
@@ -365,7 +381,7 @@ def test_stretches_equal_steps(
     assert [at for _, at, _ in fast_events] == pytest.approx([at for _, at, _ in events], rel=1e-9)
     for counter in (
         *("preemptions", "generated_tokens", "prefilled_tokens"),
-        *("kv_used_blocks", "kv_peak_blocks"),
+        *("kv_used_blocks", "kv_peak_blocks", "adapter_loads"),
     ):
         assert getattr(stretched, counter) == getattr(stepped, counter)
 

@@ -48,6 +48,9 @@ async def test_requests_and_tokens_are_counted_for_all_relays(serve: Serve, tmp_
         keys(tmp_path, {"limits": {"requests_per_minute": 13}}, {}, {})
         assert (await proxy.admin("/v1/reload", "POST")).status == 200
         assert [(await ask(proxy)).status for _ in range(2)] == [200, 429]
+        # Requests beyond the limit are of the key's account.
+        usage = (await proxy.admin("/v1/usage")).json["usage"]
+        assert {each["tenant"]: each["requests"] for each in usage} == {"t0": 15, "t1": 20, "t2": 1}
 
 
 async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, tmp_path: Path) -> None:

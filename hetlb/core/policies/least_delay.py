@@ -274,7 +274,7 @@ class _Evaluation:
         groups = [_Group() for _ in range(self._fleet.group_count)]
         for i, instance in enumerate(self.instances):
             load = instance.load
-            running = instance.sequences
+            running = instance.sequences - instance.finished_sequences
             number = group_of[i]
             group = None if number < 0 else groups[number]
             context = (instance.prompt_tokens + running * half_grown) * load.context_share

@@ -1,0 +1,63 @@
+"""LoRA adapters in the slots of one simulated engine, as vLLM keeps them.
+
+A batch holds sequences of at most `max_loras` adapters. One that is in no slot is loaded before the batch
+runs, in place of the adapter that was in a batch longest ago.
+"""
+
+from __future__ import annotations
+
+
+class LoadedAdapters:
+    """The adapters of the running sequences, and those in slots. "" is the base model: in no slot."""
+
+    __slots__ = ("_last_step", "_running", "loads", "slots")
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        #: Adapters loaded so far.
+        self.loads = 0
+        self._running: dict[str, int] = {}
+        #: The adapters in slots, each with the last batch that it was in.
+        self._last_step: dict[str, int] = {}
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Adapters of the running sequences."""
+        return tuple(self._running)
+
+    def admits(self, name: str) -> bool:
+        """True if a sequence of an adapter may join the batch."""
+        return not name or name in self._running or len(self._running) < self.slots
+
+    def begin(self, name: str, step: int) -> bool:
+        """A sequence joins the batch of this step; True if its adapter has to be loaded."""
+        if not name:
+            return False
+        self._running[name] = self._running.get(name, 0) + 1
+        known = name in self._last_step
+        self._last_step[name] = step
+        if known:
+            return False
+        self.loads += 1
+        if len(self._last_step) > self.slots:
+            idle = ((used, other) for other, used in self._last_step.items() if other not in self._running)
+            del self._last_step[min(idle)[1]]
+        return True
+
+    def end(self, name: str, step: int) -> None:
+        """A sequence has left; it was in the batch of this step."""
+        if not name:
+            return
+        self._last_step[name] = step
+        if self._running[name] > 1:
+            self._running[name] -= 1
+        else:
+            del self._running[name]
+
+    def check_integrity(self, names: list[str]) -> None:
+        """Assertion unless `names` are the adapters of the running sequences."""
+        used = [name for name in names if name]
+        assert self._running == {name: used.count(name) for name in used}, self._running
+        assert len(self._running) <= self.slots
+        assert self._running.keys() <= self._last_step.keys()
+        assert len(self._last_step) <= self.slots
