@@ -262,6 +262,15 @@ class _Evaluation:
                         index, least = i, each.score
         return index
 
+    def preferred(self, index: int) -> int:
+        """The best of the instances that the request prefers, or `index`, the best of all."""
+        request, scores = self._ctx.request, self._scores
+        among = [i for i, each in enumerate(self.instances) if each.name in request.preferred]
+        found = self.lowest(among)
+        if found is None or scores[found].score > (1.0 + request.preferred_within) * scores[index].score:
+            return index
+        return found
+
     def _look(self) -> None:
         """Room, load and decode time of every instance."""
         ctx, scores = self._ctx, self._scores
@@ -729,6 +738,8 @@ class Hetlb(Policy):
             return self._choose_of_many(ctx, instances)
         evaluation = _Evaluation(ctx, instances)
         index = evaluation.lowest()
+        if ctx.request.preferred and index is not None:
+            index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
 
