@@ -9,7 +9,7 @@ from typing import Any
 from document import number_text, replace_sections, table
 from fleets import FLEETS, VLLM
 from peers import ROOT
-from traffic import TRAFFIC
+from traffic import TRAFFIC, Traffic
 
 PAGE, README = ROOT / "docs" / "head-to-head.md", ROOT / "README.md"
 #: Figure, heading, factor, digits, and whether more is better.
@@ -54,6 +54,10 @@ class Record:
         """Every round of one case."""
         return self._runs.get((fleet, traffic, router), [])
 
+    def rounds(self, fleet: str, traffic: str) -> int:
+        """The most rounds that a router has of one load."""
+        return max(len(self.runs(fleet, traffic, name)) for name in self.routers)
+
     def median(self, fleet: str, traffic: str, router: str, figure: str) -> float | None:
         """The median over the rounds."""
         runs = self.runs(fleet, traffic, router)
@@ -69,52 +73,54 @@ class Record:
 
 
 def show(document: dict[str, Any]) -> str:
-    """Every fleet and load."""
+    """A table for each fleet: a row for each router, a column for each load."""
     record, parts = Record(document), []
     for fleet in record.fleets:
-        parts.append(f"### {fleet.title[0].upper()}{fleet.title[1:]}\n")
-        for traffic in TRAFFIC.values():
-            rows = [row for name in record.routers if (row := _row(record, fleet.name, traffic.name, name))]
-            if not rows:
-                continue
-            alone = record.alone(fleet.name, traffic.name)
-            parts.append(
-                f"**{traffic.title[0].upper()}{traffic.title[1:]}** "
-                f"(engines alone, together: {alone:,.0f} tokens/s)\n"
-            )
-            shares = " / ".join(next(iter(_some(record, fleet.name, traffic.name)))["shares"])
-            headings = [
-                "",
-                *(heading for _, heading, *_ in FIGURES),
-                f"share of {shares}",
-                "spread",
-                "router's core",
-            ]
-            parts.append(table(headings, rows) + "\n")
-            parts.append(_unfavourable(record, fleet.name, traffic.name) + "\n")
+        loads = [each for each in TRAFFIC.values() if record.rounds(fleet.name, each.name)]
+        headings = ["", *(_heading(each) for each in loads)]
+        rows = [
+            [TITLES.get(name, name), *(_cell(record, fleet.name, each, name) for each in loads)]
+            for name in record.routers
+            if any(record.runs(fleet.name, each.name, name) for each in loads)
+        ]
+        alone = "; ".join(
+            f"{each.title.partition(':')[0]}: {record.alone(fleet.name, each.name):,.0f}" for each in loads
+        )
+        spread = max(_spread(record, fleet.name, each.name) for each in loads)
+        once = [each.title for each in loads if record.rounds(fleet.name, each.name) == 1]
+        rounds = f"Spread of the rounds: ±{spread:.0%} at most"
+        if len(once) == len(loads):
+            rounds = "One round"
+        elif once:
+            rounds += f"; one round of {' and of '.join(once)}"
+        parts += [
+            f"### {fleet.title[0].upper()}{fleet.title[1:]}\n",
+            table(headings, rows) + "\n",
+            f"Engines alone, together, tokens/s: {alone}. {rounds}. "
+            f"{_unfavourable(record, fleet.name, loads)}\n",
+        ]
     return "\n".join(parts)
 
 
-def _some(record: Record, fleet: str, traffic: str) -> Runs:
-    return next(runs for name in record.routers if (runs := record.runs(fleet, traffic, name)))
+def _shown(traffic: Traffic) -> Sequence[tuple[str, str, float, int, bool]]:
+    """Figures of a load that have a place in the table: throughput where all is sent at once."""
+    return (FIGURES[0] if traffic.load is None else FIGURES[1], FIGURES[3])
 
 
-def _row(record: Record, fleet: str, traffic: str, name: str) -> list[str] | None:
-    runs = record.runs(fleet, traffic, name)
+def _heading(traffic: Traffic) -> str:
+    return f"{traffic.title.partition(':')[0]}: {', '.join(heading for _, heading, *_ in _shown(traffic))}"
+
+
+def _cell(record: Record, fleet: str, traffic: Traffic, name: str) -> str:
+    runs = record.runs(fleet, traffic.name, name)
     if not runs:
-        return None
-    medians = [record.median(fleet, traffic, name, figure) for figure, *_ in FIGURES]
-    cells = [
+        return "-"
+    medians = ((record.median(fleet, traffic.name, name, each[0]), each) for each in _shown(traffic))
+    texts = (
         number_text(None if median is None else median * factor, digits)
-        for median, (_, _, factor, digits, _) in zip(medians, FIGURES, strict=True)
-    ]
-    engines = runs[0]["shares"]
-    shares = [f"{100 * statistics.median(run['shares'][each] for run in runs):.0f}" for each in engines]
-    spread = max(_spread([run[figure] for run in runs]) for figure, *_ in FIGURES)
-    busy = f"{max(run['cores']['router'] for run in runs):.0%}"
-    notes = _notes(runs)
-    told = f"±{spread:.0%}" if len(runs) > 1 else "one round"
-    return [TITLES.get(name, name) + notes, *cells, " / ".join(shares) + " %", told, busy]
+        for median, (_, _, factor, digits, _) in medians
+    )
+    return " / ".join(texts) + _notes(runs)
 
 
 def _notes(runs: Runs) -> str:
@@ -125,32 +131,42 @@ def _notes(runs: Runs) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def _spread(values: Sequence[float]) -> float:
-    """Half the range over the median."""
-    middle = statistics.median(values)
+def _spread(record: Record, fleet: str, traffic: str) -> float:
+    """Largest half range over the median, of all routers and figures."""
+    return max(
+        _half_range([run[figure] for run in record.runs(fleet, traffic, name)])
+        for name in record.routers
+        for figure, *_ in FIGURES
+    )
+
+
+def _half_range(values: Sequence[float]) -> float:
+    middle = statistics.median(values) if values else 0.0
     return (max(values) - min(values)) / 2 / middle if middle else 0.0
 
 
-def _unfavourable(record: Record, fleet: str, traffic: str) -> str:
+def _unfavourable(record: Record, fleet: str, loads: Sequence[Traffic]) -> str:
     """Figures in which another router is ahead of hetlb with profiles, beyond 2 %."""
-    if not record.runs(fleet, traffic, "hetlb"):
-        return ""
+    found = [text for each in loads for text in _behind(record, fleet, each)]
+    return f"hetlb is behind in {'; '.join(found)}." if found else "hetlb is behind in no figure."
+
+
+def _behind(record: Record, fleet: str, traffic: Traffic) -> list[str]:
     behind = []
     for figure, heading, _, _, more in FIGURES:
-        own = record.median(fleet, traffic, "hetlb", figure) or 0.0
-        others = {
-            name: median
-            for name in record.routers
-            if not name.startswith("hetlb")
-            and (median := record.median(fleet, traffic, name, figure)) is not None
-        }
-        if not others:
+        medians = {name: record.median(fleet, traffic.name, name, figure) for name in record.routers}
+        own = medians.get("hetlb")
+        others = {name: median for name, median in medians.items() if median and not name.startswith("hetlb")}
+        if own is None or not others:
             continue
         name = (max if more else min)(others, key=lambda each: others[each])
-        ratio = own / others[name] if others[name] else 1.0
+        ratio = own / others[name]
         if ratio < 0.98 if more else ratio > 1.02:
-            behind.append(f"{heading.partition(' (')[0]} {ratio:.2f} x {TITLES.get(name, name)}")
-    return f"hetlb is behind in {'; '.join(behind)}." if behind else "hetlb is behind in no figure."
+            behind.append(
+                f"{heading.partition(' (')[0]} at {traffic.title.partition(':')[0]} "
+                f"({ratio:.2f} x {TITLES.get(name, name)})"
+            )
+    return behind
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -185,18 +201,16 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def setup(document: dict[str, Any]) -> str:
-    """Command, machine, versions."""
-    told = document["about"]
-    rows = [[name, facts["version"], facts["log"]] for name, facts in told["proxies"].items()]
+    """Command, machine, versions; how each router logs and chooses is in the record."""
+    about = document["about"]
+    versions = ", ".join(f"{name} {facts['version']}" for name, facts in about["proxies"].items())
     busy = [sum(run["cores"].values()) for run in document["runs"]]
     lag = statistics.median(run["client_lag_ms"] for run in document["runs"])
     return (
-        f"```\npython bench/head_to_head/run.py --page\n```\n\n{told['date']}, {told['machine']}; hetlb at "
-        f"{told['commit']}. {told['lanes']} fleets ran side by side; engines, router and client of one used "
-        f"{statistics.median(busy):.2f} cores in the median, {max(busy):.2f} at most; the client's loop was "
-        f"{lag:.0f} ms late at p99 (median run).\n\n"
-        + table(["router", "version", "log and policy"], rows)
-        + "\n"
+        f"```\npython bench/head_to_head/run.py --page\n```\n\n{about['date']}, {about['machine']}; hetlb at "
+        f"{about['commit']}. {about['lanes']} fleets ran side by side; engines, router and client of one "
+        f"used {statistics.median(busy):.2f} cores in the median, {max(busy):.2f} at most; the client's loop "
+        f"was {lag:.0f} ms late at p99 (median run).\n\n{versions}.\n"
     )
 
 

@@ -43,10 +43,7 @@ def main() -> int:
         module.draw(document)
         text = module.show(document)
         if section in EXPERIMENTS:
-            claims = policies.orderings(document)
-            print(claims)
-            if args.page:
-                write_block(f"orderings {section}", claims)
+            print(policies.orderings(document))
         print(f"## Section {section}\n\n{text}\n")
         if args.page:
             write_block(section, text)

@@ -1,4 +1,4 @@
-"""States of connections and their transitions: the tables that connections obey and the docs show.
+"""States of connections and their transitions: the tables that connections obey.
 
 Both kinds of connections have a state of their requests (`ClientState`, `EngineState`) and, beside it, one of
 reading from the socket (`Reading`). Every change is one row; a connection that is not in a row's `before`
@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from hetlb.core.transition import Transition, edges
+from hetlb.core.transition import Transition
 
 
 class Reading(Enum):
@@ -119,21 +119,3 @@ CLOSED: Final = Transition(
     EngineState.CLOSED,
 )
 ENGINE: Final = (BEGUN, UNREAD, READ, ANSWER_BEGUN, HEAD_READ, KEPT, REUSED, CLOSED)
-
-
-def diagram() -> str:
-    """All three tables as Mermaid state diagrams, as docs/behaviour.md has them."""
-    return "\n\n".join(
-        "\n".join(
-            [
-                f"{title}:\n\n```mermaid\nstateDiagram-v2\n    [*] --> {first}",
-                *(f"    {each}" for each in rows),
-                "```",
-            ]
-        )
-        for title, first, rows in (
-            ("A client's connection", ClientState.IDLE.name, edges(CLIENT)),
-            ("A connection to an engine", EngineState.FRESH.name, edges(ENGINE)),
-            ("Reading from either", Reading.OPEN.name, edges(READING)),
-        )
-    )

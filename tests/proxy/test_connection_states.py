@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -15,7 +14,6 @@ from proxy.conftest import Proxy
 from proxy.upstreams import PLAIN_BODY, SSE_HEAD, plain
 
 from hetlb.core.transition import Transition
-from hetlb.proxy import connection_states
 from hetlb.proxy.connection_states import (
     ANSWER_BEGUN,
     ANSWERED,
@@ -50,7 +48,6 @@ from hetlb.proxy.connection_states import (
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.websocket import accept_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
 ASK = b'{"model":"m","prompt":"hello","max_tokens":5}'
 LARGE = ASK[:-1] + b',"user":"' + b"x" * (300 << 10) + b'"}'
 #: More than the kernel takes of a request that its engine does not read.
@@ -563,10 +560,6 @@ def test_every_state_is_reached_and_left() -> None:
         assert {state for row in table for state in row.before} >= {
             state for state in type(first) if state.name != "CLOSED"
         }
-
-
-def test_the_docs_show_the_states_of_connections() -> None:
-    assert connection_states.diagram() in DOCS.read_text()
 
 
 async def _all_but_the_end(rig: Rig, data: bytes) -> None:

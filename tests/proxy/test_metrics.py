@@ -109,8 +109,8 @@ def described() -> dict[str, tuple[str, set[str]]]:
     found = {}
     for line in DOCS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
-            name, kind, _, labels, _ = cells
+        if len(cells) == 4 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
+            name, kind, labels, _ = cells
             found[name.strip("`")] = kind, {label for label in re.split(r"[, ]+", labels) if label}
     return found
 

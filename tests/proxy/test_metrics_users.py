@@ -27,8 +27,8 @@ def described() -> dict[str, tuple[str, set[str]]]:
     found = {}
     for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
-            labels = {label for label in re.split(r"[, ]+", cells[3]) if label}
+        if len(cells) == 4 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
+            labels = {label for label in re.split(r"[, ]+", cells[2]) if label}
             found[cells[0].strip("`")] = (cells[1], labels)
     return found
 
