@@ -279,6 +279,14 @@ class _Evaluation:
                         index, least = i, each.score
         return index
 
+    def preferred(self, index: int) -> int:
+        """The best of the instances that the request prefers, or `index`, the best of all."""
+        request = self._ctx.request
+        among = [i for i, each in enumerate(self.instances) if each.name in request.preferred]
+        found = self.lowest(among)
+        most = (1.0 + request.preferred_within) * self._score(index).score
+        return index if found is None or self._score(found).score > most else found
+
     def _nearest(self, indices: list[int]) -> int:
         """Of instances that certainly have room the one with the lowest bound, -1 if there is none."""
         bounds, states = self._bounds, self._states
@@ -839,6 +847,8 @@ class Hetlb(Policy):
             return self._choose_of_many(ctx, instances)
         evaluation = _Evaluation(ctx, instances)
         index = evaluation.lowest()
+        if ctx.request.preferred and index is not None:
+            index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
 
