@@ -1230,7 +1230,7 @@ class Scheduler:
         variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = instance.exact_held(request) if self._telling else None
-        if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
+        if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
             own, unread = prompt_tokens, prompt_tokens
         else:
             prompts = -(-sequences // request.samples)
