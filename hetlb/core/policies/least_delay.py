@@ -49,9 +49,11 @@ from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
-#: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
-#: same iteration and not a round trip later.
-_OVERBOOK: Final = 1.02
+#: An engine has as many requests more than it can run at once as end in so many of its steps: the slot of one
+#: is taken in the next iteration and not a round trip later. More would wait where they cannot go elsewhere.
+_OVERBOOK_STEPS: Final = 1.0
+#: Shorter answers than this count as so many tokens there.
+_OVERBOOK_TOKENS: Final = 8.0
 #: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
@@ -137,10 +139,10 @@ class _InstanceScore:
     """One instance in one evaluation.
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
-    `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
-    Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with and `now_s` without the
-    request, `last_s` where it is to be last, `adapter_s` until its LoRA
-    adapter has a slot; and, by the `grade`, `first_s` until the first token, `others_s`
+    `own` sequences of the request with `prompts` prompts to be read; `cached` tokens of each, and how many it
+    need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with
+    and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter has a
+    slot; and, by the `grade`, `first_s` until the first token, `others_s`
     by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
     because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
     promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
@@ -149,8 +151,8 @@ class _InstanceScore:
 
     __slots__ = (
         "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
-        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "promised", "score", "state",
-        "step_s",
+        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "promised", "prompts", "score",
+        "state", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -160,6 +162,7 @@ class _InstanceScore:
         context: float,
         pending: float,
         own: float,
+        prompts: float,
         promised: int,
     ) -> None:
         self.load = load
@@ -167,6 +170,7 @@ class _InstanceScore:
         self.context = context
         self.pending = pending
         self.own = own
+        self.prompts = prompts
         self.promised = promised
         self.cached = self.paid = 0.0
         self.state = _ROOM
@@ -268,6 +272,7 @@ class _Evaluation:
         mix, held, now = ctx.demand.mix, ctx.held, ctx.now
         # What runs there is on average half-grown.
         half_grown = mix.output / 2.0
+        overbooked = 1.0 + _OVERBOOK_STEPS / max(mix.output, _OVERBOOK_TOKENS)
         sequences, output, own_context = self._sequences, self._output, self._own_context
         group_of = self._fleet.groups
         groups = [_Group() for _ in range(self._fleet.group_count)]
@@ -277,12 +282,16 @@ class _Evaluation:
             number = group_of[i]
             group = None if number < 0 else groups[number]
             context = (instance.prompt_tokens + running * half_grown) * load.context_share
-            own = 1.0 if sequences == 1 else instance.own_batch(sequences)
+            own = prompts = 1.0
+            if sequences > 1:
+                own = prompts = instance.own_batch(sequences)
+                if instance.caches_prefixes:  # samples of one prompt share its reading
+                    prompts = instance.own_batch(-(-sequences // ctx.request.samples))
             pending = instance.pending_prompt_tokens / instance.engines
-            each = _InstanceScore(load, group, context, pending, own, instance.promised_tokens)
+            each = _InstanceScore(load, group, context, pending, own, prompts, instance.promised_tokens)
             scores.append(each)
             if running or instance.kv_tokens:
-                if running >= instance.max_num_seqs * _OVERBOOK:
+                if running >= instance.max_num_seqs * overbooked:
                     each.state = _NO_SLOT
                 elif (
                     instance.expected_kv_tokens(now, 1.0) + mix.booked + half_grown
@@ -305,7 +314,7 @@ class _Evaluation:
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
             unread = self._prompt - each.cached
-            first_s = load.latency_bound.least_read_s(pending + own * (unread if unread >= 1.0 else 1.0))
+            first_s = load.latency_bound.least_read_s(pending + prompts * (unread if unread >= 1.0 else 1.0))
             if running:
                 first_s += 0.5 * each.now_s
             each.charged_s = first_s
@@ -366,7 +375,7 @@ class _Evaluation:
         latency = load.latency if grade == _EXACT else load.latency_bound
         batch, prompt = load.batch, self._prompt
         read_s = latency.first_token_s(
-            prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
+            prompt, each.cached, each.pending, batch, each.context, load.budget, each.prompts
         )
         # What is left of the running iteration comes first.
         each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
@@ -392,25 +401,27 @@ class _Evaluation:
         decides among them: else short prompts and long ones would gather on different ones, and long answers
         beside long prompts be late.
         """
-        group, load, own, prompt = each.group, each.load, each.own, self._prompt
+        group, load, prompts, prompt = each.group, each.load, each.prompts, self._prompt
         if group is None:
             batch = load.batch
             if batch <= 0.0:
                 return 0.0
             if each.pending or each.paid != each.cached:
-                read_s = latency.first_token_s(prompt, each.paid, 0.0, batch, each.context, load.budget, own)
-            return self._delay_s(batch, each.paid, load.budget, own, read_s, each.now_s, each.step_s)
+                read_s = latency.first_token_s(
+                    prompt, each.paid, 0.0, batch, each.context, load.budget, prompts
+                )
+            return self._delay_s(each, batch, each.paid, read_s, each.now_s, each.step_s)
         if group.grade < each.grade and group.batch > 0.0:
             group.grade = each.grade
             batch = group.batch
-            read_s = latency.first_token_s(prompt, group.paid, 0.0, batch, group.context, load.budget, own)
-            group.others_s = self._delay_s(
-                batch, group.paid, load.budget, own, read_s, group.now_s, group.step_s
+            read_s = latency.first_token_s(
+                prompt, group.paid, 0.0, batch, group.context, load.budget, prompts
             )
+            group.others_s = self._delay_s(each, batch, group.paid, read_s, group.now_s, group.step_s)
         return group.others_s
 
     def _delay_s(
-        self, batch: float, paid: float, budget: float, own: float, read_s: float, now_s: float, step_s: float
+        self, each: _InstanceScore, batch: float, paid: float, read_s: float, now_s: float, step_s: float
     ) -> float:
         """Seconds by which `batch` sequences per engine are delayed in all.
 
@@ -418,10 +429,11 @@ class _Evaluation:
         and not `now_s` for all of its answer: what ends meanwhile is followed by others.
         """
         unread = self._prompt - paid
-        delay_s = delay_of_reading_s(read_s, own * (unread if unread >= 1.0 else 1.0), batch, now_s, budget)
+        tokens = each.prompts * (unread if unread >= 1.0 else 1.0)
+        delay_s = delay_of_reading_s(read_s, tokens, batch, now_s, each.load.budget)
         if step_s > now_s:
             delay_s += self._output * (step_s - now_s)
-        return self._sequences / own * batch * delay_s
+        return self._sequences / each.own * batch * delay_s
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
@@ -440,7 +452,8 @@ class _Evaluation:
         mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
         order, costs = self._fleet.order, self._fleet.costs
         part = self._share
-        ending = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
+        lull = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
+        ending = lull and not demand.beginning(now)
         if not ending and room == len(scores):
             return
         availabilities = ctx.availabilities
