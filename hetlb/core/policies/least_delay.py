@@ -140,9 +140,9 @@ class _InstanceScore:
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request with `prompts` prompts to be read; `cached` tokens of each, and how many it
-    need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with
-    and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter has a
-    slot; and, by the `grade`, `first_s` until the first token, `others_s`
+    need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s`
+    with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
+    has a slot; and, by the `grade`, `first_s` until the first token, `others_s`
     by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
     because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
     promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
