@@ -81,18 +81,23 @@ def show(document: dict[str, Any]) -> str:
         rows = [
             [TITLES.get(name, name), *(_cell(record, fleet.name, each, name) for each in loads)]
             for name in record.routers
+            if any(record.runs(fleet.name, each.name, name) for each in loads)
         ]
         alone = "; ".join(
             f"{each.title.partition(':')[0]}: {record.alone(fleet.name, each.name):,.0f}" for each in loads
         )
         spread = max(_spread(record, fleet.name, each.name) for each in loads)
         once = [each.title for each in loads if record.rounds(fleet.name, each.name) == 1]
+        rounds = f"Spread of the rounds: ±{spread:.0%} at most"
+        if len(once) == len(loads):
+            rounds = "One round"
+        elif once:
+            rounds += f"; one round of {' and of '.join(once)}"
         parts += [
             f"### {fleet.title[0].upper()}{fleet.title[1:]}\n",
             table(headings, rows) + "\n",
-            f"Engines alone, together, tokens/s: {alone}. Spread of the rounds: ±{spread:.0%} at most"
-            + (f"; one round of {' and of '.join(once)}" if once else "")
-            + f". {_unfavourable(record, fleet.name, loads)}\n",
+            f"Engines alone, together, tokens/s: {alone}. {rounds}. "
+            f"{_unfavourable(record, fleet.name, loads)}\n",
         ]
     return "\n".join(parts)
 

@@ -30,6 +30,7 @@ from pick_envoy import envoy_config
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "hetlb" / "demo"
+MODEL = "demo-model"
 HETLB = [sys.executable, "-m", "hetlb"]
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -91,6 +92,41 @@ def envoy(
     raise RuntimeError("Envoy did not become ready")
 
 
+def engines(processes: Processes, folder: Path, slower: float = 1.0) -> list[dict[str, str]]:
+    """The two emulated engines of `hetlb demo`, so many times slower, as instances of a fleet file."""
+    instances = []
+    for name in ("fast", "slow"):
+        profile = yaml.safe_load((DEMO / f"{name}.yaml").read_text())
+        for part in ("prefill", "decode"):
+            profile[part] = {key: slower * seconds for key, seconds in profile[part].items()}
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(profile))
+        command = [*HETLB, "engine", "--profile", str(path), "--served-model-name", MODEL, "--port", "0"]
+        _, line = processes.start(*command, ready="ready on")
+        instances.append({"name": name, "url": line.split()[-1], "profile": str(path)})
+    return instances
+
+
+def ports_of(instances: list[dict[str, str]]) -> list[int]:
+    """The ports of engines on this machine."""
+    return [int(each["url"].rpartition(":")[2]) for each in instances]
+
+
+def fleet_file(folder: Path, instances: list[dict[str, str]], **pick: Any) -> Path:
+    """A fleet file for `serve` and `pick`, on ports that are free."""
+    fleet = {
+        "version": 1,
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "proxy": {"request_log": False},
+        "pick": {"port": 0, **pick},
+        "models": [{"name": MODEL, "instances": instances}],
+    }
+    path = folder / "fleet.yaml"
+    path.write_text(yaml.safe_dump(fleet))
+    return path
+
+
 def cpu_s(*processes: subprocess.Popen[str]) -> float:
     """Seconds of CPU that processes have used."""
     total = 0.0
@@ -100,11 +136,11 @@ def cpu_s(*processes: subprocess.Popen[str]) -> float:
     return total
 
 
-def bench(url: str, rate: str, prompts: int) -> dict[str, Any]:
+def bench(url: str, rate: str, prompts: int, seed: int = 0) -> dict[str, Any]:
     """One load, as `hetlb bench` measures it."""
     command = [*HETLB, "bench", "--url", url, "--trace", str(DEMO / "trace.csv"), "--request-rate", rate]
     done = subprocess.run(
-        [*command, "--num-prompts", str(prompts), "--json"],
+        [*command, "--num-prompts", str(prompts), "--seed", str(seed), "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -136,36 +172,10 @@ def main() -> None:
         sys.exit("expected valkey-server or redis-server (apt-get install redis-server)")
     with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        engines = {}
-        for name in ("fast", "slow"):
-            profile = str(DEMO / f"{name}.yaml")
-            command = [
-                *HETLB,
-                "engine",
-                "--profile",
-                profile,
-                "--served-model-name",
-                "demo-model",
-                "--port",
-                "0",
-            ]
-            _, line = processes.start(*command, ready="ready on")
-            engines[name] = line.split()[-1]
+        instances = engines(processes, folder)
         redis_port = free_port()
         processes.start(server, "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "")
-        instances = [
-            {"name": name, "url": url, "profile": str(DEMO / f"{name}.yaml")} for name, url in engines.items()
-        ]
-        fleet = {
-            "version": 1,
-            "listen": {"port": 0},
-            "admin": {"port": 0},
-            "proxy": {"request_log": False},
-            "pick": {"port": 0, "shared": {"url": f"redis://127.0.0.1:{redis_port}"}},
-            "models": [{"name": "demo-model", "instances": instances}],
-        }
-        path = folder / "fleet.yaml"
-        path.write_text(yaml.safe_dump(fleet))
+        path = fleet_file(folder, instances, shared={"url": f"redis://127.0.0.1:{redis_port}"})
         results: dict[str, Any] = {}
         serve, line = processes.start(*HETLB, "serve", "--config", str(path), ready="ready on")
         before = cpu_s(serve)
@@ -177,7 +187,7 @@ def main() -> None:
             picker, line = processes.start(*HETLB, "pick", "--config", str(path), ready="pick ready on")
             pickers.append(picker)
             ports.append(int(line.split()[4].rpartition(":")[2]))
-        engine_ports = [int(url.rpartition(":")[2]) for url in engines.values()]
+        engine_ports = ports_of(instances)
         envoys = [envoy(processes, folder, ports, engine_ports) for _ in range(2)]
         time.sleep(1.5)  # the pickers hear of each other, Envoy of their health
         before, before_envoy = cpu_s(*pickers), cpu_s(*(each for each, _ in envoys))
