@@ -177,31 +177,34 @@ class Fleet:
     """
 
     __slots__ = (
-        "changes", "costs", "first_token_s", "group_count", "groups", "instances", "order", "reads_alike",
-        "speed", "token_read_s",
+        "changes", "costs", "faster", "first_token_s", "group_count", "groups", "instances", "members",
+        "order", "reads_alike", "speed", "token_read_s",
     )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
         self.instances = instances
+        #: The same as a list, which compiled code goes through faster.
+        self.members = list(instances)
         self.changes = changes
         self.costs = costs
         self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        #: For each the speed of those before it in `order`.
+        self.faster = [0.0] * len(costs)
+        speed = 0.0
+        for i in self.order:
+            self.faster[i] = speed
+            speed += costs[i].speed
         self.first_token_s = min([cost.first_token_s for cost in costs])
         reading = [cost.token_read_s for cost in costs]
         self.token_read_s = min(reading)
         self.reads_alike = self.token_read_s == max(reading)
-        members: list[list[int]] = []
-        for i, instance in enumerate(instances):
-            for equals in members:
-                if instances[equals[0]].parameters == instance.parameters:
-                    equals.append(i)
-                    break
-            else:
-                members.append([i])
-        self.groups = [-1] * len(instances)
+        alike: dict[Parameters, list[int]] = {}
+        for i, instance in enumerate(self.members):
+            alike.setdefault(instance.parameters, []).append(i)
+        self.groups = [-1] * len(costs)
         self.group_count = 0
-        for equals in members:
+        for equals in alike.values():
             if len(equals) > 1:
                 for i in equals:
                     self.groups[i] = self.group_count
@@ -392,6 +395,10 @@ class Demand:
         if least >= limit:
             return False
         return most < limit or self.rate(horizon_s, now) < limit
+
+    def ended(self, limit: float, horizon_s: float, now: float) -> bool:
+        """True if requests have stopped coming: their rate is below a limit, and they have not just begun."""
+        return self.below(limit, horizon_s, now) and not self.beginning(now)
 
     def beginning(self, now: float) -> bool:
         """True if requests have begun to come, one after the other: in several slots of the last second.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import Final, TypeAlias
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.block_index import BlockIndex, KvEventBatch
 from hetlb.core.health import HealthTracker
@@ -106,27 +108,20 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 JOINING_STEPS: Final = 1.5
 
 
+@mypyc_attr(acyclic=True)
 class EngineLoad:
     """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `kv_cache_tokens` are those of all engines, `latency_bound` is a lower
-    bound of `latency`. It is never changed.
+    `next_step_s + next_token_s * C`. `kv_cache_tokens` and `all_slots` are those of all `engines`,
+    `latency_bound` is a lower bound of `latency`, `read_bound` one of the seconds to read a prompt (see
+    `LatencyModel.read_bound`). It is never changed.
     """
 
     __slots__ = (
-        "batch",
-        "budget",
-        "context_share",
-        "kv_cache_tokens",
-        "latency",
-        "latency_bound",
-        "next_step_s",
-        "next_token_s",
-        "slots",
-        "step_s",
-        "token_s",
+        "all_slots", "batch", "budget", "context_share", "engines", "kv_cache_tokens", "latency",
+        "latency_bound", "next_step_s", "next_token_s", "read_bound", "slots", "step_s", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -134,8 +129,11 @@ class EngineLoad:
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
+        self.read_bound = instance.read_bound
         self.budget = float(instance.token_budget)
+        self.engines = float(instance.engines)
         slots, share = instance.max_num_seqs, 1.0 / instance.engines
+        self.all_slots = float(slots)
         self.slots = slots * share
         self.context_share = share
         self.batch = batch = sequences * share
@@ -145,12 +143,68 @@ class EngineLoad:
         self.step_s, self.token_s = latency.step_line(batch)
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
 
+    def own_batch(self, sequences: float) -> float:
+        """Sequences of one request on each engine that has some: they are spread over all engines."""
+        return 1.0 if sequences <= self.engines else sequences / self.engines
+
+
+@mypyc_attr(acyclic=True)
+class Occupancy:
+    """Ledger of an instance until its next change, as scoring reads it. It is never changed.
+
+    `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
+    `prompt_tokens` and `promised_tokens` as in the ledger, `pending` prompt tokens per engine, `kv_tokens`
+    expected in use with one standard deviation of what the answers hold, and `kv_excess` more while
+    `sample_at` is not stale.
+    """
+
+    __slots__ = (
+        "empty", "kv_excess", "kv_tokens", "load", "pending", "promised_tokens", "prompt_tokens", "running",
+        "sample_at",
+    )  # fmt: skip
+
+    def __init__(self, instance: Instance) -> None:
+        self.load = instance.load
+        running = instance.unfinished_sequences
+        self.running = float(running)
+        self.empty = not running and not instance.kv_tokens
+        self.prompt_tokens = float(instance.prompt_tokens)
+        self.promised_tokens = instance.promised_tokens
+        self.pending = instance.pending_prompt_tokens / instance.engines
+        kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
+        self.kv_tokens = kv_tokens + math.sqrt(instance.kv_variance)
+        sample_at = instance.sample_at
+        self.kv_excess = instance.kv_excess_tokens
+        self.sample_at = -math.inf if sample_at is None else sample_at
+
+    def same_as(self, other: Occupancy) -> bool:
+        """True if both say the same."""
+        return (
+            self.load.batch == other.load.batch
+            and self.load.latency is other.load.latency
+            and self.empty == other.empty
+            and self.running == other.running
+            and self.prompt_tokens == other.prompt_tokens
+            and self.promised_tokens == other.promised_tokens
+            and self.pending == other.pending
+            and self.kv_tokens == other.kv_tokens
+            and self.kv_excess == other.kv_excess
+            and self.sample_at == other.sample_at
+        )
+
+    def expected_kv_tokens(self, now: float) -> float:
+        """Tokens of the KV cache in use, and a standard deviation: see `Instance.expected_kv_tokens`."""
+        if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
+            return self.kv_tokens + self.kv_excess
+        return self.kv_tokens
+
 
 class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
         "_loads",
+        "_occupancy",
         "_waiting_seen",
         "adapters",
         "admin",
@@ -169,6 +223,7 @@ class Instance:
         "in_flight",
         "incarnation",
         "incoming",
+        "kv_cache_tokens",
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
@@ -189,6 +244,7 @@ class Instance:
         "prompt_tokens",
         "ramp_s",
         "ramp_since",
+        "read_bound",
         "rejoining",
         "removed",
         "sample",
@@ -197,6 +253,7 @@ class Instance:
         "served",
         "spec",
         "speed",
+        "token_budget",
         "tree",
         "was_up",
         "work_ns",
@@ -242,6 +299,9 @@ class Instance:
         #: Parameters that derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
         self.latency_bound = self.latency
+        self.read_bound = self.latency.read_bound()
+        #: None when it must be made anew: after every change of the ledger or of the parameters.
+        self._occupancy: Occupancy | None = None
         #: By the number of sequences, at the parameters of now.
         self._loads: dict[int, EngineLoad] = {}
         #: Number of their changes: what is derived from them goes by it.
@@ -254,6 +314,10 @@ class Instance:
         self.longest_request_tokens: int | None = None
         #: Sequences that all its engines run at once: as stated, or as was seen, or vLLM's default.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
+        #: Tokens its KV cache holds, and those that an iteration computes at most (`max_num_batched_tokens`);
+        #: the defaults of vLLM, or one stated here, while unknown.
+        self.kv_cache_tokens = DEFAULT_KV_CACHE_TOKENS
+        self.token_budget = DEFAULT_TOKEN_BUDGET
         self.learn_capacity(spec.capacity)
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
@@ -289,19 +353,9 @@ class Instance:
 
     # --- limits ---
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Tokens its KV cache holds, a stated default while unknown."""
-        return self.capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * self.engines
-
-    @property
-    def token_budget(self) -> int:
-        """Tokens that an iteration computes at most: `max_num_batched_tokens`, or the default of vLLM."""
-        return self.capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-
     def own_batch(self, sequences: int) -> float:
-        """Sequences of one request on each engine that has some: they are spread over all engines."""
-        return 1.0 if sequences <= self.engines else sequences / self.engines
+        """Sequences of one request on each engine that has some."""
+        return self.load.own_batch(sequences)
 
     @property
     def unfinished_sequences(self) -> int:
@@ -318,6 +372,14 @@ class Instance:
                 self._loads.clear()
             load = self._loads[running] = EngineLoad(self)
         return load
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """The ledger as scoring reads it."""
+        occupancy = self._occupancy
+        if occupancy is None:
+            occupancy = self._occupancy = Occupancy(self)
+        return occupancy
 
     @property
     def kv_utilization(self) -> float:
@@ -383,6 +445,8 @@ class Instance:
         else:
             self.max_num_seqs = self.max_num_seqs * engines // self.engines
         self.engines = self.speed.engines = engines
+        self.kv_cache_tokens = capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * engines
+        self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self._update_parameters()
 
     @property
@@ -408,7 +472,9 @@ class Instance:
         if parameters != self.parameters:
             self.parameters = parameters
             self.latency_bound = self.latency.lower_bound()
+            self.read_bound = self.latency.read_bound()
             self._loads.clear()
+            self._occupancy = None
             self.parameters_version += 1
             self.changes.count += 1
 
@@ -495,6 +561,7 @@ class Instance:
         now, speed = lease.dispatched_at, self.speed
         if now > speed.last:
             self._elapsed(now)
+        self._occupancy = None
         self.leases[lease.id] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
@@ -544,6 +611,7 @@ class Instance:
 
     def hold(self, hold: Hold) -> None:
         """Keep a prompt for another instance."""
+        self._occupancy = None
         self.holds[hold.id] = hold
         self.kv_tokens += hold.tokens
         self.kv_prompt_tokens += hold.tokens
@@ -553,6 +621,7 @@ class Instance:
         kept = self.holds.pop(hold.id, None)
         assert kept is hold, f"hold {hold.id} is not kept by {self.name}"
         hold.ended = True
+        self._occupancy = None
         self.kv_tokens -= hold.tokens
         self.kv_prompt_tokens -= hold.tokens
         self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
@@ -572,6 +641,7 @@ class Instance:
         speed.read(lease.request.sequences, lease.unread_tokens)
         lease.first_token_at = now
         lease.first_mark = speed.mark()
+        self._occupancy = None
         self.pending_prompt_tokens -= lease.unread_tokens
 
     def release(self, lease: Lease, now: float) -> None:
@@ -585,6 +655,7 @@ class Instance:
             del self.incoming[lease.id]
             lease.incoming = False
         lease.ended = True
+        self._occupancy = None
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens
@@ -649,6 +720,7 @@ class Instance:
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """For explanations only: a state without leases behind it, unrounded."""
+        self._occupancy = None
         if work_s is not None:
             self.work_ns = work_s * 1e9  # type: ignore[assignment]
         if kv_utilization is not None:
@@ -681,6 +753,7 @@ class Instance:
         assert self.groups == groups, self.name
         assert 0 <= self.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
         assert all(not lease.ended for lease in leases), self.name
+        assert self._occupancy is None or self._occupancy.same_as(Occupancy(self)), self.name
         if self.adapters is not None:
             names = [lease.request.model for lease in leases if lease.request.model in self.adapters.names]
             assert self.adapters.count() == {name: names.count(name) for name in names}, self.name
@@ -703,6 +776,7 @@ class Instance:
             ):
                 self.learn_capacity(sample.capacity)
                 return
+        self._occupancy = None
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)
@@ -735,6 +809,7 @@ class Instance:
 
     def _take_finished(self, sequences: int) -> None:
         """So many sequences have ended of requests that have not: at most all but one of each."""
+        self._occupancy = None
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])
         self.finished_sequences = finished = max(0, min(sequences, most))

@@ -16,7 +16,6 @@ Everything is pure: floats in, floats out, no allocation. Times are seconds, len
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -73,6 +72,10 @@ class PrefillGrid(PickleByFields):
         at_high = high[j] + v * (high[j + 1] - high[j])
         return math.exp(at_low + u * (at_high - at_low))
 
+    def least_factor(self) -> float:
+        """The least that `factor` gives anywhere."""
+        return math.exp(min(min(row) for row in self.log_ratio))
+
 
 def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
     """The cell that holds `value` and how far in it lies, 0..1 in logarithms."""
@@ -80,7 +83,14 @@ def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
         return 0, 0.0
     if value >= axis[-1]:
         return len(axis) - 2, 1.0
-    i = bisect_right(axis, value) - 1
+    # By halves, without a call: the last that is not above.
+    i, end = 0, len(axis) - 1
+    while end - i > 1:
+        middle = (i + end) >> 1
+        if axis[middle] <= value:
+            i = middle
+        else:
+            end = middle
     return i, math.log(value / axis[i]) / math.log(axis[i + 1] / axis[i])
 
 
@@ -119,8 +129,8 @@ class PrefillBound(PickleByFields):
     @classmethod
     def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
         """The bound of a corner of power `p` and a grid."""
-        least = 0.0 if grid is None else min(min(row) for row in grid.log_ratio)
-        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), math.exp(least))
+        least = 1.0 if grid is None else grid.least_factor()
+        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), least)
 
     def corner(self, ratio: float) -> float:
         """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
@@ -262,9 +272,14 @@ class DecodeTable(PickleByFields):
         if batch <= batches[0]:
             own_s = seconds[0]
         else:
-            i = 1
-            while i < last and batches[i] < batch:
-                i += 1
+            # By halves, without a call: the first from 1 on that is not below, or the last.
+            i, end = 1, last
+            while i < end:
+                middle = (i + end) >> 1
+                if batches[middle] < batch:
+                    i = middle + 1
+                else:
+                    end = middle
             low = batches[i - 1]
             own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
         return own_s, self.token_s + self.context_s / batch
@@ -350,6 +365,10 @@ class LatencyModel(PickleByFields):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
         if not (math.isfinite(self.host_s) and self.host_s >= 0.0):
             raise ValueError(f"host_s: expected a number from 0, got {self.host_s}")
+
+    def __hash__(self) -> int:
+        """Hash of the constants: models that differ in a better form alone are rare."""
+        return hash((self.k1, self.k2, self.k4, self.k5, self.k6, self.k8, self.host_s))
 
     # --- the paper's equations: k1..k8 ---
 
@@ -553,13 +572,18 @@ class LatencyModel(PickleByFields):
 
     def least_read_s(self, tokens: float) -> float:
         """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
+        fixed_s, floor_s, token_s = self.read_bound()
+        read_s = token_s * tokens
+        return fixed_s + (read_s if read_s > floor_s else floor_s)
+
+    def read_bound(self) -> tuple[float, float, float]:
+        """Seconds (fixed, floor, per token): the parts of `least_read_s`."""
         prefill = self.better_prefill
         if prefill is None:
-            return 0.0
-        floor_s, dense_s = prefill.floor_s, prefill.token_s * tokens
-        bound = prefill.bound
-        factor = 1.0 if bound is None else bound.factor
-        return factor * (dense_s if dense_s > floor_s else floor_s)
+            least = min(self.k1, self.k2, self.k3, self.k4, self.k5, self.k6, self.k7)
+            return (0.0, 0.0, 0.0) if least < 0.0 else (self.host_s + self.k2 + self.k4, 0.0, self.k1)
+        factor = 1.0 if prefill.grid is None else prefill.grid.least_factor()
+        return self.host_s, factor * prefill.floor_s, factor * prefill.token_s
 
     def lower_bound(self) -> LatencyModel:
         """A model that never says more seconds and is cheap to ask; itself where it is cheap."""

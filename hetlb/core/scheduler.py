@@ -78,6 +78,8 @@ _USUAL_REQUEST = (512.0, 256.0)
 
 #: So many of those that wait are given a new predicted length whenever an answer has taught one.
 _REPREDICTED: Final = 8
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_OK: Final = Outcome.OK
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
 
 
@@ -214,6 +216,13 @@ def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
     return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
 
 
+def _nearest(value: float) -> int:
+    """`round` of a number from 0, without a call in Python."""
+    whole = int(value)
+    rest = value - whole
+    return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
+
+
 def _why_not(instance: Instance) -> str:
     """Reason an instance can take no request now, "" if it can."""
     if instance.admin is not AdminState.READY:
@@ -263,6 +272,8 @@ class Scheduler:
         self._initial_health = setup.initial_health
         self._predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
         self._policy: Policy = make_policy(setup.policy, setup.params, self._rng)
+        #: As the policy says: asked for several times a request.
+        self._reads_demand = self._policy.reads_demand
         self._queue = Queue(setup.limits)
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
@@ -369,7 +380,7 @@ class Scheduler:
             return [rejections.too_long(request, ready.instances)]
         long: float | None = None
         residual = 0.0
-        if self._policy.reads_demand:
+        if self._reads_demand:
             demand = self._demands.get(request.model)
             if demand is None:
                 demand = self._demand(request.model)
@@ -555,11 +566,11 @@ class Scheduler:
             self._drop(lease.decode, now)
         health = instance.health
         commands: list[Command] = []
-        if outcome is Outcome.OK:
+        if outcome is _OK:
             if request.generates:
                 self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
-                if self._queue.held and self._policy.reads_demand:
+                if self._queue.held and self._reads_demand:
                     self._predict_again()
             if health.on_success(now):
                 commands = self._health_changed(instance, now)
@@ -645,7 +656,7 @@ class Scheduler:
         if instance is None:
             return None
         # The other scheduler's is not known: what this one would expect keeps as much room free.
-        known = request.generates and self._policy.reads_demand
+        known = request.generates and self._reads_demand
         residual = self._predictor.residual(request) if known else 0.0
         lease = self._lease(
             request, instance, live.predicted_output, live.work_ns, live.dispatched_at, residual
@@ -656,7 +667,7 @@ class Scheduler:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         self._leased[lease.id] = instance
-        if arrived and self._policy.reads_demand:
+        if arrived and self._reads_demand:
             self._demand(request.model).arrived(size_of(request, live.predicted_output), now)
         return lease
 
@@ -747,6 +758,7 @@ class Scheduler:
     def set_policy(self, name: str, now: float) -> list[Command]:
         """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
         self._policy = make_policy(name, self._params, self._rng)
+        self._reads_demand = self._policy.reads_demand
         return self._flush(now)
 
     # --- time ---
@@ -1009,14 +1021,14 @@ class Scheduler:
         long: float | None = None,
         residual: float = 0.0,
     ) -> SchedulingContext:
-        if not request.generates or not self._policy.reads_demand:
+        if not request.generates or not self._reads_demand:
             long = residual = 0.0
         elif long is None:
             long, residual = self._predictor.long(request), self._predictor.residual(request)
         demand = self._demands.get(request.model)
         if demand is None:
             demand = self._demand(request.model)
-        if not demand.mix.count and self._policy.reads_demand:  # to explain one request: it is the mean one
+        if not demand.mix.count and self._reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted, long, residual)
         held = (
@@ -1164,7 +1176,7 @@ class Scheduler:
         if found.pair is not None and found.target is not None:
             lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
         else:
-            work_ns = round(found.work_s * 1e9)
+            work_ns = _nearest(found.work_s * 1e9)
             lease = self._lease(ctx.request, instance, ctx.predicted_output, work_ns, now, ctx.residual)
             self._next_lease += 1
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
@@ -1178,7 +1190,7 @@ class Scheduler:
             for other in ready.able:
                 if other is not instance and other.health.held(now):
                     other.health.on_passed_over()
-        if self._policy.reads_demand:
+        if self._reads_demand:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
             sequences = ctx.request.sequences
@@ -1213,7 +1225,7 @@ class Scheduler:
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
-        answers = sequences * round(predicted)
+        answers = sequences * _nearest(predicted)
         promised = min(sequences * prompt + answers, cache)
         variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
@@ -1249,7 +1261,7 @@ class Scheduler:
             predicted_output=predicted,
             dispatched_at=now,
             shared=shared,
-            kv_variance=round(variance) if variance > 0.0 else 0,
+            kv_variance=_nearest(variance) if variance > 0.0 else 0,
         )
 
     def _enqueue(

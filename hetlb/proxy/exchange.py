@@ -107,6 +107,8 @@ _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
 _RESPONSES: Final = Kind.RESPONSES
 _HEARTBEAT: Final = b": waiting\n\n"
+_QUEUED: Final = Phase.QUEUED
+_PREFILLING: Final = Phase.PREFILLING
 _NOTHING: Final = Response.NOTHING
 _HEARTBEATS: Final = Response.HEARTBEATS
 _STARTED: Final = Response.STARTED
@@ -154,7 +156,7 @@ class Exchange(RequestRecord):
         self._body = body
         self._body_bytes = request.body_bytes
         self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
-        self.phase = Phase.QUEUED
+        self.phase = _QUEUED
         self.response = _NOTHING
         #: Since when this phase lasts, or when last something came.
         self.since = self._beat_at = self._text_at = now
@@ -390,7 +392,7 @@ class Exchange(RequestRecord):
         through.
         """
         self._engine = connection
-        if self.phase is not Phase.PREFILLING:
+        if self.phase is not _PREFILLING:
             self._enter(WRITTEN, self._now())
         head, body = self._head, self._body
         length = self._body_bytes
@@ -449,7 +451,7 @@ class Exchange(RequestRecord):
             return
         self._dropped = True
         self._engine = None
-        if self.phase is not Phase.PREFILLING:
+        if self.phase is not _PREFILLING:
             self._enter(RECONNECTING, self._now())
         self._driver.pool(self._sent_lease).send(self, fresh=True)
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
-from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill
+from hetlb.core.instance import EngineLoad
+from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill, delay_of_reading_s
 from hetlb.core.predictor import OraclePredictor
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome, Request
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
@@ -206,15 +207,55 @@ def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency
             assert command.lease.instance == min(able, key=lambda each: each.score).instance
             if keys:
                 continue
-            mix = scheduler._demands[MODEL].mix
+            states = {
+                name: State(*figures, scheduler._demands[MODEL].mix.output, BENT_OF[name[:3]], engines)
+                for name, figures in before.items()
+            }
             for each in command.candidates:
+                alike = [state for name, state in states.items() if name[:3] == each.instance[:3]]
+                expected = plain_terms(states[each.instance], alike, new, command.lease.predicted_output)
                 assert each.terms is not None
-                running, prompts, pending, load = before[each.instance]
-                model, own = BENT_OF[each.instance[:3]], instances[each.instance].own_batch(sequences)
-                context = (prompts + running * mix.output / 2.0) * load.context_share
-                first_s = model.first_token_s(prompt, 0, pending / engines, load.batch, context, 2048.0, own)
-                first_s += 0.5 * model.step_s(load.batch, context)
-                assert each.terms["first_token_s"] == pytest.approx(first_s, rel=1e-9)
+                for term, seconds in expected.items():
+                    assert each.terms[term] == pytest.approx(seconds, rel=1e-9, abs=1e-12), term
+
+
+class State:
+    """What an instance ran before a decision, per engine."""
+
+    def __init__(
+        self,
+        sequences: int,
+        prompts: int,
+        pending: int,
+        load: EngineLoad,
+        output: float,
+        model: LatencyModel,
+        engines: int,
+    ) -> None:
+        self.over = sequences / engines - load.slots
+        self.slots, self.batch, self.model, self.engines = load.slots, load.batch, model, engines
+        self.context = (prompts + sequences * output / 2.0) * load.context_share
+        self.pending = pending / engines
+
+
+def plain_terms(state: State, alike: list[State], asked: Request, output: float) -> dict[str, float]:
+    """Terms of a score straight from the latency model: nothing kept, bounded or left out."""
+    model, prompt = state.model, float(asked.prompt_tokens)
+    own = max(1.0, asked.sequences / state.engines)
+    own_context = own * (prompt + output / 2.0)
+    first_s = model.first_token_s(prompt, 0.0, state.pending, state.batch, state.context, 2048.0, own)
+    first_s += 0.5 * model.step_s(state.batch, state.context)
+    decode_s = output * model.step_s(state.batch + own, state.context + own_context)
+    decode_s *= 1.0 + max(0.0, state.over + own) / state.slots
+    # Of equal instances the mean one counts.
+    batch = sum(each.batch for each in alike) / len(alike)
+    context = sum(each.context for each in alike) / len(alike)
+    now_s = model.step_s(batch, context)
+    read_s = model.first_token_s(prompt, 0.0, 0.0, batch, context, 2048.0, own)
+    delay_s = delay_of_reading_s(read_s, own * prompt, batch, now_s, 2048.0)
+    delay_s += output * max(0.0, model.step_s(batch + own, context + own_context) - now_s)
+    others_s = asked.sequences / own * batch * delay_s
+    return {"first_token_s": first_s, "own_s": first_s + decode_s, "others_s": others_s}
 
 
 BENT_OF = {f"{factor}": BENT.scaled(factor) for factor in (1.0, 1.9)}

@@ -33,7 +33,15 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.instance import BLOCKED, DEPRIORITISED, JOINING_STEPS, NORMAL, EngineLoad, Instance
+from hetlb.core.instance import (
+    BLOCKED,
+    DEPRIORITISED,
+    JOINING_STEPS,
+    NORMAL,
+    EngineLoad,
+    Instance,
+    Occupancy,
+)
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
@@ -107,6 +115,7 @@ _NO_SLOT: Final = 1
 _NO_MEMORY: Final = 2
 _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
+_UNDECIDED: Final = 5  # room, but it may be passed over
 
 
 @mypyc_attr(acyclic=True)
@@ -114,70 +123,70 @@ class _Group:
     """Instances with equal parameters in one evaluation: their mean load, and the delay of what runs there.
 
     Per engine: `batch` sequences with `context` tokens, `paid` tokens of the prompt that the request need not
-    pay for. A step takes `step_s` with and `now_s` without the request. `others_s` is known to the `grade` of
-    `_InstanceScore`.
+    pay for. A step takes `step_s` with and `now_s` without the request, which is `growth_s` more or 0.
+    `others_s` is known to the `grade` of `_InstanceScore`. `load` is that of one of them.
     """
 
-    __slots__ = ("batch", "context", "count", "grade", "now_s", "others_s", "paid", "step_s")
+    __slots__ = (
+        "batch", "context", "count", "grade", "growth_s", "load", "now_s", "others_s", "paid", "step_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self.load: EngineLoad | None = None
         self.count = 0
         self.batch = self.context = self.paid = 0.0
-        self.now_s = self.step_s = self.others_s = 0.0
+        self.now_s = self.step_s = self.growth_s = self.others_s = 0.0
         self.grade = _GUESSED
 
-    def add(self, batch: float, context: float, paid: float) -> None:
-        """Take one more instance into the mean."""
-        self.count = count = self.count + 1
-        self.batch += (batch - self.batch) / count
-        self.context += (context - self.context) / count
-        self.paid += (paid - self.paid) / count
+    def add(self, load: EngineLoad, context: float) -> None:
+        """Count one more instance; `batch` and `context` are sums until all are counted."""
+        self.load = load
+        self.count += 1
+        self.batch += load.batch
+        self.context += context
 
 
 @mypyc_attr(acyclic=True)
 class _InstanceScore:
-    """One instance in one evaluation.
+    """One instance in one evaluation, looked at closely.
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request with `prompts` prompts to be read; `cached` tokens of each, and how many it
     need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s`
     with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
-    has a slot; and, by the `grade`, `first_s` until the first token, `others_s`
-    by which it delays what runs there, `charged_s` what of the first counts for it, `late_s` what is added
-    because it is late, `score` what it costs in all. `state` is whether there is room, `promised` the tokens
-    promised there. Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
+    has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
+    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
+    what it costs in all.
+    Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
-        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "promised", "prompts", "score",
-        "state", "step_s",
+        "adapter_s", "cached", "charged_s", "context", "decode_s", "early_s", "first_s", "grade", "group",
+        "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "prompts", "score",
+        "step_s",
     )  # fmt: skip
 
     def __init__(
         self,
-        load: EngineLoad,
+        seen: Occupancy,
         group: _Group | None,
-        context: float,
-        pending: float,
         own: float,
         prompts: float,
-        promised: int,
+        steps: tuple[float, float, float, float],
     ) -> None:
-        self.load = load
+        self.load = seen.load
+        self.pending = seen.pending
         self.group = group
-        self.context = context
-        self.pending = pending
         self.own = own
         self.prompts = prompts
-        self.promised = promised
+        self.context, self.now_s, self.step_s, self.decode_s = steps
         self.cached = self.paid = 0.0
-        self.state = _ROOM
         self.grade = _GUESSED
+        #: See `_Evaluation._early_s`.
+        self.early_s = -1.0
         self.last_s = self.late_s = self.adapter_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
-        self.now_s = self.step_s = self.decode_s = 0.0
 
 
 @mypyc_attr(acyclic=True)
@@ -202,12 +211,14 @@ class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
     Every instance gets a rough lower bound of its score at first; only those whose bound is below the score
-    of the best are looked at closely.
+    of the best get an `_InstanceScore` and are looked at closely. What changes with the instances and the
+    demand is kept as it was at the time.
     """
 
     __slots__ = (
-        "_ctx", "_fleet", "_output", "_own_context", "_own_weight", "_passed_over", "_prompt", "_scores",
-        "_sequences", "_share", "instances",
+        "_booked", "_bounds", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_overbooked",
+        "_own_context", "_own_weight", "_passed_over", "_prompt", "_prompts", "_scores", "_seen",
+        "_sequences", "_share", "_shortest_s", "_states", "_thinned", "_thinning", "_todo", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -223,10 +234,18 @@ class _Evaluation:
         self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
-        self._sequences = request.sequences
+        self._sequences = float(request.sequences)
+        #: Prompts to be read where samples of one share its blocks.
+        self._prompts = float(-(-request.sequences // request.samples))
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
+        # What runs there is on average half-grown.
+        self._half_grown = half_grown = mix.output / 2.0
+        #: Tokens of a KV cache that one more mean request takes.
+        self._booked = mix.booked + half_grown
+        #: Share of the slots up to which an engine gets requests.
+        self._overbooked = 1.0 + _OVERBOOK_STEPS / max(mix.output, _OVERBOOK_TOKENS)
         # The longer an answer by what is known of it, the more its own seconds weigh against those of others.
         long = ctx.residual / mix.residual if mix.residual > 0.0 else 1.0
         weight = long * long
@@ -235,133 +254,208 @@ class _Evaluation:
         self._own_weight = weight if weight > 1.0 else 1.0
         #: Seconds that a long answer takes there, and in which the faster ones are done with all.
         self._passed_over: dict[int, tuple[float, float]] | None = None
-        self._scores: list[_InstanceScore] = []
-        self._look()
+        self._todo = self._thinning = self._thinned = 0.0
+        self._shortest_s = -1.0
+        self._seen = [instance.occupancy for instance in self._fleet.members]
+        self._states = [self._room(seen) for seen in self._seen]
+        self._scores: list[_InstanceScore | None] = [None] * len(self._seen)
+        self._groups: list[_Group] | None = None
+        if self._fleet.group_count:
+            self._look_at_groups()
+        #: Scores by their grade, of those with room: lower bounds, unless looked at closely.
+        self._bounds = [self._rough_score(i, seen) for i, seen in enumerate(self._seen)]
+        if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
+            self._look_closely()
         if may_pass_over and len(instances) > 1:
             self._pass_over()
 
-    def lowest(self, among: Sequence[int] | None = None) -> int | None:
+    def lowest(self, among: list[int] | None = None) -> int | None:
         """The index of the instance with room and the lowest score, the first of several.
 
-        `among` are the indices of those that count, in their order; all where it is None.
+        `among` are the indices of those that count; all where it is None.
         """
-        scores = self._scores
-        indices = range(len(scores)) if among is None else among
-        index = -1
-        least = math.inf
-        for i in indices:
-            each = scores[i]
-            if each.state == _ROOM and each.score < least:
-                index, least = i, each.score
+        indices = self._fleet.order if among is None else among
+        index = self._nearest(indices)
         if index < 0:
-            return None
-        self._rate(scores[index], _EXACT)
-        least = scores[index].score
-        for grade in (_BOUNDED, _EXACT):
             for i in indices:
-                each = scores[i]
-                if each.state == _ROOM and each.score <= least * _CLOSE:
-                    self._rate(each, grade)
-                    if each.grade == _EXACT and (each.score < least or (each.score == least and i < index)):
+                self._state(i)
+            index = self._nearest(indices)
+            if index < 0:
+                return None
+        bounds = self._bounds
+        each = self._score(index)
+        self._rate(each, _EXACT)
+        least = each.score
+        for i in indices:
+            if bounds[i] <= least * _CLOSE and i != index and self._state(i) == _ROOM:
+                each = self._score(i)
+                self._rate(each, _BOUNDED)
+                if each.score <= least * _CLOSE:
+                    self._rate(each, _EXACT)
+                    if each.score < least or (each.score == least and i < index):
                         index, least = i, each.score
         return index
 
-    def _look(self) -> None:
-        """Room, load and decode time of every instance."""
-        ctx, scores = self._ctx, self._scores
-        mix, held, now = ctx.demand.mix, ctx.held, ctx.now
-        # What runs there is on average half-grown.
-        half_grown = mix.output / 2.0
-        overbooked = 1.0 + _OVERBOOK_STEPS / max(mix.output, _OVERBOOK_TOKENS)
-        sequences, output, own_context = self._sequences, self._output, self._own_context
-        group_of = self._fleet.groups
-        groups = [_Group() for _ in range(self._fleet.group_count)]
-        for i, instance in enumerate(self.instances):
-            load = instance.load
-            running = instance.sequences - instance.finished_sequences
-            number = group_of[i]
-            group = None if number < 0 else groups[number]
-            context = (instance.prompt_tokens + running * half_grown) * load.context_share
-            own = prompts = 1.0
-            if sequences > 1:
-                own = prompts = instance.own_batch(sequences)
-                if instance.caches_prefixes:  # samples of one prompt share its reading
-                    prompts = instance.own_batch(-(-sequences // ctx.request.samples))
-            pending = instance.pending_prompt_tokens / instance.engines
-            each = _InstanceScore(load, group, context, pending, own, prompts, instance.promised_tokens)
-            scores.append(each)
-            if running or instance.kv_tokens:
-                if running >= instance.max_num_seqs * overbooked:
-                    each.state = _NO_SLOT
-                elif (
-                    instance.expected_kv_tokens(now, 1.0) + mix.booked + half_grown
-                    > _KV_MARK * load.kv_cache_tokens
-                ):
-                    each.state = _NO_MEMORY
-            each.now_s = load.step_s + load.token_s * context
-            if own == 1.0:
-                step_s = load.next_step_s + load.next_token_s * (context + own_context)
-            else:
-                step_s = load.latency.step_s(load.batch + own, context + own * own_context)
-            each.step_s = step_s
-            each.decode_s = output * step_s
-            over = running / instance.engines + own - load.slots
-            if over > 0.0:
-                # What has no slot waits for one: they come free at the rate at which answers end.
-                each.decode_s += over / load.slots * output * step_s
+    def _nearest(self, indices: list[int]) -> int:
+        """Of instances that certainly have room the one with the lowest bound, -1 if there is none."""
+        bounds, states = self._bounds, self._states
+        index = -1
+        least = math.inf
+        for i in indices:
+            bound = bounds[i]
+            if bound < least and states[i] == _ROOM:
+                index, least = i, bound
+        return index
+
+    def _context(self, seen: Occupancy) -> float:
+        """Tokens in context of what decodes on each engine of an instance."""
+        return (seen.prompt_tokens + seen.running * self._half_grown) * seen.load.context_share
+
+    def _steps(self, seen: Occupancy, own: float) -> tuple[float, float, float, float]:
+        """Tokens in context; seconds of a step now, of one with the request, and of decoding it whole."""
+        load = seen.load
+        context = self._context(seen)
+        now_s = load.step_s + load.token_s * context
+        if own == 1.0:
+            step_s = load.next_step_s + load.next_token_s * (context + self._own_context)
+        else:
+            step_s = load.latency.step_s(load.batch + own, context + own * self._own_context)
+        decode_s = self._output * step_s
+        over = seen.running / load.engines + own - load.slots
+        if over > 0.0:
+            # What has no slot waits for one: they come free at the rate at which answers end.
+            decode_s += over / load.slots * self._output * step_s
+        return context, now_s, step_s, decode_s
+
+    def _group(self, i: int) -> _Group | None:
+        """The group of an instance, None for one without an equal."""
+        groups = self._groups
+        if groups is None:
+            return None
+        number = self._fleet.groups[i]
+        return None if number < 0 else groups[number]
+
+    def _state(self, i: int) -> int:
+        """State of an instance: room, or the reason why not."""
+        states = self._states
+        if states[i] == _UNDECIDED:
+            states[i] = _ROOM
+            self._faster_done(i, self._fleet.faster[i])
+        return states[i]
+
+    def _room(self, seen: Occupancy) -> int:
+        """Room of an instance, apart from what is special about the request."""
+        if seen.empty:
+            return _ROOM
+        load = seen.load
+        if seen.running >= load.all_slots * self._overbooked:
+            return _NO_SLOT
+        used = seen.expected_kv_tokens(self._ctx.now) + self._booked
+        return _NO_MEMORY if used > _KV_MARK * load.kv_cache_tokens else _ROOM
+
+    def _rough_score(self, i: int, seen: Occupancy) -> float:
+        """A lower bound of the score of an instance by a few additions; infinity where it has no room."""
+        if self._states[i] != _ROOM:
+            return math.inf
+        load = seen.load
+        own = load.own_batch(self._sequences)
+        _, now_s, step_s, decode_s = self._steps(seen, own)
+        first_s = self._least_first_s(seen, self._prompts_at(i, seen, own), now_s, self._prompt)
+        return self._bound(load.batch, self._group(i), own, first_s, decode_s, step_s - now_s)
+
+    def _prompts_at(self, i: int, seen: Occupancy, own: float) -> float:
+        """Prompts that each engine reads: one for all its samples where prefixes are cached."""
+        if self._prompts < self._sequences and self.instances[i].caches_prefixes:
+            return seen.load.own_batch(self._prompts)
+        return own
+
+    def _least_first_s(self, seen: Occupancy, prompts: float, now_s: float, unread: float) -> float:
+        """A lower bound of the time to the first token where `unread` tokens of each prompt are computed."""
+        fixed_s, floor_s, token_s = seen.load.read_bound
+        read_s = token_s * (seen.pending + prompts * (unread if unread >= 1.0 else 1.0))
+        return fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * now_s
+
+    def _bound(
+        self, batch: float, group: _Group | None, own: float, first_s: float, decode_s: float, growth_s: float
+    ) -> float:
+        """A lower bound of a score: the own time, and what steps get longer for those that run there."""
+        bound = _FIRST_SHARE * first_s + self._own_weight * decode_s
+        if group is not None:
+            batch, growth_s = group.batch, group.growth_s
+        if growth_s > 0.0:
+            bound += self._sequences / own * batch * self._output * growth_s
+        return bound
+
+    def _score(self, i: int) -> _InstanceScore:
+        """The close look at an instance, with the lower bound of its score at first."""
+        each = self._scores[i]
+        if each is None:
+            seen = self._seen[i]
+            own = seen.load.own_batch(self._sequences)
+            prompts = self._prompts_at(i, seen, own)
+            each = _InstanceScore(seen, self._group(i), own, prompts, self._steps(seen, own))
+            self._scores[i] = each
+            self._guess(each, seen)
+        return each
+
+    def _guess(self, each: _InstanceScore, seen: Occupancy) -> None:
+        """The lower bounds by a few additions."""
+        first_s = self._least_first_s(seen, each.prompts, each.now_s, self._prompt - each.cached)
+        each.charged_s = first_s
+        growth_s = each.step_s - each.now_s
+        each.score = self._bound(each.load.batch, each.group, each.own, first_s, each.decode_s, growth_s)
+
+    def _look_closely(self) -> None:
+        """Look closely at every instance, since what is special about the request differs between them."""
+        ctx, instances = self._ctx, self.instances
+        held, availabilities, mix = ctx.held, ctx.availabilities, ctx.demand.mix
+        states = self._states
+        for i, instance in enumerate(instances):
+            each = self._score(i)
             if held is not None and instance.caches_prefixes:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
-            unread = self._prompt - each.cached
-            first_s = load.latency_bound.least_read_s(pending + prompts * (unread if unread >= 1.0 else 1.0))
-            if running:
-                first_s += 0.5 * each.now_s
-            each.charged_s = first_s
-            each.score = (_FIRST_TOKEN_WEIGHT + 1.0) * first_s + self._own_weight * each.decode_s
-            if group is not None:
-                group.add(load.batch, context, each.paid)
-            elif step_s > each.now_s:
-                each.score += sequences / own * load.batch * output * (step_s - each.now_s)
-        if groups:
-            self._look_at_groups()
-        if ctx.availabilities is not None:
-            for each, (availability, _) in zip(scores, ctx.availabilities, strict=True):
-                if availability == BLOCKED and each.state == _ROOM:
-                    each.state = _HELD_BACK
+                if each.cached > 0.0:
+                    self._guess(each, self._seen[i])
+            if availabilities is not None:
+                availability = availabilities[i][0]
+                if availability == BLOCKED and states[i] == _ROOM:
+                    states[i] = _HELD_BACK
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
                     each.score += _LAST_S
-        if ctx.adapter_load_s > 0.0:
-            self._look_at_adapters()
-        if held is not None:
-            for each in scores:
-                if each.paid > each.cached:
-                    self._rate(each, _EXACT)
-
-    def _look_at_adapters(self) -> None:
-        """Add the time in which the request's adapter gets a slot, where it has none."""
-        ctx = self._ctx
-        for each, instance in zip(self._scores, self.instances, strict=True):
             adapters = instance.adapters
-            if adapters is not None:
-                wait_s = ctx.demand.mix.residual * each.now_s
+            if ctx.adapter_load_s > 0.0 and adapters is not None:
+                wait_s = mix.residual * each.now_s
                 each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
-                each.score += (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
+                each.score += _FIRST_SHARE * each.adapter_s
+            if held is not None and each.group is not None:
+                each.group.paid += each.paid / each.group.count
+        for i in range(len(instances)):
+            each = self._score(i)
+            if each.paid > each.cached:
+                self._rate(each, _EXACT)
+            self._bounds[i] = each.score
 
     def _look_at_groups(self) -> None:
         """Steps at the mean load of every group, and what they get longer."""
-        for each in self._scores:
-            group = each.group
-            if group is not None and group.batch > 0.0:
-                own = each.own
-                if group.now_s == 0.0:
-                    latency, batch, context = each.load.latency, group.batch, group.context
-                    group.now_s = latency.step_s(batch, context)
-                    group.step_s = latency.step_s(batch + own, context + own * self._own_context)
-                if group.step_s > group.now_s:
-                    growth_s = group.step_s - group.now_s
-                    each.score += self._sequences / own * group.batch * self._output * growth_s
+        fleet = self._fleet
+        groups = self._groups = [_Group() for _ in range(fleet.group_count)]
+        numbers = fleet.groups
+        for i, seen in enumerate(self._seen):
+            number = numbers[i]
+            if number >= 0:
+                groups[number].add(seen.load, self._context(seen))
+        for group in groups:
+            load = group.load
+            if load is not None and group.batch > 0.0:
+                group.batch = batch = group.batch / group.count
+                group.context = context = group.context / group.count
+                own, latency = load.own_batch(self._sequences), load.latency
+                group.now_s = now_s = latency.step_s(batch, context)
+                group.step_s = step_s = latency.step_s(batch + own, context + own * self._own_context)
+                group.growth_s = step_s - now_s if step_s > now_s else 0.0
 
     def _rate(self, each: _InstanceScore, grade: int) -> None:
         """Find the score of an instance to a grade, unless it is known to that."""
@@ -441,63 +535,96 @@ class _Evaluation:
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
         full; once they have stopped coming, whether what is left should go to a slower one at all. An
         instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
+        Where the answer matters to no other instance, it is left open until this one is to be chosen.
         """
-        ctx, scores = self._ctx, self._scores
-        room = 0
-        for each in scores:
-            if each.state == _ROOM:
-                room += 1
+        ctx, states = self._ctx, self._states
+        room = states.count(_ROOM)
         if not room:
             return
-        mix, demand, now = ctx.demand.mix, ctx.demand, ctx.now
-        order, costs = self._fleet.order, self._fleet.costs
+        demand, now, costs = ctx.demand, ctx.now, self._fleet.costs
         part = self._share
-        lull = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
-        ending = lull and not demand.beginning(now)
-        if not ending and room == len(scores):
+        ending = demand.ended(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
+        if not ending and room == len(states):
             return
         availabilities = ctx.availabilities
-        todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
+        self._todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
         # One that waited is not fresh, even as the last of the queue.
         fresh = ctx.waiting == 0 and demand.newest_s == now
-        shortest_s = -1.0
-        speed = thinning = share = 0.0
+        speed = 0.0
         soonest_s = least_decode_s = math.inf
-        for i in order:
-            each = scores[i]
-            if each.state == _ROOM:
-                self._rate(each, _BOUNDED)
-                sooner = fresh and each.first_s * _FAR_SOONER < soonest_s < math.inf
-                if speed > 0.0 and not (sooner and each.decode_s <= _MUCH_LATER * least_decode_s):
-                    if shortest_s < 0.0:
-                        long = ctx.long_output
-                        # Nothing comes behind the last one on the fastest.
-                        self._rate(scores[order[0]], _BOUNDED)
-                        shortest_s = _long_answer_s(ctx, scores[order[0]], long, _thinned_share(mix, long))
-                        thinning = long if long < mix.long else mix.long
-                        share = _thinned_share(mix, thinning)
-                    long_s = _long_answer_s(ctx, each, thinning, share)
-                    # The rate is asked for only where it can matter: first at its best, then as it is.
-                    done_s = _done_s(todo, speed, shortest_s)
-                    if done_s < long_s:
-                        spare = speed - demand.bounds(long_s, now)[0] * part
-                        done_s = _done_s(todo, spare, shortest_s)
-                    if done_s < long_s:
-                        done_s = _done_s(todo, speed - demand.rate(long_s, now) * part, shortest_s)
-                    if done_s < long_s:
-                        if self._passed_over is None:
-                            self._passed_over = {}
-                        self._passed_over[i] = (long_s, done_s)
-                        each.state = _PASSED_OVER
-                if each.state == _ROOM:
-                    if not ending:
-                        return  # the fastest with room: the slower ones are as good as their scores
-                    if each.first_s < soonest_s:
-                        soonest_s = each.first_s
-                    if each.decode_s < least_decode_s:
-                        least_decode_s = each.decode_s
+        for i in self._fleet.order:
+            if states[i] == _ROOM:
+                left_open = ending and speed > 0.0 and availabilities is None
+                if left_open and not (fresh and self._may_be_sooner(i, soonest_s, least_decode_s)):
+                    states[i] = _UNDECIDED
+                else:
+                    each = self._score(i)
+                    first_s = self._early_s(each)
+                    sooner = fresh and first_s * _FAR_SOONER < soonest_s < math.inf
+                    kept = speed <= 0.0 or (sooner and each.decode_s <= _MUCH_LATER * least_decode_s)
+                    if kept or not self._faster_done(i, speed):
+                        if not ending:
+                            return  # the fastest with room: the slower ones are as good as their scores
+                        if first_s < soonest_s:
+                            soonest_s = first_s
+                        if each.decode_s < least_decode_s:
+                            least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += costs[i].speed
+
+    def _may_be_sooner(self, i: int, soonest_s: float, least_decode_s: float) -> bool:
+        """False if neither the first token nor decoding comes before those of others, by lower bounds."""
+        each = self._scores[i]
+        if each is not None:
+            return each.decode_s < least_decode_s or each.charged_s < soonest_s
+        seen = self._seen[i]
+        own = seen.load.own_batch(self._sequences)
+        _, now_s, _, decode_s = self._steps(seen, own)
+        if decode_s < least_decode_s:
+            return True
+        prompts = self._prompts_at(i, seen, own)
+        return self._least_first_s(seen, prompts, now_s, self._prompt) < soonest_s
+
+    def _early_s(self, each: _InstanceScore) -> float:
+        """`first_s` by `LatencyModel.lower_bound`; itself where what counts of it has no bound."""
+        if each.early_s < 0.0:
+            load = each.load
+            read_s = load.latency_bound.first_token_s(
+                self._prompt, each.cached, each.pending, load.batch, each.context, load.budget, each.prompts
+            )
+            each.early_s = each.first_s if each.paid > each.cached else read_s + 0.5 * each.now_s
+        return each.early_s
+
+    def _faster_done(self, i: int, speed: float) -> bool:
+        """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
+        ctx, mix, part = self._ctx, self._ctx.demand.mix, self._share
+        if self._shortest_s < 0.0:
+            long = ctx.long_output
+            # Nothing comes behind the last one on the fastest.
+            fastest = self._score(self._fleet.order[0])
+            first_s = self._early_s(fastest)
+            self._shortest_s = _long_answer_s(ctx, fastest, first_s, long, _thinned_share(mix, long))
+            self._thinning = long if long < mix.long else mix.long
+            self._thinned = _thinned_share(mix, self._thinning)
+        each = self._score(i)
+        long_s = _long_answer_s(ctx, each, self._early_s(each), self._thinning, self._thinned)
+        # The rate is asked for only where it can matter: first at its best, then as it is.
+        done_s = self._done_s(speed)
+        if done_s < long_s:
+            done_s = self._done_s(speed - ctx.demand.bounds(long_s, ctx.now)[0] * part)
+        if done_s < long_s:
+            done_s = self._done_s(speed - ctx.demand.rate(long_s, ctx.now) * part)
+        if done_s >= long_s:
+            return False
+        if self._passed_over is None:
+            self._passed_over = {}
+        self._passed_over[i] = (long_s, done_s)
+        self._states[i] = _PASSED_OVER
+        return True
+
+    def _done_s(self, speed: float) -> float:
+        """Seconds in which all that waits is done at a speed."""
+        return self._todo / speed + self._shortest_s if speed > 0.0 else math.inf
 
     def best_whole(self, mixed: bool) -> tuple[int, float] | None:
         """The instance with room and the lowest score of those that take whole requests, and that score.
@@ -519,7 +646,7 @@ class _Evaluation:
         index = self.lowest(whole)
         if index is None:
             return None
-        return index, self._scores[index].score + self._reading_to_come_s(index)[0]
+        return index, self._score(index).score + self._reading_to_come_s(index)[0]
 
     def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
@@ -536,9 +663,10 @@ class _Evaluation:
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
         source = source_2 = target = target_2 = -1
-        for i, each in enumerate(self._scores):
-            if each.state != _ROOM:
+        for i in range(len(instances)):
+            if self._state(i) != _ROOM:
                 continue
+            each = self._score(i)
             role = Role.BOTH if mixed else instances[i].spec.role
             if role is not Role.DECODE:
                 score = _FIRST_SHARE * each.charged_s
@@ -586,15 +714,13 @@ class _Evaluation:
         if source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE:
             return True
         costs = self._fleet.costs
-        unread = self._prompt - self._scores[i].cached
-        return costs[i].token_read_s * unread < costs[j].token_read_s * (
-            self._prompt - self._scores[j].cached
-        )
+        unread = self._prompt - self._score(i).cached
+        return costs[i].token_read_s * unread < costs[j].token_read_s * (self._prompt - self._score(j).cached)
 
     def _pair(self, transfers: TransferTimes, i: int, j: int) -> _Pair:
         """The pair that reads at one instance and decodes at another."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
-        source, target = self._scores[i], self._scores[j]
+        source, target = self._score(i), self._score(j)
         self._rate(source, _EXACT)
         sent = prompt - cached_at(ctx, instances[j])
         ready_s = source.charged_s + transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
@@ -617,7 +743,7 @@ class _Evaluation:
 
         By what was read there lately: for a share of its time each step takes as long as the mean prompt.
         """
-        each, cost = self._scores[i], self._fleet.costs[i]
+        each, cost = self._score(i), self._fleet.costs[i]
         instance = self.instances[i]
         share = instance.speed.read_per_s(self._ctx.now) * cost.token_read_s / instance.engines
         read_s, step_s = cost.read_s, each.step_s
@@ -637,7 +763,7 @@ class _Evaluation:
             min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
             lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
             decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
-            first_s=self._scores[pair.source].first_s,
+            first_s=self._score(pair.source).first_s,
             decode_first_s=pair.start_s,
         )
 
@@ -669,20 +795,21 @@ class _Evaluation:
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
-        for each in self._scores:
-            self._rate(each, _EXACT)
+        for i in range(len(self.instances)):
+            self._state(i)
+            self._rate(self._score(i), _EXACT)
         return [self._candidate(i) for i in range(len(self.instances))]
 
     def _candidate(self, i: int) -> Candidate:
-        instance, each = self.instances[i], self._scores[i]
+        instance, each, state = self.instances[i], self._score(i), self._states[i]
         batch, t_s, workload = _paper_work(self._ctx, instance)
         availabilities = self._ctx.availabilities
         reason = "" if availabilities is None else availabilities[i][1]
-        if each.state == _NO_SLOT:
+        if state == _NO_SLOT:
             reason = f"{FULL}: every slot is taken"
-        elif each.state == _NO_MEMORY:
+        elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
-        elif each.state == _PASSED_OVER and self._passed_over is not None:
+        elif state == _PASSED_OVER and self._passed_over is not None:
             long_s, done_s = self._passed_over[i]
             reason = (
                 f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
@@ -691,11 +818,11 @@ class _Evaluation:
         return Candidate(
             instance=instance.name,
             score=each.score,
-            eligible=each.state == _ROOM,
+            eligible=state == _ROOM,
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=each.promised / instance.kv_cache_tokens,
+            kv_utilization=self._seen[i].promised_tokens / instance.kv_cache_tokens,
             workload=workload,
             terms=_terms(each, self._own_weight),
             weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
@@ -812,10 +939,6 @@ def _of_many(
     return found
 
 
-def _done_s(todo: float, speed: float, shortest_s: float) -> float:
-    return todo / speed + shortest_s if speed > 0.0 else math.inf
-
-
 def _thinned_share(mix: Mix, thinning: float) -> float:
     """The share of a batch that runs beside an answer in the mean of its last `thinning` tokens."""
     left = mix.residual if mix.residual > 1.0 else 1.0
@@ -825,8 +948,10 @@ def _thinned_share(mix: Mix, thinning: float) -> float:
     return share if share < 1.0 else 1.0
 
 
-def _long_answer_s(ctx: SchedulingContext, each: _InstanceScore, thinning: float, share: float) -> float:
-    """Seconds that one long answer takes on an instance from now on.
+def _long_answer_s(
+    ctx: SchedulingContext, each: _InstanceScore, first_s: float, thinning: float, share: float
+) -> float:
+    """Seconds that one long answer takes on an instance from now on, the first token after `first_s`.
 
     Where lengths are known (`long_output` differs from request to request) shorter ones keep coming behind a
     longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are read between
@@ -835,7 +960,7 @@ def _long_answer_s(ctx: SchedulingContext, each: _InstanceScore, thinning: float
     load, mix, long = each.load, ctx.demand.mix, ctx.long_output
     latency, batch, context = load.latency_bound, load.batch, each.context
     own_context = ctx.request.prompt_tokens + long / 2.0
-    seconds = each.first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
+    seconds = first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
     if long > thinning:
         full_s = latency.step_s(batch + 1.0, context + own_context)
         delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)

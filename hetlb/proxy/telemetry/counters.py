@@ -32,6 +32,8 @@ LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 #: Seconds expected of a part of a latency model before what was seen says anything.
 LEAST_EVIDENCE_S: Final = 1.0
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_OK: Final = Outcome.OK
 #: Status of a request that became a WebSocket session.
 _SWITCHED: Final = 101
 #: Resolution of the event loop's clock, seconds.
@@ -264,7 +266,7 @@ class Totals:
         if record.status == _SWITCHED:
             model.session.observe(ended_at - lease.dispatched_at)
             return
-        if outcome is not Outcome.OK:
+        if outcome is not _OK:
             return
         model.e2e.observe(record.e2e_s)
         if request.generates and lease.output_tokens:

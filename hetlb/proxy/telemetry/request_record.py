@@ -6,11 +6,16 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
+from typing import Final
+
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.telemetry.trace_context import Trace
+
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_QUEUED: Final = Phase.QUEUED
 
 
 class RequestRecord:
@@ -54,7 +59,7 @@ class RequestRecord:
         #: Ids of its spans, None without tracing.
         self.trace: Trace | None = None
         #: Phase in which it got its outcome.
-        self.ended_in = Phase.QUEUED
+        self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
         #: Instance that read the prompt, where another one decodes the answer.
