@@ -92,7 +92,7 @@ test-vllm-slow: .venv/.dev
 # The pure wheel is built from the source package, so that both are known to work.
 wheel: .venv/.build
 	$(BIN)/python -m build -o dist
-	HETLB_COMPILE=1 $(BIN)/python -m build -w -o dist
+	HETLB_COMPILE=1 HETLB_COMPILE_LEVEL=2 $(BIN)/python -m build -w -o dist
 	@ls -l dist
 
 docs: .venv/.dev

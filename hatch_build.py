@@ -27,9 +27,9 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "connection_states", "driver", "ends", "exchange", "exchange_states", "limits",
-            "prefix_keys", "realtime", "router", "scheduler_driver", "scheduling",
-            "shared_driver", "token_estimator", "upstream",
+            "connection", "connection_states", "driver", "ends", "engine_pools", "exchange",
+            "exchange_states", "kv_handovers", "limits", "prefix_keys", "realtime", "router",
+            "scheduler_driver", "scheduling", "shared_driver", "token_estimator", "upstream",
         )
     ),
     *(
@@ -54,12 +54,23 @@ _MYPY = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
 _CFLAGS = "-fvisibility=hidden -fno-asynchronous-unwind-tables"
 #: No symbols; no page of its own for each kind of section, of which a module has little: a fifth less in all.
 _LDFLAGS = "-s -Wl,-z,noseparate-code"
-#: -O1: half the compile time of -O3 and no request costs more (bench/compile_modules.py).
+#: The C compiler's -O. A wheel that is built once for many gets 2 (`make wheel`, pyproject.toml): a decision
+#: costs up to a fifth less. An installation on the spot gets 1, a third faster (docs/experiments.md).
+_LEVEL = "HETLB_COMPILE_LEVEL"
+_LEVELS = ("0", "1", "2", "3", "s")
 _SETUP = """\
 from mypyc.build import mypycify
 from setuptools import setup
-setup(name="hetlb", packages=[], ext_modules=mypycify({files!r}, opt_level="1", debug_level="0"))
+setup(name="hetlb", packages=[], ext_modules=mypycify({files!r}, opt_level={level!r}, debug_level="0"))
 """
+
+
+def level() -> str:
+    """The optimisation level asked for. Raises `SystemExit` with one line where it is none."""
+    asked = os.environ.get(_LEVEL, "1")
+    if asked not in _LEVELS:
+        raise SystemExit(f"hetlb: {_LEVEL}: expected one of {', '.join(_LEVELS)}, got {asked!r}")
+    return asked
 
 
 def missing_tool() -> str | None:
@@ -95,6 +106,7 @@ class CompilingHook(BuildHookInterface[Any]):
         if not self._asked:
             return []
         require_tools()  # before anything is downloaded
+        level()
         return [*_NEEDED, *self.metadata.core.dependencies]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -116,7 +128,7 @@ class CompilingHook(BuildHookInterface[Any]):
             if path.name != "__init__.py"
         )
         (folder / "mypy.ini").write_text(_MYPY)
-        (folder / "setup.py").write_text(_SETUP.format(files=files))
+        (folder / "setup.py").write_text(_SETUP.format(files=files, level=level()))
         done = subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
             cwd=folder,

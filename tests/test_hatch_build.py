@@ -101,6 +101,14 @@ def test_without_a_c_compiler_the_build_ends_with_one_line(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_an_unknown_level_of_optimisation_ends_the_build_with_one_line(tmp_path: Path) -> None:
+    done = hatchling("-t", "wheel", "-d", str(tmp_path), HETLB_COMPILE="1", HETLB_COMPILE_LEVEL="fast")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "HETLB_COMPILE_LEVEL: expected one of 0, 1, 2, 3, s, got 'fast'" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_pure_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     done = hatchling("-t", "wheel", "-d", str(tmp_path), HETLB_COMPILE="0")
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ MODULES = {
         ),
         CORE_TESTS,
     ),
-    "health": Module(("hetlb/core/health.py",), (), CORE_TESTS),
+    "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
     "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
     "gate": Module(
         ("hetlb/proxy/http/http1.py",),

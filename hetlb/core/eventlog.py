@@ -159,10 +159,9 @@ def _read_request(raw: dict[str, Any]) -> Request:
     blocks = raw.pop("blocks", None)
     if blocks is not None:
         blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
-    subset = raw.pop("subset", None)
-    return Request(
-        **raw, prefix_keys=prefix_keys, blocks=blocks, subset=None if subset is None else tuple(subset)
-    )
+    subset, preferred = raw.pop("subset", None), tuple(raw.pop("preferred", ()))
+    subset = None if subset is None else tuple(subset)
+    return Request(**raw, prefix_keys=prefix_keys, blocks=blocks, subset=subset, preferred=preferred)
 
 
 def _read_kv_event(raw: dict[str, Any]) -> KvEvent:

@@ -5,23 +5,17 @@ is emitting tokens, nor the only one there is. 4xx answers and clients that leav
 ejection makes the next one longer, up to a cap. A probe that answers does not restore the trust that failed
 answers cost: an instance ejected for its answers comes back half-open, and one more failure before one answer
 that ends well ejects it again.
-
-Beside the states there is probation: an instance that failed `PROBATION_AFTER` times in a row gets one
-request at a time, with longer and longer pauses, until an answer ends well; half of the failures are
-forgotten every `PROBATION_HALF_S`. Where answers were dropped or broken off a pause also ends as soon as a
-request or two went elsewhere, so that the failures that eject come soon; beyond those, where it may not be
-ejected, after 4, 8, 16, ... requests.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.probation import PROBATION_AFTER, Probation
 from hetlb.core.transition import Transition
 from hetlb.core.types import Health, Outcome, ProbeResult
 
@@ -37,11 +31,6 @@ FORGIVE_AFTER_S: Final = 30.0
 WINDOW_S: Final = 30.0
 LEAST_ANSWERS: Final = 20
 FAILED_SHARE: Final = 0.5
-#: From so many failures in a row on the next request waits, 1 s, 2 s, 4 s, ... after the last one.
-PROBATION_AFTER: Final = 2
-PROBATION_BASE_S: Final = 1.0
-PROBATION_CAP_S: Final = 30.0
-PROBATION_HALF_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +109,26 @@ def transitions_table() -> str:
     return "\n".join(rows)
 
 
-#: State of a tracker: all its attributes but the source of random numbers.
-_STATE = (
-    "_clean",
-    "_ejections",
-    "_failed",
-    "_failed_at",
-    "_failures",
-    "_forgiven_at",
-    "_held_until",
-    "_half_open",
-    "_passive_failures",
-    "_probe_failures",
-    "_probe_successes",
-    "_skip",
-    "_skipped",
-    "_well",
-    "_window_since",
-    "ejected_until",
-    "reason",
-    "state",
-)
-
-
 class HealthTracker:
     """The health of one incarnation of one instance."""
 
-    __slots__ = (*_STATE, "_rng")
+    __slots__ = (
+        "_clean",
+        "_ejections",
+        "_failed",
+        "_forgiven_at",
+        "_half_open",
+        "_passive_failures",
+        "_probe_failures",
+        "_probe_successes",
+        "_rng",
+        "_well",
+        "_window_since",
+        "ejected_until",
+        "probation",
+        "reason",
+        "state",
+    )
 
     def __init__(self, rng: random.Random, state: Health = Health.SUSPECT) -> None:
         self._rng = rng
@@ -164,27 +146,12 @@ class HealthTracker:
         # The window of the share of failed answers, None while none failed.
         self._window_since: float | None = None
         self._failed = self._well = 0
-        # Doubt.
-        self._failures = 0
-        self._failed_at = 0.0
-        self._held_until = 0.0
-        #: Requests that must go elsewhere to end a pause (None: none do), and those that did.
-        self._skip: int | None = None
-        self._skipped = 0
+        self.probation = Probation()
 
     @property
     def clean(self) -> bool:
         """True if it is up and no success could make it any better."""
         return self._clean
-
-    def saved(self) -> dict[str, object]:
-        """State for `restore` in another process with the same clock."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def restore(self, saved: Mapping[str, object]) -> None:
-        """Stand as another tracker of the same instance did."""
-        for name, value in saved.items():
-            setattr(self, name, value)
 
     # --- evidence ---
 
@@ -223,7 +190,7 @@ class HealthTracker:
         # What returns is another process: nothing is held against it.
         self._half_open = False
         self._window_since = None
-        self._failures = 0
+        self.probation.forget()
         if self.state is Health.EJECTED:
             self.reason = detail or self.reason
             return False
@@ -241,7 +208,8 @@ class HealthTracker:
         """An answer is whole and well: the strongest evidence there is. True if the state changed."""
         if self._clean:
             return False
-        self._passive_failures = self._probe_failures = self._failures = 0
+        self._passive_failures = self._probe_failures = 0
+        self.probation.forget()
         self._half_open = False
         if self._window_since is not None:
             if now - self._window_since >= WINDOW_S:
@@ -260,26 +228,22 @@ class HealthTracker:
         """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
         self._passive_failures += 1
         in_a_row = self._passive_failures
+        skip = 1
         if in_a_row > PROBATION_AFTER:
-            self._skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
-        else:
-            self._skip = 1
+            skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
+        self.probation.failed(skip, now)
         reason = f"{in_a_row} answers failed in a row"
         return self._failed_once(FAILS_IN_A_ROW if in_a_row >= PASSIVE_FALL else None, reason, now, may_eject)
 
     def on_server_error(self, now: float, *, may_eject: bool) -> bool:
         """A whole answer that says 5xx: the request's fault or the engine's. True if the state changed."""
-        self._skip = None
+        self.probation.failed(None, now)
         return self._failed_once(None, "", now, may_eject)
 
     def _failed_once(
         self, found: Transition[Health] | None, reason: str, now: float, may_eject: bool
     ) -> bool:
         self._clean = False
-        self._failures = self._remembered(now) + 1
-        self._failed_at = now
-        self._skipped = 0
-        self._held_until = now + self._pause_s(self._failures)
         if self._window_since is None or now - self._window_since >= WINDOW_S:
             self._window_since, self._failed, self._well = now, 0, 0
         self._failed += 1
@@ -299,41 +263,6 @@ class HealthTracker:
     def ejected_for_failures(self) -> bool:
         """True if it is out because of its answers, not because its process is gone."""
         return self.state is Health.EJECTED and self._half_open
-
-    # --- doubt ---
-
-    def on_probation(self, now: float) -> bool:
-        """True if it failed so often of late that it gets one request at a time, with pauses."""
-        return self._failures >= PROBATION_AFTER and self._remembered(now) >= PROBATION_AFTER
-
-    def held(self, now: float) -> bool:
-        """True if it is on probation and its pause is not over."""
-        if now >= self._held_until or (self._skip is not None and self._skipped >= self._skip):
-            return False
-        return self.on_probation(now)
-
-    @property
-    def probation_reason(self) -> str:
-        """Evidence that the probation rests on."""
-        return f"{self._failures} answers failed in a row"
-
-    def on_dispatched(self, now: float) -> None:
-        """It got a request: on probation, the pause begins anew."""
-        if self._failures >= PROBATION_AFTER:
-            self._held_until = now + self._pause_s(self._remembered(now))
-            self._skipped = 0
-
-    def on_passed_over(self) -> None:
-        """A request went elsewhere while it was held."""
-        self._skipped += 1
-
-    def _remembered(self, now: float) -> int:
-        return self._failures >> min(64, max(0, int((now - self._failed_at) / PROBATION_HALF_S)))
-
-    def _pause_s(self, failures: int) -> float:
-        if failures < PROBATION_AFTER:
-            return 0.0
-        return min(PROBATION_CAP_S, PROBATION_BASE_S * 2.0 ** min(16, failures - PROBATION_AFTER))
 
     # --- states ---
 

@@ -1,8 +1,7 @@
 """Belief about one instance: its ledger, its limits, its speed, corrected by evidence.
 
 The ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
-sum over the live leases at every moment; nothing in it can fall below zero. What it may take for a while
-(having just come back, having said that it is busy, having failed) never rises because it failed.
+sum over the live leases at every moment; nothing in it can fall below zero.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.block_index import BlockIndex, KvEventBatch
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.prefix_index import PrefixIndex, Tree
 from hetlb.core.speed import SpeedTracker
+from hetlb.core.throttle import Throttle
 from hetlb.core.types import (
     AdminState,
     Capacity,
@@ -50,45 +51,10 @@ _WHOLE: Final = 0.99
 _DECODING: Final = 0.2
 
 
-class PeakEwma:
-    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds.
-
-    A latency above the estimate replaces it at once; below it decays towards the new value with weight
-    `exp(-elapsed / decay_s)`, also towards zero while nothing is heard. The start value is Linkerd's
-    default of 30 ms. Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
-    """
-
-    __slots__ = ("_rtt_s", "_updated_at")
-
-    DEFAULT_RTT_S = 0.030
-
-    def __init__(self, now: float) -> None:
-        self._rtt_s = self.DEFAULT_RTT_S
-        self._updated_at = now
-
-    def observe(self, rtt_s: float, now: float, decay_s: float) -> None:
-        """A first byte came after `rtt_s`."""
-        if rtt_s > self._rtt_s:
-            self._rtt_s = rtt_s
-        else:
-            keep = self._keep(now, decay_s)
-            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
-        self._updated_at = now
-
-    def estimate_s(self, now: float, decay_s: float) -> float:
-        """The estimate now, decayed since the last observation."""
-        return self._rtt_s * self._keep(now, decay_s)
-
-    def _keep(self, now: float, decay_s: float) -> float:
-        return math.exp(-(now - self._updated_at) / decay_s)
-
-
-#: An engine that says when to come again is ranked last until then, and at most so long, in seconds.
-BUSY_CAP_S: Final = 60.0
-#: Availability at a moment: like any other, only if no other can, not now.
-NORMAL: Final = 0
-DEPRIORITISED: Final = 1
-BLOCKED: Final = 2
+def tokens_of(request: Request) -> int:
+    """Tokens of its longest sequence, with the output that the client may ask for."""
+    output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
+    return (request.longest_prompt_tokens or request.prompt_tokens) + output
 
 
 class ChangeCounter:
@@ -210,8 +176,6 @@ class Instance:
         "admin",
         "asleep",
         "blocks",
-        "busy_slots",
-        "busy_until",
         "capacity",
         "changes",
         "engines",
@@ -242,10 +206,7 @@ class Instance:
         "profiled",
         "promised_tokens",
         "prompt_tokens",
-        "ramp_s",
-        "ramp_since",
         "read_bound",
-        "rejoining",
         "removed",
         "sample",
         "sample_at",
@@ -253,9 +214,9 @@ class Instance:
         "served",
         "spec",
         "speed",
+        "throttle",
         "token_budget",
         "tree",
-        "was_up",
         "work_ns",
     )
 
@@ -279,15 +240,7 @@ class Instance:
         self.blocks: BlockIndex | None = None
         #: Its LoRA adapters, None where it lists none.
         self.adapters: AdapterSlots | None = None
-        #: True if it has been up, and whether it starts slowly when it is the next time.
-        self.was_up = health.state is Health.UP
-        self.rejoining = False
-        #: Since when, and for how many seconds, what it may run at once grows.
-        self.ramp_since: float | None = None
-        self.ramp_s = 0.0
-        #: Until when it is busy by its own word, and what it ran when it said so.
-        self.busy_until = -math.inf
-        self.busy_slots = 0
+        self.throttle = Throttle(health.probation, was_up=health.state is Health.UP)
         self.admin = AdminState.READY
         self.removed = False
         #: True if its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
@@ -481,10 +434,7 @@ class Instance:
     def fits(self, request: Request) -> bool:
         """True if prompt and the output the client may ask for fit this instance at all."""
         limit = self.longest_request_tokens
-        if limit is None:
-            return True
-        output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
-        return (request.longest_prompt_tokens or request.prompt_tokens) + output <= limit
+        return limit is None or tokens_of(request) <= limit
 
     # --- state ---
 
@@ -512,40 +462,13 @@ class Instance:
         for lease in self.leases.values():
             slots.begin(lease.request.model)
 
-    def begin_slow_start(self, seconds: float, now: float) -> None:
-        """It has come back: for so long it may run only a growing part of what it can; 0 is not at all."""
-        self.rejoining = False
-        self.ramp_since, self.ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
-
     def mark_busy(self, seconds: float, sequences: int, now: float) -> None:
         """It turned a request of so many sequences away and asked to come again after `seconds`."""
-        self.busy_until = max(self.busy_until, now + min(seconds, BUSY_CAP_S))
-        self.busy_slots = max(1, self.sequences - sequences)
-
-    def throttled(self, now: float) -> bool:
-        """True if it may now not stand like any other."""
-        if self.ramp_since is not None and now - self.ramp_since >= self.ramp_s:
-            self.ramp_since = None
-        return self.ramp_since is not None or now < self.busy_until or self.health.on_probation(now)
+        self.throttle.mark_busy(seconds, self.sequences - sequences, now)
 
     def availability(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
-        """Availability now, and its reason; `doubt`: whether probation is heeded.
-
-        One that runs nothing may always take one request, but for doubts.
-        """
-        if doubt and self.health.held(now):
-            return BLOCKED, f"on probation: {self.health.probation_reason}"
-        wanted = self.sequences + 1 if self.sequences else 0
-        if self.ramp_since is not None:
-            places = self.max_num_seqs * max(0.0, now - self.ramp_since) / self.ramp_s
-            if wanted > max(1.0, places):
-                return BLOCKED, f"slow start: {max(1, int(places))} of {self.max_num_seqs} places"
-        if now < self.busy_until:
-            left = f"it said it is busy, for {self.busy_until - now:.3g} s more"
-            return (
-                (BLOCKED, f"full: {left}") if wanted > self.busy_slots else (DEPRIORITISED, f"last: {left}")
-            )
-        return NORMAL, ""
+        """Availability now, and its reason; `doubt`: whether probation is heeded."""
+        return self.throttle.availability(self.sequences, self.max_num_seqs, now, doubt=doubt)
 
     # --- ledger ---
 

@@ -9,9 +9,7 @@ bounded. The proxy drives this object from real traffic, the simulator from a he
 
 from __future__ import annotations
 
-import math
 import random
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -24,14 +22,15 @@ from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued,
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import Demand, Mix, size_of
 from hetlb.core.health import HealthTracker, Verdict, verdict
+from hetlb.core.holds import Holds
 from hetlb.core.instance import ChangeCounter, Instance
 from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predicted_duration import expected_s
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.prefix_index import Held, PrefixIndex, Shared, Tree
+from hetlb.core.ready import ReadyInstances, least_tokens, with_excluded
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import (
     HAND_OVER,
     AdminState,
@@ -60,7 +59,6 @@ from hetlb.core.types import (
     Reject,
     Request,
     RequestId,
-    Role,
 )
 
 __all__ = ["TICK_S", "Scheduler"]
@@ -80,20 +78,6 @@ _USUAL_REQUEST = (512.0, 256.0)
 _REPREDICTED: Final = 8
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
-_ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
-
-
-def _with_excluded(
-    candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
-) -> list[Candidate]:
-    """The scored candidates and, in their places, those that were filtered out."""
-    scored = iter(candidates)
-    return [
-        Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])
-        if instance.name in excluded
-        else next(scored)
-        for instance in instances
-    ]
 
 
 @mypyc_attr(acyclic=True)
@@ -124,96 +108,9 @@ class _Decision:
         self.instance = instance
 
 
-class _Ready:
-    """Of one model: who can take any request but a very long one, and why the others can't.
-
-    Computed when something changes and not for every request.
-    """
-
-    __slots__ = (
-        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "mixed", "parts",
-        "roles", "throttled",
-    )  # fmt: skip
-
-    def __init__(self, instances: Sequence[Instance], now: float) -> None:
-        self.instances = instances
-        self.excluded: dict[str, str] = {}
-        routable: list[Instance] = []
-        for instance in instances:
-            if reason := _why_not(instance):
-                self.excluded[instance.name] = reason
-            else:
-                routable.append(instance)
-        up = [instance for instance in routable if instance.health.state is Health.UP] or routable
-        if len(up) < len(routable):
-            for instance in routable:
-                if instance.health.state is not Health.UP:
-                    self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Those that may get a part of a split request, [] where none is split.
-        self.parts = up if _splits(up) else []
-        #: True if none of these has a role of its own.
-        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
-        #: Those that get no whole request, and why: their role, while another one is there.
-        self.roles = _kept_by_role(routable)
-        self.excluded.update(self.roles)
-        self.able = [each for each in up if each.name not in self.roles] if self.roles else up
-        if not self.able and routable:  # those of the role that takes whole requests are all suspect
-            self.able = [each for each in routable if each.name not in self.roles]
-        #: True if an instance is throttled: then every request is looked at by itself.
-        self.throttled = any(instance.throttled(now) for instance in self.able)
-        #: A request whose prompt and output stay within this fits everywhere.
-        self.longest_tokens = (
-            -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
-        )
-        #: Lengths that instances can take, ascending: the index of one is the class of an instance.
-        self.limits = sorted({_longest(instance) for instance in instances})
-        #: A prompt longer than this, with one token of output if there is any, fits no instance.
-        self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
-
-    def fit_of(self, request: Request) -> int:
-        """The smallest class of instances that can take a request; the largest where none can."""
-        limits = self.limits
-        return 0 if len(limits) < 2 else min(bisect_left(limits, _needs(request)), len(limits) - 1)
-
-    def class_of(self, instance: Instance) -> int:
-        """The class of an instance."""
-        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
-
-
-def _needs(request: Request) -> int:
-    """Tokens of its longest sequence, with the output that the client may ask for."""
-    output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
-    return (request.longest_prompt_tokens or request.prompt_tokens) + output
-
-
-def _tokens(request: Request) -> int:
+def _bounded_tokens(request: Request) -> int:
     """Tokens of its longest sequence, one of output where the client does not bound it."""
     return (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
-
-
-def _longest(instance: Instance) -> float:
-    limit = instance.longest_request_tokens
-    return math.inf if limit is None else limit
-
-
-def _splits(instances: Sequence[Instance]) -> bool:
-    """True if one of them can prefill for another one."""
-    linked = [each for each in instances if each.spec.kv_transfer is not None]
-    sources = [each for each in linked if each.spec.role is not Role.DECODE]
-    return any(
-        target is not source and target.spec.role is not Role.PREFILL
-        for source in sources
-        for target in linked
-    )
-
-
-def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
-    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
-    roles = {each.spec.role for each in routable}
-    if roles <= {Role.BOTH} or len(roles) == 1:
-        return {}
-    takes = Role.BOTH if Role.BOTH in roles else Role.DECODE
-    return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
 
 
 def _nearest(value: float) -> int:
@@ -221,20 +118,6 @@ def _nearest(value: float) -> int:
     whole = int(value)
     rest = value - whole
     return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
-
-
-def _why_not(instance: Instance) -> str:
-    """Reason an instance can take no request now, "" if it can."""
-    if instance.admin is not AdminState.READY:
-        return _ADMIN_REASON[instance.admin]
-    if instance.health.state is Health.EJECTED:
-        return f"ejected: {instance.health.reason}"
-    return "asleep" if instance.asleep else ""
-
-
-def _prompt_needs(request: Request) -> int:
-    """Tokens of its longest sequence that an instance must hold at least: one of output, if there is any."""
-    return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
 
 
 class _Attempts:
@@ -278,7 +161,7 @@ class Scheduler:
         self._instances: dict[str, Instance] = {}
         self._leased: dict[LeaseId, Instance] = {}
         self._changes = ChangeCounter()
-        self._ready: dict[str, _Ready] = {}
+        self._ready: dict[str, ReadyInstances] = {}
         self._attempts: dict[RequestId, _Attempts] = {}
         self._retrying: set[LeaseId] = set()
         self._down_since: dict[str, float] = {}
@@ -288,9 +171,7 @@ class Scheduler:
         prompt, output = _USUAL_REQUEST
         self._usual.add(prompt, output, prompt, output)
         self._prefixes = PrefixIndex()
-        self._transfers = TransferTimes()
-        #: Prompts that are kept for decode instances, by the lease of their prefill, and where.
-        self._holds: dict[LeaseId, tuple[Instance, Hold]] = {}
+        self._holds = Holds()
         #: Instances that publish KV events.
         self._telling: list[Instance] = []
         #: Names of all LoRA adapters in the fleet.
@@ -376,7 +257,7 @@ class Scheduler:
         ready = self._ready.get(request.model)
         if ready is None:
             return [rejections.unknown_model(request, self._instances.values())]
-        if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
+        if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
         long: float | None = None
         residual = 0.0
@@ -398,7 +279,9 @@ class Scheduler:
         found = self._choose(request, ready, now, predicted, long=long, residual=residual)
         return self._enqueue(request, now, predicted) if found is None else [self._book(found, ready, now)]
 
-    def _arrive_behind(self, request: Request, ready: _Ready, now: float, predicted: float) -> list[Command]:
+    def _arrive_behind(
+        self, request: Request, ready: ReadyInstances, now: float, predicted: float
+    ) -> list[Command]:
         """A request came in while others wait: it may be what suits an instance that they do not suit."""
         queue = self._queue
         # With restraints slots come with time, and those that wait have been waiting for them.
@@ -457,10 +340,9 @@ class Scheduler:
             0.0 if decode is None else self._leased[decode.id].join_s(tokens),
             now + link.lease_s,
         )
-        source.hold(hold)
-        if not len(self._queue) and not self._holds:
+        if not len(self._queue) and not self._holds.count:
             self._last_tick = now
-        self._holds[hold.id] = source, hold
+        self._holds.keep(source, hold)
         if decode is not None:
             decode.hold = hold
         return hold
@@ -503,28 +385,13 @@ class Scheduler:
         """A prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
-        self._let_go(hold)
+        self._holds.let_go(hold)
         return self._flush(now)
-
-    def _let_go(self, hold: Hold) -> None:
-        source, _ = self._holds.pop(hold.id)
-        source.let_go(hold)
 
     @property
     def holds(self) -> list[Hold]:
         """Prompts that prefill instances keep for others. To be read, not written."""
-        return [hold for _, hold in self._holds.values()]
-
-    def _fetched(self, lease: Lease, hold: Hold, now: float) -> None:
-        """The first token of a decode leg came: its blocks were fetched."""
-        source, _ = self._holds[hold.id]
-        target = self._leased[lease.id]
-        self._let_go(hold)
-        link = target.spec.kv_transfer
-        if link is not None and hold.sent_tokens > 0:
-            seconds = max(0.0, now - lease.dispatched_at - hold.expected_s)
-            pair = source.incarnation, target.incarnation
-            self._transfers.observe(pair, link, hold.sent_tokens, seconds, now)
+        return self._holds.all()
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
@@ -532,7 +399,7 @@ class Scheduler:
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
-            self._fetched(lease, lease.hold, now)
+            self._holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
         if self._first_tokens and (expected := self._first_tokens.pop(lease.id, None)) is not None:
             self._adapter_load.observe(now - lease.dispatched_at - expected[0], expected[1])
@@ -600,7 +467,7 @@ class Scheduler:
             return []
         if changed:
             return self._health_changed(instance, now)
-        if health.on_probation(now):
+        if health.probation.active(now):
             self._reindex(now)
         return []
 
@@ -630,7 +497,7 @@ class Scheduler:
             attempts = self._attempts[request.id] = _Attempts()
         attempts.tried.append(lease.instance)
         found = self._choose(request, ready, now, lease.predicted_output)
-        if found is None or found.instance.busy_until > now:
+        if found is None or found.instance.throttle.busy_until > now:
             if not known:
                 del self._attempts[request.id]
             return passed_on
@@ -714,7 +581,7 @@ class Scheduler:
         if isinstance(change, InstanceRemoved):
             instance.removed = True
             instance.tree.retire()
-            self._transfers.forget(instance.incarnation)
+            self._holds.transfers.forget(instance.incarnation)
             del self._instances[change.name]
             self._telling = [each for each in self._telling if each is not instance]
         elif isinstance(change, AdminStateSet):
@@ -765,14 +632,12 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Time at which `on_tick` is due, None while nothing waits for time to pass."""
-        return self._last_tick + TICK_S if len(self._queue) or self._holds else None
+        return self._last_tick + TICK_S if len(self._queue) or self._holds.count else None
 
     def on_tick(self, now: float) -> list[Command]:
         """Time passed: expire what has waited too long."""
         self._last_tick = now
-        for _, hold in list(self._holds.values()):
-            if hold.expires_at <= now:
-                self._let_go(hold)
+        self._holds.let_go_expired(now)
         commands = self._flush(now)
         for waiting in self._queue.flows():
             for entry in waiting:
@@ -809,10 +674,7 @@ class Scheduler:
         incoming = {lease.id for lease in legs if lease.incoming}
         expected = {lease.decode.id for lease in legs if lease.decode is not None and lease.decode.incoming}
         assert incoming == expected, "a decode leg is booked without its prefill leg"
-        for hold_id, (source, hold) in self._holds.items():
-            assert source.holds.get(hold_id) is hold, f"hold {hold_id} is not kept by {source.name}"
-        kept = {id(source): source for source, _ in self._holds.values()} | everyone
-        assert sum(len(instance.holds) for instance in kept.values()) == len(self._holds)
+        self._holds.check_integrity(everyone.values())
         for entry in self._queue:
             assert entry.request.id not in leased, f"request {entry.request.id} waits and is leased"
         self._queue.check_integrity()
@@ -857,10 +719,10 @@ class Scheduler:
         instance.tree = Tree(self._prefixes, self._next_cache)
         self._next_cache -= 1
         if instance.health.state is Health.UP:
-            instance.was_up = True
-            instance.begin_slow_start(self._health.slow_start_s, now)
+            instance.throttle.was_up = True
+            instance.throttle.begin_slow_start(self._health.slow_start_s, now)
         else:
-            instance.rejoining = True
+            instance.throttle.rejoining = True
 
     def _reindex(self, now: float) -> None:
         """Rebuild which instances answer to which name, and since when a name has had none to go to."""
@@ -877,7 +739,7 @@ class Scheduler:
             if each.adapters is not None
             for name in each.adapters.names
         )
-        self._ready = {model: _Ready(instances, now) for model, instances in by_model.items()}
+        self._ready = {model: ReadyInstances(instances, now) for model, instances in by_model.items()}
         if self._queue.held:
             self._queue.refit(self._fit_of)
         waiting = {entry.request.model for entry in self._queue} if len(self._queue) else set()
@@ -892,12 +754,12 @@ class Scheduler:
         return 0 if ready is None else ready.fit_of(request)
 
     def _health_changed(self, instance: Instance, now: float) -> list[Command]:
-        state = instance.health.state
-        if state is Health.EJECTED and instance.was_up:
-            instance.rejoining = True
+        state, throttle = instance.health.state, instance.throttle
+        if state is Health.EJECTED and throttle.was_up:
+            throttle.rejoining = True
         elif state is Health.UP:
-            instance.was_up = True
-            if instance.rejoining:
+            throttle.was_up = True
+            if throttle.rejoining:
                 self._join(instance, now)
         self._reindex(now)
         if instance.removed:  # its name may be another's by now
@@ -940,76 +802,21 @@ class Scheduler:
         return mix.speed(instance)
 
     def _able(
-        self, request: Request, ready: _Ready, now: float
+        self, request: Request, ready: ReadyInstances, now: float
     ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
-        """Filter: the instances that may be chosen now, why each other one may not, how they stand.
-
-        None: like any other. Most requests may go to all that are ready: nothing is looked at for them.
-        """
+        """Filter: see `ReadyInstances.choices`. Most requests may go to all, and nothing is looked at."""
         if (
-            _tokens(request) <= ready.longest_tokens
+            _bounded_tokens(request) <= ready.longest_tokens
             and request.pinned is None
             and request.subset is None
             and (not self._attempts or request.id not in self._attempts)
         ):
             return ready.able, ready.excluded, None
-        if ready.throttled and not any(instance.throttled(now) for instance in ready.able):
-            ready = self._ready[request.model] = _Ready(ready.instances, now)
-        chosen, excluded = self._fitting(request, ready)
-        if not ready.throttled or not any(instance.throttled(now) for instance in chosen):
-            return chosen, excluded, None
-        doubt = not all(instance.health.held(now) for instance in chosen)
-        availabilities = [instance.availability(now, doubt=doubt) for instance in chosen]
-        if not self._policy.holds_back:
-            best_availability = min(availability for availability, _ in availabilities)
-            excluded = dict(excluded)
-            for instance, (availability, reason) in zip(chosen, availabilities, strict=True):
-                if availability > best_availability:
-                    excluded[instance.name] = reason
-            chosen = [instance for instance in chosen if instance.name not in excluded]
-        return chosen, excluded, availabilities
-
-    def _fitting(self, request: Request, ready: _Ready) -> tuple[Sequence[Instance], dict[str, str]]:
-        """Instances that are there, have not had the request and are large enough, and a reason for each
-        other one.
-        """
-        instances = ready.instances
+        if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
+            ready = self._ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = self._attempts.get(request.id)
-        if attempts is None and request.pinned is None and request.subset is None:
-            tokens = _tokens(request)
-            if all(tokens <= _longest(instance) for instance in ready.able):
-                return ready.able, ready.excluded
-        tried: Sequence[str] = attempts.tried if attempts is not None else ()
-        excluded: dict[str, str] = {}
-        able: list[Instance] = []
-        for instance in instances:
-            if request.pinned is not None and instance.name != request.pinned:
-                reason = "the request belongs to another instance"
-            elif request.subset is not None and instance.name not in request.subset:
-                reason = "not in the subset of the gateway"
-            else:
-                reason = _why_not(instance) or ("tried before" if instance.name in tried else "")
-                if not reason and ready.roles and request.pinned is None:
-                    reason = ready.roles.get(instance.name, "")
-            if reason:
-                excluded[instance.name] = reason
-            else:
-                able.append(instance)
-        fitting = [instance for instance in able if instance.fits(request)]
-        if not fitting and able:
-            # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
-            # was only estimated must not shut out everyone. The largest engine has the last word.
-            longest = max(instance.longest_request_tokens or 0 for instance in able)
-            fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
-        up = [instance for instance in fitting if instance.health.state is Health.UP]
-        chosen = up or fitting
-        if len(chosen) < len(able):
-            for instance in able:
-                if instance not in fitting:
-                    excluded[instance.name] = "too small for prompt and max_tokens"
-                elif instance not in chosen:
-                    excluded[instance.name] = f"suspect: {instance.health.reason}"
-        return chosen, excluded
+        tried = None if attempts is None else attempts.tried
+        return ready.choices(request, tried, now, holds_back=self._policy.holds_back)
 
     def _question(
         self,
@@ -1061,13 +868,13 @@ class Scheduler:
         return max((each.blocks.block_tokens for each in self._telling if each.blocks), default=0)
 
     def _score(
-        self, request: Request, predicted: float, ready: _Ready, now: float, waiting: int
+        self, request: Request, predicted: float, ready: ReadyInstances, now: float, waiting: int
     ) -> list[Candidate]:
         """Filter and score: a candidate per instance in file order."""
         able, excluded, availabilities = self._able(request, ready, now)
         ctx = self._question(request, predicted, waiting, now, availabilities)
         candidates = self._policy.score(ctx, able) if able else []
-        return _with_excluded(candidates, ready.instances, excluded)
+        return with_excluded(candidates, ready.instances, excluded)
 
     def _demand(self, model: str) -> Demand:
         demand = self._demands.get(model)
@@ -1075,14 +882,16 @@ class Scheduler:
             demand = self._demands[model] = Demand()
         return demand
 
-    def _place(self, request: Request, ready: _Ready, now: float, predicted: float) -> Dispatch | None:
+    def _place(
+        self, request: Request, ready: ReadyInstances, now: float, predicted: float
+    ) -> Dispatch | None:
         found = self._choose(request, ready, now, predicted)
         return None if found is None else self._book(found, ready, now)
 
     def _choose(
         self,
         request: Request,
-        ready: _Ready,
+        ready: ReadyInstances,
         now: float,
         predicted: float,
         own_size: int = 0,
@@ -1098,7 +907,7 @@ class Scheduler:
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = self._queue.waiting(request.model) - own_size if self._queue.held else 0
             ctx = self._question(request, predicted, waiting, now, None, long, residual)
-            choice = self._policy.choose_split(ctx, parts, self._transfers, ready.mixed)
+            choice = self._policy.choose_split(ctx, parts, self._holds.transfers, ready.mixed)
             if choice is None:
                 return None
             if choice.prefill >= 0:
@@ -1122,29 +931,14 @@ class Scheduler:
             return None
         return _Decision(ctx, work_s, candidates, able, excluded, able[index])
 
-    def _parts(self, request: Request, ready: _Ready, now: float, ceiling: int | None) -> Sequence[Instance]:
+    def _parts(
+        self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
+    ) -> Sequence[Instance]:
         """The instances that may get a part of a request, [] where it is not to be split."""
         attempts = self._attempts.get(request.id)
         if request.pinned is not None or (attempts is not None and attempts.whole):
             return []
-        parts: Sequence[Instance] = ready.parts
-        if (
-            attempts is None
-            and not ready.throttled
-            and ceiling is None
-            and _needs(request) <= ready.limits[0]
-        ):
-            return parts
-        tried: Sequence[str] = attempts.tried if attempts is not None else ()
-        parts = [
-            each
-            for each in parts
-            if each.name not in tried
-            and each.fits(request)
-            and not each.throttled(now)
-            and (ceiling is None or ready.class_of(each) < ceiling)
-        ]
-        return parts if _splits(parts) else []
+        return ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
 
     def _book_pair(
         self, ctx: SchedulingContext, pair: SplitChoice, source: Instance, target: Instance, now: float
@@ -1171,7 +965,7 @@ class Scheduler:
         lease.decode = decode
         return lease
 
-    def _book(self, found: _Decision, ready: _Ready, now: float) -> Dispatch:
+    def _book(self, found: _Decision, ready: ReadyInstances, now: float) -> Dispatch:
         ctx, instance = found.ctx, found.instance
         if found.pair is not None and found.target is not None:
             lease = self._book_pair(found.ctx, found.pair, instance, found.target, now)
@@ -1186,10 +980,10 @@ class Scheduler:
                 _, first_s, _ = expected_s(instance, lease)
                 self._first_tokens[lease.id] = first_s * instance.speed.factor, loads
         if ctx.availabilities is not None:
-            instance.health.on_dispatched(now)
+            instance.health.probation.dispatched(now)
             for other in ready.able:
-                if other is not instance and other.health.held(now):
-                    other.health.on_passed_over()
+                if other is not instance and other.health.probation.held(now):
+                    other.health.probation.passed_over()
         if self._reads_demand:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
@@ -1203,7 +997,7 @@ class Scheduler:
         excluded = found.excluded
         if excluded:
             scored, instances = considered, ready.instances
-            considered = lambda: _with_excluded(scored(), instances, excluded)  # noqa: E731
+            considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
         return Dispatch(ctx.request.id, lease, policy.name, considered)
 
     def _lease(
@@ -1230,7 +1024,7 @@ class Scheduler:
         variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = instance.exact_held(request) if self._telling else None
-        if not instance.caches_prefixes or (sequences == 1 and not request.prefix_keys and exact is None):
+        if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
             own, unread = prompt_tokens, prompt_tokens
         else:
             prompts = -(-sequences // request.samples)
@@ -1324,7 +1118,7 @@ class Scheduler:
 
     def _place_head(
         self,
-        ready: _Ready,
+        ready: ReadyInstances,
         key: QueueKey,
         fair: FairQueue,
         flow: Flow,
@@ -1339,7 +1133,7 @@ class Scheduler:
         entries = [stopping] if stopping is not None else list(islice(waiting, self._policy.lookahead))
         head = entries[0]
         request = head.request
-        if request.prompt_exact and _prompt_needs(request) > ready.longest_prompt:
+        if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             self._forget(request.id)
             return rejections.too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
@@ -1361,7 +1155,7 @@ class Scheduler:
         return self._book(found, ready, now)
 
     def _suited(
-        self, found: _Decision, entries: list[Queued], ready: _Ready, ceiling: int | None, now: float
+        self, found: _Decision, entries: list[Queued], ready: ReadyInstances, ceiling: int | None, now: float
     ) -> _Decision:
         """The choice for the head, or for one behind it that suits the same instance better."""
         head, queue = entries[0], self._queue

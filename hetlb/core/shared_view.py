@@ -8,6 +8,8 @@ News of a lease is old when it comes: within that delay all schedulers would cho
 requests as peers book within the delay are therefore unseen at a decision, and it is not known which of them
 came before this one. So their number is drawn, from none to all alike, and the decision is made as if so many
 requests like it had just been placed: the schedulers spread over the best instances and do not meet at one.
+And each scheduler prefers a share of the instances as its own, of every kind as many as the others, where the
+best of those is hardly worse than the best of all: the more so, the more requests are unseen.
 
 Used by `hetlb pick` over Valkey or Redis, and by the simulator with a delay of its own.
 """
@@ -20,7 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from hetlb.core.instance import Instance
 from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Lease, LeaseId, LiveLease, Outcome, Request
 
@@ -28,6 +32,8 @@ from hetlb.core.types import Command, Lease, LeaseId, LiveLease, Outcome, Reques
 _RATE_S: Final = 1.0
 #: Requests that a decision assumes to be unseen, at most: each costs a decision.
 _MOST_UNSEEN: Final = 8.0
+#: An instance of the own share may be so much worse than the best, at most (a share of the score).
+_MOST_WORSE: Final = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,16 @@ Change: TypeAlias = Booked | Begun | Ended | Waits
 class SharedView:
     """Leases of a scheduler for its peers, and theirs for it."""
 
-    def __init__(self, scheduler: Scheduler, seed: int) -> None:
-        """`seed` differs from scheduler to scheduler: equal draws would have them meet."""
+    def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
+        """`seed` differs from scheduler to scheduler: equal draws would have them meet.
+
+        `name` is this one's, as its peers know it; by default the seed's, in hexadecimal digits.
+        """
         self._scheduler = scheduler
+        self._name = f"{seed:x}" if name is None else name
+        #: Names of the own share of the instances, and of what it is the share.
+        self._own_share: tuple[str, ...] = ()
+        self._share_of: tuple[str, ...] = ()
         self._outbox: list[Change] = []
         self._own: dict[LeaseId, Lease] = {}
         self._peers: dict[str, dict[int, Lease]] = {}
@@ -178,7 +191,13 @@ class SharedView:
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """A request came to this scheduler: place it as if unseen requests of peers had been placed."""
         scheduler = self._scheduler
-        unseen = int(self._rng.random() * (0.5 + self._unseen(now))) if self._peers else 0
+        if not self._peers:
+            return scheduler.on_arrival(request, now)
+        expected = self._unseen(now)
+        if expected and len(scheduler.instances) <= LARGEST_WHOLE:
+            request.preferred = self._share()
+            request.preferred_within = min(_MOST_WORSE, expected)
+        unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):
             return scheduler.on_arrival(request, now)
         leases = []
@@ -192,6 +211,16 @@ class SharedView:
         for assumed in leases:
             commands += scheduler.on_lease_ended(assumed, Outcome.CLIENT_GONE, now, retry=False)
         return commands
+
+    def _share(self) -> tuple[str, ...]:
+        """Instances that are this scheduler's more than its peers': all deal them out alike, kind by kind."""
+        names, instances = sorted([self._name, *self._peers]), self._scheduler.instances
+        of = (*names, *[str(each.incarnation) for each in instances])
+        if of != self._share_of:
+            self._share_of = of
+            dealt = sorted(instances, key=_kind)
+            self._own_share = tuple([each.name for each in dealt[names.index(self._name) :: len(names)]])
+        return self._own_share
 
     def _unseen(self, now: float) -> float:
         """Number of requests that peers book within the delay of their news."""
@@ -224,6 +253,12 @@ class SharedView:
             change.begun,
         )
         return self._scheduler.restore(live, now, arrived=True)
+
+
+def _kind(instance: Instance) -> tuple[float, str]:
+    """Order in which instances of a kind are beside each other."""
+    latency = instance.spec.latency
+    return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name
 
 
 def _short(lease: Lease, now: float) -> Booked:

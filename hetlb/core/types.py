@@ -172,7 +172,9 @@ class Request(PickleByFields):
     `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
     share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
     prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
-    on different instances; `streamed`: its first token can be seen before the answer is whole.
+    on different instances; `streamed`: its first token can be seen before the answer is whole. Of the
+    instances `preferred` the best one is chosen where it is worse than the best of all by `preferred_within`
+    at most (a share of the score).
     """
 
     id: RequestId
@@ -193,6 +195,8 @@ class Request(PickleByFields):
     splittable: bool
     streamed: bool
     subset: tuple[str, ...] | None
+    preferred: tuple[str, ...]
+    preferred_within: float
 
     def __init__(
         self,
@@ -214,6 +218,8 @@ class Request(PickleByFields):
         splittable: bool = False,
         streamed: bool = False,
         subset: tuple[str, ...] | None = None,
+        preferred: tuple[str, ...] = (),
+        preferred_within: float = 0.0,
     ) -> None:
         self.id = id
         self.model = model
@@ -233,6 +239,8 @@ class Request(PickleByFields):
         self.subset = subset
         self.splittable = splittable
         self.streamed = streamed
+        self.preferred = preferred
+        self.preferred_within = preferred_within
 
     @property
     def restriction(self) -> str | None:

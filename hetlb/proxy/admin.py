@@ -164,24 +164,42 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return reply
 
 
-def make_app(control: Control) -> web.Application:
-    """The admin application over `control`."""
-    page = MetricsPage(control)
-    dashboard = Dashboard(control, lambda: fleet_document(control.scheduler, control.now(), control.stages))
+class _AdminApi:
+    """Handlers of the admin listener: state to read, and what an operator changes."""
 
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._page = MetricsPage(control)
+        self._dashboard = Dashboard(control, self._fleet)
 
-    async def readyz(_: web.Request) -> web.Response:
-        readiness = control.readiness
-        return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
+    def app(self) -> web.Application:
+        """The application with all routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, self._guard])
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthz),
+                web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/fleet", self._get_fleet),
+                web.get("/v1/usage", self._usage),
+                web.get("/v1/decisions", self._decisions),
+                web.put("/v1/policy", self._set_policy),
+                web.post("/v1/reload", self._reload),
+                web.post("/v1/fleet/instances", self._register),
+                web.delete("/v1/fleet/instances/{name}", self._unregister),
+                web.put("/v1/fleet/instances/{name}/state", self._set_state),
+                *self._dashboard.routes,
+            ]
+        )
+        app.on_shutdown.append(self._dashboard.close)
+        return app
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         # By what the request was routed to, not by how its path is spelt.
-        if request.match_info.handler in (healthz, readyz, *dashboard.public):
+        if request.match_info.handler in (self._healthz, self._readyz, *self._dashboard.public):
             return await handler(request)
-        token = control.admin_token
+        token = self._control.admin_token
         if token is not None and not _has_token(request, token):
             reply = _refuse(401, "this needs the admin token: Authorization: Bearer TOKEN")
             reply.headers["WWW-Authenticate"] = "Bearer"
@@ -190,22 +208,45 @@ def make_app(control: Control) -> web.Application:
             return _refuse(403, "without a token this listener is asked by its address, and not by web pages")
         return await handler(request)
 
-    async def metrics(_: web.Request) -> web.Response:
-        await control.refresh()
-        return web.Response(body=await page.render(), headers={"Content-Type": CONTENT_TYPE})
+    def _fleet(self) -> dict[str, Any]:
+        return fleet_document(self._control.scheduler, self._control.now(), self._control.stages)
 
-    async def fleet(_: web.Request) -> web.Response:
-        return _reply(fleet_document(control.scheduler, control.now(), control.stages))
+    def _instance(self, request: web.Request) -> str:
+        """Name of the instance in the path. Raises `HTTPNotFound`."""
+        name = request.match_info["name"]
+        if not any(each.name == name for each in self._control.scheduler.instances):
+            raise web.HTTPNotFound(text=f"there is no instance {name[:80]!r}")
+        return name
 
-    async def usage(_: web.Request) -> web.Response:
-        await control.refresh()
-        return _reply({"usage": usage_document(control.totals)})
+    def _check_registration(self) -> None:
+        if not self._control.registration:
+            raise web.HTTPForbidden(text="admin.registration is false")
 
-    async def decisions(request: web.Request) -> web.Response:
-        text = request.query.get("last", "10")
+    # --- state ---
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        readiness = self._control.readiness
+        return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        await self._control.refresh()
+        return web.Response(body=await self._page.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _get_fleet(self, _: web.Request) -> web.Response:
+        return _reply(self._fleet())
+
+    async def _usage(self, _: web.Request) -> web.Response:
+        await self._control.refresh()
+        return _reply({"usage": usage_document(self._control.totals)})
+
+    async def _decisions(self, request: web.Request) -> web.Response:
+        control, query = self._control, request.query
+        text = query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
-        query = request.query
         longer = query.get("longer_s", "0")
         if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", longer):
             return _refuse(400, f"longer_s: expected seconds, got {longer[:40]!r}")
@@ -226,65 +267,42 @@ def make_app(control: Control) -> web.Application:
             await asyncio.sleep(0)
         return _reply({"decisions": documents, "clock_s": control.now()})
 
-    async def set_policy(request: web.Request) -> web.Response:
+    # --- changes ---
+
+    async def _set_policy(self, request: web.Request) -> web.Response:
         name = (await _body(request, "name")).get("name")
         if not isinstance(name, str) or name not in POLICIES:
             return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {_short(name)}")
-        control.set_policy(name)
-        await control.settled()
+        self._control.set_policy(name)
+        await self._control.settled()
         return _reply({"policy": name})
 
-    def find(name: str) -> Instance | None:
-        return next((each for each in control.scheduler.instances if each.name == name), None)
-
-    async def set_state(request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if find(name) is None:
-            return _refuse(404, f"there is no instance {name[:80]!r}")
+    async def _set_state(self, request: web.Request) -> web.Response:
+        name = self._instance(request)
         state = (await _body(request, "state")).get("state")
         if state not in tuple(AdminState):
             return _refuse(400, f"state: expected ready, drain or maint, got {_short(state)}")
-        control.change(AdminStateSet(name, AdminState(state)))
-        await control.settled()
+        self._control.change(AdminStateSet(name, AdminState(state)))
+        await self._control.settled()
         return _reply({"name": name, "state": state})
 
-    async def register(request: web.Request) -> web.Response:
-        if not control.registration:
-            return _refuse(403, "admin.registration is false")
-        new = await control.register(await _body(request))
-        await control.settled()
-        document = fleet_document(control.scheduler, control.now(), control.stages)
-        return _reply(document, 201 if new else 200)
+    async def _register(self, request: web.Request) -> web.Response:
+        self._check_registration()
+        new = await self._control.register(await _body(request))
+        await self._control.settled()
+        return _reply(self._fleet(), 201 if new else 200)
 
-    async def unregister(request: web.Request) -> web.Response:
-        if not control.registration:
-            return _refuse(403, "admin.registration is false")
-        name = request.match_info["name"]
-        if find(name) is None:
-            return _refuse(404, f"there is no instance {name[:80]!r}")
-        control.unregister(name)
-        await control.settled()
+    async def _unregister(self, request: web.Request) -> web.Response:
+        self._check_registration()
+        name = self._instance(request)
+        self._control.unregister(name)
+        await self._control.settled()
         return _reply({"name": name})
 
-    async def reload(_: web.Request) -> web.Response:
-        return _reply({"reloaded": await control.reload_everywhere()})
+    async def _reload(self, _: web.Request) -> web.Response:
+        return _reply({"reloaded": await self._control.reload_everywhere()})
 
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, guard])
-    app.add_routes(
-        [
-            web.get("/healthz", healthz),
-            web.get("/readyz", readyz),
-            web.get("/metrics", metrics),
-            web.get("/v1/fleet", fleet),
-            web.get("/v1/usage", usage),
-            web.get("/v1/decisions", decisions),
-            web.put("/v1/policy", set_policy),
-            web.post("/v1/reload", reload),
-            web.post("/v1/fleet/instances", register),
-            web.delete("/v1/fleet/instances/{name}", unregister),
-            web.put("/v1/fleet/instances/{name}/state", set_state),
-            *dashboard.routes,
-        ]
-    )
-    app.on_shutdown.append(dashboard.close)
-    return app
+
+def make_app(control: Control) -> web.Application:
+    """The admin application over `control`."""
+    return _AdminApi(control).app()

@@ -16,10 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 from hetlb.config.fleet import ProxyTable
-from hetlb.core.instance import Instance
 from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -28,24 +27,20 @@ from hetlb.core.types import (
     AdminState,
     AdminStateSet,
     Dispatch,
-    Hold,
-    KvTransfer,
     Lease,
     Outcome,
     Reject,
     RequestId,
-    Role,
 )
-from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.ends import End
+from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
-from hetlb.proxy.handover import SideCall
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import ForwardRules
-from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.kv_handovers import KvHandOvers
 from hetlb.proxy.limits import Limiters
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
@@ -60,7 +55,7 @@ from hetlb.proxy.scheduling import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.proxy.upstream import EnginePool, Upstream
+from hetlb.proxy.upstream import Upstream
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -85,14 +80,6 @@ class DriverSetup:
     access: Mapping[str, EngineAccess] = field(default_factory=dict)
 
 
-class Target(NamedTuple):
-    """One incarnation of an instance, as its connections need it."""
-
-    name: str
-    incarnation: int
-    url: str
-
-
 class ExchangeDriver(ABC):
     """Exchanges, connections to engines and counters of one process, wherever its scheduler is."""
 
@@ -106,16 +93,14 @@ class ExchangeDriver(ABC):
         self._ended: list[Exchange] = []
         self.exchanges: dict[RequestId, Exchange] = {}
         self.forward_rules = ForwardRules(table.forward_headers)
-        #: Called with an instance's name and its `/v1/models` after its engine closed connections.
-        self.on_reconnect: Callable[[str, bytes], None] | None = None
         self._access = setup.access
         self._on_ended = setup.on_ended
         self._drain_rate = DrainRate(random.Random())
-        self._pools: dict[int, EnginePool] = {}
         self._next_id = 1
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
         self._sweep_due = perf_counter() + SWEEP_S
         self.stalls = StallWatch(loop)
+        self.pools = EnginePools(loop, table, setup.access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- the scheduler, here or in another process ---
@@ -198,35 +183,10 @@ class ExchangeDriver(ABC):
     def model_at(self, pinned: str | None) -> str:
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
 
-    # --- prefill at one instance, decode at another: where the scheduler is in this process ---
-
-    def kv_transfer(self, lease: Lease) -> KvTransfer:
-        """Hand-over of KV blocks from the instance of a lease."""
+    @property
+    def handovers(self) -> KvHandOvers:
+        """Hand-overs of KV blocks; only where the scheduler is in this process."""
         raise NotImplementedError
-
-    def bootstrap(self, lease: Lease) -> EnginePool | None:
-        """Connections to the bootstrap server of a prefill instance, None where its connector has none."""
-        raise NotImplementedError
-
-    def prefilled(self, lease: Lease) -> None:
-        """A prefill leg ended well."""
-        raise NotImplementedError
-
-    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
-        """A hand-over failed: the request goes to one instance as a whole."""
-        raise NotImplementedError
-
-    def hold_released(self, hold: Hold) -> None:
-        """A prefill instance keeps a prompt no longer."""
-        raise NotImplementedError
-
-    def release(self, hold: Hold, model: str, body: bytes) -> None:
-        """Have a prefill instance keep a prompt no longer, by a request that a decode instance refuses."""
-        raise NotImplementedError
-
-    def handed_over(self, result: str = "done") -> None:
-        """A hand-over has ended."""
-        self._totals.handed_over(result)
 
     def stood_still_since(self, then: float) -> bool:
         """True if this process did not run for a while since then."""
@@ -332,13 +292,7 @@ class ExchangeDriver(ABC):
         if table.forward_headers != self.table.forward_headers:
             self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
-        for target in self.targets():
-            if (pool := self._pools.get(target.incarnation)) is not None:
-                pool.configure(
-                    self._access.get(target.name, PLAIN_ACCESS),
-                    connect_timeout_s=table.connect_timeout_s,
-                    idle_s=table.upstream_idle_s,
-                )
+        self.pools.configure(table, self.targets())
 
     @property
     def access(self) -> Mapping[str, EngineAccess]:
@@ -347,38 +301,15 @@ class ExchangeDriver(ABC):
 
     def pool(self, lease: Lease) -> Upstream:
         """The way to the incarnation a lease is tied to."""
-        return self.engine_pool(lease)
-
-    def engine_pool(self, lease: Lease) -> EnginePool:
-        """The connections to the incarnation a lease is tied to."""
-        return self._pools[lease.incarnation]
-
-    @property
-    def engine_connections(self) -> int:
-        """Connections to engines, in use or idle."""
-        return sum(pool.open_connections for pool in self._pools.values())
+        return self.pools.of(lease)
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
-        """Have a pool for an instance that gets its first request."""
-        table, read = self.table, self.on_reconnect
-        self._pools[incarnation] = EnginePool(
-            url,
-            self.loop,
-            self._access.get(name, PLAIN_ACCESS),
-            connect_timeout_s=table.connect_timeout_s,
-            idle_s=table.upstream_idle_s,
-            stalled_since=self.stalls.since,
-            on_reconnect=None if read is None else lambda body: read(name, body),
-        )
+        """Have a pool for an instance that gets a request."""
+        self.pools.open(incarnation, name, url)
 
     def drop_unused_pools(self) -> None:
         """Close the connections to instances that left, as soon as they carry nothing."""
-        live = {target.incarnation for target in self.targets()}
-        for incarnation, pool in list(self._pools.items()):
-            if incarnation not in live:
-                pool.close()
-                if not pool.open_connections:
-                    del self._pools[incarnation]
+        self.pools.drop_unused({target.incarnation for target in self.targets()})
 
     # --- time ---
 
@@ -393,8 +324,7 @@ class ExchangeDriver(ABC):
         for exchange in list(self.exchanges.values()) if lag_s <= GAP_S else ():
             if exchange.phase is not Phase.DONE:
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
-        for pool in self._pools.values():
-            pool.sweep(now)
+        self.pools.sweep(now)
         self.drop_unused_pools()
 
     # --- the end ---
@@ -420,8 +350,7 @@ class ExchangeDriver(ABC):
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        for pool in self._pools.values():
-            pool.close()
+        self.pools.close()
 
 
 class Driver(ExchangeDriver, SchedulerDriver):
@@ -435,9 +364,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
         self.limiters = Limiters()
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
-        #: Connections to bootstrap servers, by URL; requests of our own to engines.
-        self._bootstraps: dict[str, EnginePool] = {}
-        self._releases: set[SideCall] = set()
+        self._handovers = KvHandOvers(scheduler, self.pools, self._totals, self.carry_out, self.now)
         self._splits = False
         self._look_for_splits()
 
@@ -447,6 +374,10 @@ class Driver(ExchangeDriver, SchedulerDriver):
     @property
     def splits(self) -> bool:
         return self._splits
+
+    @property
+    def handovers(self) -> KvHandOvers:
+        return self._handovers
 
     @property
     def models(self) -> Collection[str]:
@@ -493,77 +424,6 @@ class Driver(ExchangeDriver, SchedulerDriver):
         commands = self._end_lease(lease, outcome, self.now(), retry, server_error)
         if commands or self._ticker is None:
             self.carry_out(commands)
-
-    def kv_transfer(self, lease: Lease) -> KvTransfer:
-        link = self.scheduler.holder(lease).spec.kv_transfer
-        assert link is not None, f"{lease.instance} takes part in no KV transfer"
-        return link
-
-    def bootstrap(self, lease: Lease) -> EnginePool | None:
-        if not self.kv_transfer(lease).concurrent:
-            return None
-        url = self._access.get(lease.instance, PLAIN_ACCESS).kv_bootstrap
-        if url is None:
-            return None
-        if url not in self._bootstraps:
-            table = self.table
-            self._bootstraps[url] = EnginePool(
-                url,
-                self.loop,
-                PLAIN_ACCESS,
-                connect_timeout_s=table.connect_timeout_s,
-                idle_s=table.upstream_idle_s,
-            )
-        return self._bootstraps[url]
-
-    def prefilled(self, lease: Lease) -> None:
-        self._totals.instance(lease.instance).ended(Outcome.OK)
-        self.carry_out(self.scheduler.on_prefilled(lease, self.now()))
-
-    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
-        self._totals.handed_over(why)
-        self._totals.tried_again(lease.instance, outcome)
-        self.carry_out(self.scheduler.on_unsplit(lease, outcome, self.now()))
-
-    def hold_released(self, hold: Hold) -> None:
-        self.carry_out(self.scheduler.on_hold_released(hold, self.now()))
-
-    def release(self, hold: Hold, model: str, body: bytes) -> None:
-        able = [
-            each
-            for each in self.scheduler.instances
-            if each.routable
-            and each.name != hold.instance
-            and each.spec.role is not Role.PREFILL
-            and each.spec.kv_transfer is not None
-            and each.serves(model)
-        ]
-        able.sort(key=lambda each: each.name != hold.target)
-        self._release_by(able, hold, body)
-
-    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
-        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
-        if not able or hold.ended:
-            return
-        asked, *others = able
-        if asked.incarnation not in self._pools:
-            self.open_pool(asked.incarnation, asked.name, asked.spec.url)
-
-        def lines(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
-
-        def done(head: ResponseHead, answer: bytes) -> None:
-            self._releases.discard(call)
-            if head.status == 400:
-                self.hold_released(hold)
-
-        def failed(end: End | None, detail: str) -> None:
-            self._releases.discard(call)
-            self._release_by(others, hold, body)
-
-        call = SideCall(self._pools[asked.incarnation], b"POST", lines, body, done, failed)
-        self._releases.add(call)
-        call.send()
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
@@ -636,21 +496,16 @@ class Driver(ExchangeDriver, SchedulerDriver):
             self._totals.decisions += 1
             self.decisions.add(command)
         instance = self.scheduler.holder(lease)
-        if lease.incarnation not in self._pools:
-            self.open_pool(lease.incarnation, instance.name, instance.spec.url)
+        self.open_pool(lease.incarnation, instance.name, instance.spec.url)
         exchange = self.exchanges[command.request_id]
         command.label = exchange.label
         if lease.decode is not None:
             target = self.scheduler.holder(lease.decode)
-            if target.incarnation not in self._pools:
-                self.open_pool(target.incarnation, target.name, target.spec.url)
+            self.open_pool(target.incarnation, target.name, target.spec.url)
         total_s, first_s, mixed = expected_s(instance, lease)
         exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
 
     def close(self) -> None:
         super().close()
-        for call in self._releases:
-            call.abort()
-        for pool in self._bootstraps.values():
-            pool.close()
+        self._handovers.close()
         self._stop_ticking()

@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from hetlb.core.transition import Transition
-from hetlb.core.types import Hold, KvTransfer, Lease, Outcome, Reject, RejectReason, Request
+from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
+from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.exchange_states import (
     COMMITTED,
     DECODE_UNDER_WAY,
@@ -45,9 +46,10 @@ from hetlb.proxy.http.forward_headers import ForwardRules, response_lines
 from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.kv_handovers import KvHandOvers
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.upstream import Carried, EngineConnection, EnginePool, Upstream
+from hetlb.proxy.upstream import Carried, EngineConnection, Upstream
 
 
 class DriverSide(Protocol):
@@ -55,9 +57,12 @@ class DriverSide(Protocol):
 
     @property
     def forward_rules(self) -> ForwardRules: ...
+    @property
+    def pools(self) -> EnginePools: ...
+    @property
+    def handovers(self) -> KvHandOvers: ...
     def now(self) -> float: ...
     def pool(self, lease: Lease) -> Upstream: ...
-    def engine_pool(self, lease: Lease) -> EnginePool: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
@@ -69,13 +74,6 @@ class DriverSide(Protocol):
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None: ...
     def came_back(self, instance: str) -> None: ...
     def serves(self, lease: Lease) -> bool: ...
-    def kv_transfer(self, lease: Lease) -> KvTransfer: ...
-    def bootstrap(self, lease: Lease) -> EnginePool | None: ...
-    def prefilled(self, lease: Lease) -> None: ...
-    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None: ...
-    def handed_over(self, result: str = "done") -> None: ...
-    def hold_released(self, hold: Hold) -> None: ...
-    def release(self, hold: Hold, model: str, body: bytes) -> None: ...
     def stood_still_since(self, then: float) -> bool: ...
 
 
@@ -255,8 +253,10 @@ class Exchange(RequestRecord):
         self.dispatched_at = now
         self._enter(PREFILL_DISPATCHED, now)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        handover = self._handover = HandOver(self, self.kind, lease, driver.kv_transfer(lease), body)
-        handover.begin(driver.engine_pool(lease), lambda: driver.serves(lease), driver.bootstrap(lease))
+        handover = self._handover = HandOver(self, self.kind, lease, driver.handovers.link(lease), body)
+        handover.begin(
+            driver.pools.of(lease), lambda: driver.serves(lease), driver.handovers.bootstrap(lease)
+        )
         return True
 
     def prefill_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
@@ -279,7 +279,7 @@ class Exchange(RequestRecord):
         assert lease is not None
         self.prefill_instance = lease.instance
         self._enter(PREFILLED, self._now())
-        self._driver.prefilled(lease)
+        self._driver.handovers.prefilled(lease)
 
     def prefill_refused(self, head: ResponseHead, body: bytes) -> None:
         """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
@@ -323,7 +323,7 @@ class Exchange(RequestRecord):
         if not handover.read:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
         elif end is ends.NOT_ACCEPTED or end is ends.LOOP or end is ends.MOVED:
-            self._driver.handed_over("decode_failed")
+            self._driver.handovers.ended("decode_failed")
             self._try_again(end)
         else:
             self._dropped = True
@@ -342,9 +342,9 @@ class Exchange(RequestRecord):
             return None
         self._handover = None
         if self.status < 400:
-            self._driver.handed_over()
+            self._driver.handovers.ended()
         elif handover.hold is not None:
-            self._driver.hold_released(handover.hold)  # vLLM releases them when it refuses the request
+            self._driver.handovers.released(handover.hold)  # vLLM releases them when it refuses the request
         return payload
 
     @property
@@ -365,7 +365,7 @@ class Exchange(RequestRecord):
         self.status = 0
         self.retries += 1
         self._enter(RETRIED, self._now())
-        self._driver.unsplit(lease, end.told, why)
+        self._driver.handovers.unsplit(lease, end.told, why)
 
     def _leave_handover(self, sent: bool = False) -> None:
         """No leg goes on; `sent`: the decode leg was, and its connection was closed."""
@@ -379,9 +379,11 @@ class Exchange(RequestRecord):
         if hold is None or hold.ended:
             return
         if sent:
-            self._driver.hold_released(hold)  # the decode engine says so to the other as soon as it notices
+            self._driver.handovers.released(
+                hold
+            )  # the decode engine says so to the other as soon as it notices
         elif (body := handover.release_body(self.request.model)) is not None:
-            self._driver.release(hold, self.request.model, body)
+            self._driver.handovers.release(hold, self.request.model, body)
 
     # --- from the engine's connection ---
 

@@ -21,15 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
 from hetlb.config.discovery import KubernetesTable
-from hetlb.config.fleet import Fleet, FleetFile, InstanceTable, SharedTable, load_fleet, same_server
+from hetlb.config.fleet import Fleet, InstanceTable, SharedTable, load_fleet, same_server
 from hetlb.config.profile import Profile
-from hetlb.config.yaml_file import convert, short
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -66,8 +63,11 @@ from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
+from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
+from hetlb.proxy.registration import addresses, read_registration
+from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.scrape import Scraper, Target, models_learned, read_model_list
 from hetlb.proxy.server import ProxyServer
@@ -75,7 +75,6 @@ from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
-from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
@@ -94,10 +93,6 @@ FIRST_ROUND_S = 1.0
 _GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
-#: Seconds that the name of an instance that is being registered may take to resolve.
-_RESOLVE_S = 5.0
-#: The longest time for which a registration may hold.
-MOST_TTL_S = 86_400
 
 
 class FleetDriver(Protocol):
@@ -183,7 +178,8 @@ class FleetService(ABC):
         before = self._served(change.name) if isinstance(change, ModelsLearned) else None
         self.driver.change(change)
         if isinstance(change, ModelsLearned) and change.models != before:
-            self._say_what_is_served(change.name, before, change.models)
+            spec = self.specs().get(change.name)
+            log_models(change.name, "" if spec is None else spec.model, before, change.models)
 
     def _on_sample(self, name: str, sample: EngineSample) -> None:
         """The scraper read an engine's metrics."""
@@ -197,17 +193,6 @@ class FleetService(ABC):
 
     def _served(self, name: str) -> tuple[str, ...] | None:
         return next((each.served for each in self.scheduler.instances if each.name == name), None)
-
-    def _say_what_is_served(self, name: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
-        """Log that an engine serves other models than it did, or than the file says."""
-        model = next((each.spec.model for each in self.scheduler.instances if each.name == name), "")
-        shown = ", ".join(map(escape, now))
-        if model and model not in now:
-            text = "%s serves %s, not %s: it gets requests for what it serves"
-            tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
-        elif before is not None:
-            text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
-            tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
 
     def take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""
@@ -243,7 +228,13 @@ class FleetService(ABC):
             ),
             most_s,
         )
-        self._say_what_is_missing()
+        for instance in self.scheduler.instances:
+            log_absent(instance)
+            if (profile := self.fleet.profiles.get(instance.name)) is not None:
+                entries = self.scraper.models.get(instance.name, [])
+                log_other_than_profiled(
+                    instance.name, profile, entries, self.scraper.versions.get(instance.name)
+                )
 
     async def _discover(self, most_s: float) -> None:
         """Begin to ask the sources of instances, where there are some."""
@@ -311,17 +302,6 @@ class FleetService(ABC):
     def _on_reload_signal(self) -> None:
         """Read the fleet file again; what comes of it is logged."""
 
-    def _say_what_is_missing(self) -> None:
-        """Log, after the first round of probes, which instances are not there or not as expected."""
-        for instance in self.scheduler.instances:
-            if instance.health.state is not Health.UP:
-                tell(
-                    logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
-                    instance.name, instance.spec.url, instance.health.reason,
-                    instance=instance.name, url=instance.spec.url, reason=instance.health.reason,
-                )  # fmt: skip
-            self._compare_profile(instance.name)
-
     async def _open_admin(self, listeners: Sequence[socket.socket] = ()) -> None:
         """Open the admin listener, on sockets that are bound already if there are any."""
         admin, tls = self.fleet.admin, self._admin_context()
@@ -345,22 +325,6 @@ class FleetService(ABC):
         if self._admin_tls is not None:
             show_newest(self._admin_tls, lambda: self._admin_tls)
         return self._admin_tls
-
-    def _compare_profile(self, name: str) -> None:
-        """Warn where an engine is not what its profile was measured on."""
-        profile = self.fleet.profiles.get(name)
-        if profile is None:
-            return
-        entries = self.scraper.models.get(name, [])
-        serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
-        if profile.model is not None and serves and profile.model.name not in serves:
-            shown = ", ".join(sorted(map(escape, serves)))
-            text = "%s: its profile is of the model %s, it serves %s"
-            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
-        version = self.scraper.versions.get(name)
-        if profile.engine.version is not None and version not in (None, profile.engine.version):
-            shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
-            tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)
 
     # --- the fleet view of the listener ---
 
@@ -489,22 +453,8 @@ class FleetService(ABC):
 
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
-        fields = dict(table)
-        ttl_s = fields.pop("ttl_s", None)
-        if ttl_s is None:
-            ttl_s = 0.0 if self.fleet.discovery is None else self.fleet.discovery.ttl_s
-        if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 <= ttl_s <= MOST_TTL_S:
-            raise ConfigError(f"ttl_s: expected seconds from 0 to {MOST_TTL_S}, got {short(ttl_s)}")
-        model = fields.pop("model", "")
-        if not isinstance(model, str):
-            raise ConfigError(f"model: expected text, got {model!r}")
-        for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
-            # A right to register is none to learn what is on this machine.
-            if fields.get(key) is not None:
-                raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
-        instance = convert(fields, InstanceTable)
-        if instance.url is None:
-            raise ConfigError("url: expected a value, but the key is missing")
+        default_ttl_s = 0.0 if self.fleet.discovery is None else self.fleet.discovery.ttl_s
+        instance, model, ttl_s = read_registration(table, default_ttl_s)
         spec = self.fleet.resolve_found(instance, model, self._profile_cache)
         known = self.specs().get(spec.name)
         ours = self._members.source_of(spec.name) in (REGISTRATION, "")
@@ -513,7 +463,7 @@ class FleetService(ABC):
             if known != spec:
                 self.update(spec)
             return False
-        address = allowed_address(await _resolve(spec.url), self._access.networks)
+        address = allowed_address(await addresses(spec.url), self._access.networks)
         if any(each.name == spec.name for each in self.scheduler.instances):
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
         if taken := next((i.name for i in self.scheduler.instances if same_server(i.spec.url, spec.url)), ""):
@@ -551,27 +501,8 @@ class FleetService(ABC):
         return done
 
     def _reload(self) -> str:
-        fleet = self._read_again()
+        fleet = read_again(self.fleet, self._load)
         return self._swap(fleet, require_urls(fleet))
-
-    def _read_again(self) -> Fleet:
-        """The fleet as its file has it now, whole and valid. Raises `InputError`."""
-        running = self.fleet
-        if running.path is None:
-            raise ConfigError("there is no file to reload: hetlb was started with --instance")
-        read = self._load(running.path)
-        # The listeners stay where they are, whatever the file says now.
-        replace = msgspec.structs.replace
-        return replace(
-            read,
-            listen=replace(running.listen, tls=read.listen.tls if running.listen.tls else None),
-            admin=replace(
-                read.admin,
-                host=running.admin.host,
-                port=running.admin.port,
-                tls=read.admin.tls if running.admin.tls else None,
-            ),
-        )
 
     def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
@@ -606,7 +537,7 @@ class FleetService(ABC):
         done = f"{len(gone)} instances out, {len(come)} in"
         done += f", {len(updated)} changed" if updated else ""
         done += f", policy {self.scheduler.policy_name}"
-        fixed = self._needs_restart(fleet)
+        fixed = needs_restart(self._started, fleet.written)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
     def _read_kv_events(self, fleet: Fleet) -> None:
@@ -617,33 +548,6 @@ class FleetService(ABC):
     @abstractmethod
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Have new limits, keys and certificates where clients are served."""
-
-    def _needs_restart(self, fleet: Fleet) -> list[str]:
-        """The keys of the file that differ from what this process was started with and cannot be swapped."""
-        then, now = self._started, fleet.written
-        pairs = {
-            "listen.host": (then.listen.host, now.listen.host),
-            "listen.port": (then.listen.port, now.listen.port),
-            "listen.tls": (then.listen.tls is None, now.listen.tls is None),
-            "admin.host": (then.admin.host, now.admin.host),
-            "admin.port": (then.admin.port, now.admin.port),
-            "admin.tls": (then.admin.tls is None, now.admin.tls is None),
-            "policy": (
-                msgspec.structs.replace(then.policy, name=""),
-                msgspec.structs.replace(now.policy, name=""),
-            ),
-            "queue": (then.queue, now.queue),
-            "health": (then.health, now.health),
-            "scrape": (then.scrape, now.scrape),
-            "proxy.workers": (then.proxy.workers, now.proxy.workers),
-            "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
-            "tracing": (then.tracing, now.tracing),
-            "discovery": (then.discovery, now.discovery),
-            "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
-            "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
-            "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
-        }
-        return [key for key, (before, after) in pairs.items() if before != after]
 
     def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
         self._engines[spec.name] = access
@@ -704,7 +608,7 @@ class Service(FleetService):
             ),
         )
         self.driver.on_loop = self.take_out
-        self.driver.on_reconnect = self.engine_reconnected
+        self.driver.pools.on_reconnect = self.engine_reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self.driver.limiters.configure(self._access.limits)
         self.sharing = None if table is None else _share(table, key, self.driver)
@@ -904,28 +808,9 @@ def require_urls(fleet: Fleet) -> Access:
     return load_access(fleet)
 
 
-def _image_tokens(file: FleetFile) -> dict[str, object]:
-    return {model.name: model.image_tokens for model in file.models if model.image_tokens is not None}
-
-
-def _tokenizers(file: FleetFile) -> dict[str, str | None]:
-    return {model.name: model.tokenizer for model in file.models if model.tokenizer is not None}
-
-
 def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
     """True if two specs are of one server: only its profile, capacity or weight may differ."""
     return (one.url, one.model) == (other.url, other.model)
-
-
-async def _resolve(url: str) -> list[str]:
-    """The addresses of an instance's host. Raises `ConfigError`."""
-    host = urlsplit(url).hostname
-    try:
-        async with asyncio.timeout(_RESOLVE_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError, UnicodeError) as error:
-        raise ConfigError(f"url: expected a host with an address, got {host!r}, which has none") from error
-    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ class Sharing:
         self._carry_out = carry_out
         self._loop = asyncio.get_running_loop()
         self.name = name
-        self.view = SharedView(scheduler, int(name, 16))
+        self.view = SharedView(scheduler, int(name, 16), name)
         limit_s = max(0.2, table.silent_s)
         self._redis = redis.asyncio.Redis.from_url(
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2

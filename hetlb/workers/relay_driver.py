@@ -14,8 +14,9 @@ from typing import Final, Protocol
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
-from hetlb.proxy.driver import DriverSetup, ExchangeDriver, Target
+from hetlb.proxy.driver import DriverSetup, ExchangeDriver
 from hetlb.proxy.ends import End
+from hetlb.proxy.engine_pools import Target
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
@@ -78,7 +79,7 @@ class RelayDriver(ExchangeDriver):
         self._learnt: dict[str, tuple[int, int]] = {}
         #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
-        self.on_reconnect = self.reconnected
+        self.pools.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
         #: Names that some instance answers to, and the one where there is one.
@@ -315,8 +316,7 @@ class RelayDriver(ExchangeDriver):
         self._recent.append(lease)
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
-        if target.incarnation not in self._pools:
-            self.open_pool(target.incarnation, target.name, target.url)
+        self.open_pool(target.incarnation, target.name, target.url)
         exchange.dispatched(lease, now, command.expected_s, command.expected_first_s, command.mixed)
 
     def reject(self, command: Rejected) -> None:

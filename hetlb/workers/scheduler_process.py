@@ -32,6 +32,7 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.kv_events import KvEventReader
+from hetlb.proxy.reload import read_again
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
@@ -421,7 +422,7 @@ class SchedulerProcess(FleetService):
         async with self._reloading:
             reloads = self.driver.totals.reloads
             try:
-                fleet = self._read_again()
+                fleet = read_again(self.fleet, self._load)
                 access = require_urls(fleet)
                 number = self.driver.generation + 1
                 errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)

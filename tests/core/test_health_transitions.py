@@ -14,14 +14,12 @@ from hetlb.core.health import (
     FORGIVE_AFTER_S,
     LEAST_ANSWERS,
     PASSIVE_FALL,
-    PROBATION_AFTER,
-    PROBATION_CAP_S,
-    PROBATION_HALF_S,
     RISE,
     WINDOW_S,
     HealthTracker,
     transitions_table,
 )
+from hetlb.core.probation import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
 from hetlb.core.types import Health, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
@@ -210,9 +208,9 @@ def test_a_refused_connection_means_another_process() -> None:
     for _ in range(RISE):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
-    assert not health.on_probation(health.ejected_until)
+    assert not health.probation.active(health.ejected_until)
     assert not health.on_failure(health.ejected_until, may_eject=True)
-    assert not health.on_probation(health.ejected_until)
+    assert not health.probation.active(health.ejected_until)
 
     health = tracker()
     for _ in range(LEAST_ANSWERS - 1):
@@ -277,24 +275,24 @@ def test_the_pauses_double_up_to_their_cap() -> None:
         pause_s = (
             0.0 if failures < PROBATION_AFTER else min(PROBATION_CAP_S, 2.0 ** (failures - PROBATION_AFTER))
         )
-        assert health.on_probation(0.0) is (failures >= PROBATION_AFTER)
+        assert health.probation.active(0.0) is (failures >= PROBATION_AFTER)
         if pause_s:
-            assert health.held(pause_s - 0.001)
-        assert not health.held(pause_s)
-        assert health.probation_reason == f"{failures} answers failed in a row"
+            assert health.probation.held(pause_s - 0.001)
+        assert not health.probation.held(pause_s)
+        assert health.probation.reason == f"{failures} answers failed in a row"
 
 
 def test_a_dispatch_begins_the_pause_anew_and_only_in_doubt() -> None:
     health = tracker()
     health.on_failure(100.0, may_eject=False)
-    health.on_dispatched(100.0)
-    assert not health.held(100.0)
+    health.probation.dispatched(100.0)
+    assert not health.probation.held(100.0)
     for _ in range(2):
         health.on_failure(100.0, may_eject=False)
-    assert not health.held(102.0)
-    health.on_dispatched(105.0)
-    assert health.held(106.999)
-    assert not health.held(107.0)
+    assert not health.probation.held(102.0)
+    health.probation.dispatched(105.0)
+    assert health.probation.held(106.999)
+    assert not health.probation.held(107.0)
 
 
 def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
@@ -303,53 +301,31 @@ def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
         health.on_failure(100.0, may_eject=False)
     for halves, pause_s in ((0, 30.0), (1, 4.0), (2, 1.0), (3, 0.0)):
         at = 100.0 + halves * PROBATION_HALF_S
-        assert health.on_probation(at) is (halves < 3)
-        health.on_dispatched(at)
+        assert health.probation.active(at) is (halves < 3)
+        health.probation.dispatched(at)
         if pause_s:
-            assert health.held(at + min(pause_s, PROBATION_HALF_S) - 0.001)
-        assert not health.held(at + pause_s)
-    assert health.on_probation(100.0 + 3 * PROBATION_HALF_S - 0.001)
+            assert health.probation.held(at + min(pause_s, PROBATION_HALF_S) - 0.001)
+        assert not health.probation.held(at + pause_s)
+    assert health.probation.active(100.0 + 3 * PROBATION_HALF_S - 0.001)
     health.on_failure(100.0 + 2 * PROBATION_HALF_S, may_eject=False)
-    assert health.probation_reason == "3 answers failed in a row"
+    assert health.probation.reason == "3 answers failed in a row"
 
 
 def test_a_clock_that_stands_before_the_failure_forgets_nothing() -> None:
     health = tracker()
     failing(health, PROBATION_AFTER, 100.0)
-    assert health.on_probation(10.0)
+    assert health.probation.active(10.0)
 
 
 def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() -> None:
     health = tracker()
     for _ in range(PROBATION_AFTER):
         health.on_failure(0.0, may_eject=False)
-    assert health.on_probation(0.0)
+    assert health.probation.active(0.0)
     assert not health.on_success(0.0)
-    assert not health.on_probation(0.0)
+    assert not health.probation.active(0.0)
     health.on_failure(0.0, may_eject=False)
-    assert not health.on_probation(0.0)
-
-
-# --- handed over ---
-
-
-def test_another_process_takes_over_everything_but_the_generator() -> None:
-    """The tracker that is restored decides as the one that was saved would have."""
-    first, second = tracker(drawn=0.5), tracker(drawn=0.5)
-    for _ in range(PASSIVE_FALL):
-        first.on_failure(10.0, may_eject=True)
-    saved = first.saved()
-    assert "_rng" not in saved
-    second.restore(saved)
-    assert second.saved() == saved
-    assert (second.state, second.reason) == (Health.EJECTED, "5 answers failed in a row")
-    assert second.ejected_until == first.ejected_until
-    assert second.ejected_for_failures
-    for each in (first, second):
-        for _ in range(RISE):
-            each.on_probe(OK, each.ejected_until)
-        assert each.on_failure(each.ejected_until, may_eject=True)
-    assert second.saved() == first.saved()
+    assert not health.probation.active(0.0)
 
 
 def test_the_docs_show_the_transitions() -> None:

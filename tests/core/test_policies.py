@@ -7,7 +7,7 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.core.demand import Demand
-from hetlb.core.instance import PeakEwma
+from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams, SchedulingContext
 from hetlb.core.policies.baselines import PrefixMatch
 from hetlb.core.policies.registry import POLICIES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers import MODEL, make_scheduler, request, spec
+import pytest
+from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,29 @@ def test_what_waits_elsewhere_counts() -> None:
     assert two.scheduler._elsewhere == {}
 
 
+def test_each_scheduler_prefers_a_share_of_its_own_where_it_is_hardly_worse() -> None:
+    specs = [spec(name, slower=slower) for slower, name in ((1.0, "a"), (1.0, "b"), (4.0, "c"), (4.0, "d"))]
+    views = []
+    for number in range(2):
+        view = SharedView(make_scheduler(specs, "hetlb", seed=number), number)
+        view.receive(str(1 - number), [], 0.0)
+        view.delay_s = 0.1
+        views.append(view)
+    assert [view._share() for view in views] == [("a", "c"), ("b", "d")]
+    for heard, chosen in ((False, ["a", "a"]), (True, ["a", "b"])):
+        leases = []
+        for view in views:
+            if heard:
+                view._heard(0.0)
+            made = request(1)
+            leases.append(dispatched(view.on_arrival(made, 0.0)))
+            # By no more than the requests that are unseen; nothing while the peer books nothing.
+            assert made.preferred_within == pytest.approx(0.1 if heard else 0.0)
+        assert [lease.instance for lease in leases] == chosen
+        for view, lease in zip(views, leases, strict=True):
+            view._scheduler.on_lease_ended(lease, Outcome.OK, 0.0, retry=False)
+
+
 def test_a_shared_view_replays_to_the_same_decisions() -> None:
     setup = SchedulerSetup(
         (spec("a"), spec("b")), "hetlb", PolicyParams(), make_scheduler([spec("a")]).queue.limits,
@@ -143,6 +167,7 @@ def test_a_shared_view_replays_to_the_same_decisions() -> None:
         if n % 3 == 0:
             scheduler.on_lease_ended(leases.pop(), Outcome.OK, now, retry=False)
     assert any('"kind":"assume"' in line for line in lines)
+    assert any('"preferred":["a"]' in line or '"preferred":["b"]' in line for line in lines)
     replay = list(Replay(lines))
     assert len(replay) == len(lines) - 1
     assert all(fact.same for fact in replay)

@@ -246,7 +246,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     asked, instances = split_request(1), scheduler.instances
     ctx = scheduler._question(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
-    found = _Evaluation(ctx, instances, False).best_pair(scheduler._transfers, math.inf, mixed)
+    found = _Evaluation(ctx, instances, False).best_pair(scheduler._holds.transfers, math.inf, mixed)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
 
@@ -288,7 +288,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
     specs = [part("p", Role.PREFILL), part("near", Role.DECODE), part("far", Role.DECODE)]
     scheduler = make_scheduler(specs, "hetlb")
     p, now = named(scheduler, "p"), 0.0
-    before = scheduler._transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
+    before = scheduler._holds.transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
     for number in range(1, 12):
         now += 10.0
         lease = placed(scheduler.on_arrival(split_request(number), now))
@@ -298,7 +298,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
         scheduler.on_first_token(decode, now + 1.0 + took)
         decode.output_tokens = 2
         scheduler.on_lease_ended(decode, Outcome.OK, now + 1.1 + took)
-    assert scheduler._transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
+    assert scheduler._holds.transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
     assert before < 0.1
     lease = placed(scheduler.on_arrival(split_request(100), now + 20))
     assert lease.decode is not None
@@ -308,7 +308,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
 def test_a_pair_that_was_slow_is_tried_again_after_a_while() -> None:
     scheduler = pair()
     p, d = scheduler.instances
-    times = scheduler._transfers
+    times = scheduler._holds.transfers
     nominal = times.estimate_s(p, d, 1000, 0.0)
     for _ in range(3):
         times.observe((p.incarnation, d.incarnation), LINK, 1000, 2.0, 10.0)

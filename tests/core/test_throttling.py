@@ -7,10 +7,11 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.health import PROBATION_CAP_S, HealthParams
-from hetlb.core.instance import BUSY_CAP_S
+from hetlb.core.health import HealthParams
 from hetlb.core.policies.registry import POLICIES
+from hetlb.core.probation import PROBATION_CAP_S
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.throttle import BUSY_CAP_S
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,

@@ -7,6 +7,7 @@ bytes, or that of a loop in Python over as many bytes (`pass_s`). Neither depend
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ from pick.frames import Peer, opened
 from proxy.memory import End, Proxy
 
 from hetlb.core import engine_metrics
+from hetlb.core.health import HealthTracker
+from hetlb.core.throttle import Throttle
+from hetlb.core.types import Health
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
@@ -66,11 +70,11 @@ class Kept:
         self.proxy.loop.settle(3)
         # Nothing of one input is to be held against the next.
         instance = self.proxy.scheduler.instances[0]
-        instance.health.restore(HEALTHY)
+        instance.health = HealthTracker(random.Random(0), Health.UP)
+        instance.throttle = Throttle(instance.health.probation, was_up=True)
 
 
 KEPT = Kept()
-HEALTHY = dict(KEPT.proxy.scheduler.instances[0].health.saved())
 
 
 def client(size: int = READ) -> Reader:

@@ -214,7 +214,9 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_said(
                 assert reply.headers["x-hetlb-instance"] == f"i{made.engines.index(asked[1])}"
             else:
                 assert (reply.status, reply.json) == (503, {"error": "later"})
-        first = [each for each in made.picker.scheduler.instances if each.busy_until > made.picker.now()]
+        first = [
+            each for each in made.picker.scheduler.instances if each.throttle.busy_until > made.picker.now()
+        ]
         assert len(first) == (0 if retries else 1)
         assert made.outcomes.count("upstream_error") == (0 if retries else 1)
         assert len(made.outcomes) == BESIDE + 1

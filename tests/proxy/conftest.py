@@ -80,7 +80,7 @@ class Proxy:
         assert len(scheduler.queue) == 0
         for instance in scheduler.instances:
             assert not instance.leases
-        assert not any(pool.busy or pool._connecting for pool in self.driver._pools.values())
+        assert not any(pool.busy or pool._connecting for pool in self.driver.pools.all())
 
 
 @pytest_asyncio.fixture
@@ -105,6 +105,6 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         proxy.server.stop_accepting()
         await proxy.server.close()
         proxy.driver.close()
-        await turns_until(lambda p=proxy: not p.driver.engine_connections and not p.server.connections)
+        await turns_until(lambda p=proxy: not p.driver.pools.open_connections and not p.server.connections)
     # The fixture's own task is a new one after the test.
     await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))

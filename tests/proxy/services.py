@@ -186,7 +186,7 @@ async def serving(
     finally:
         await service.stop(0.0)
     driver = service.driver
-    await turns_until(lambda: not driver.engine_connections and not service.server.connections)
+    await turns_until(lambda: not driver.pools.open_connections and not service.server.connections)
     await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))
 
 

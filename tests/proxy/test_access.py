@@ -233,7 +233,7 @@ async def test_a_registered_name_is_resolved_once_and_the_address_is_kept(
                 resolved.append(url)
                 return ["127.0.0.1"]
 
-            monkeypatch.setattr("hetlb.proxy.service._resolve", resolve)
+            monkeypatch.setattr("hetlb.proxy.service.addresses", resolve)
             body = {"url": f"http://engine.example:{port}", "model": "m", "name": "new"}
             assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("new")
@@ -325,7 +325,7 @@ async def test_a_key_is_shown_nowhere(
             seen += [(await running.admin("GET", path, **bearer(TOKEN))).body for path in paths]
             service = running.service
             shown = [service.fleet, service._access, service._engines, service.driver.decisions]
-            shown += [vars(running.service), *service.driver._pools.values()]
+            shown += [vars(running.service), *service.driver.pools.all()]
             seen += [repr(each).encode() for each in shown]
     streams = capfd.readouterr()
     seen += [streams.out.encode(), streams.err.encode(), caplog.text.encode()]

@@ -272,7 +272,7 @@ async def test_a_good_file_is_swapped_in_under_requests(tmp_path: Path) -> None:
         assert reply.headers["x-hetlb-instance"] == "i0"
         await running.settled()
         # What was kept for the old one goes with its last request.
-        await turns_until(lambda: len(running.service.driver._pools) == 1)
+        await turns_until(lambda: len(running.service.driver.pools.all()) == 1)
 
 
 async def test_what_did_not_change_stays_as_it_is(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert len(driver.scheduler.queue) == driver.scheduler.queue.bytes == 0
             for instance in driver.scheduler.instances:
                 assert (instance.in_flight, instance.work_ns, instance.kv_tokens) == (0, 0, 0)
-            for pool in driver._pools.values():
+            for pool in driver.pools.all():
                 assert not pool.busy
             assert one.model.kv_used_blocks == two.model.kv_used_blocks == 0
             assert asyncio.all_tasks() <= tasks_before

@@ -100,7 +100,7 @@ class Rig:
                 await asyncio.sleep(0)
 
     def _look(self) -> None:
-        pools = self.proxy.driver._pools.values()
+        pools = self.proxy.driver.pools.all()
         engines = [each for pool in pools for each in (*pool.busy, *pool._idle)]
         for connection in (*self.proxy.server.connections, *engines):
             first = EngineState.FRESH if isinstance(connection, EngineConnection) else ClientState.IDLE
@@ -452,7 +452,7 @@ async def an_early_answer(rig: Rig) -> None:
 @drives(CLOSED, EngineState.FRESH)
 async def closed_before_its_first_request(rig: Rig) -> None:
     await rig.kept()
-    [pool] = rig.proxy.driver._pools.values()
+    [pool] = rig.proxy.driver.pools.all()
     _, fresh = await asyncio.get_running_loop().create_connection(
         lambda: EngineConnection(pool), pool._address, pool._port
     )

@@ -51,17 +51,17 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
             scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
             break
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False, server_error=end.server_error)
-        if end.counts_as is Verdict.FAILED and one.health.on_probation(float(number)):
+        if end.counts_as is Verdict.FAILED and one.health.probation.active(float(number)):
             break
     health = one.health
     now = float(number)
     if end.counts_as is Verdict.ABSENT:
         assert health.state is Health.EJECTED
     elif end.counts_as in (Verdict.FAILED, Verdict.ERROR):
-        assert health.on_probation(now)
+        assert health.probation.active(now)
     else:
         assert health.state is Health.UP
-        assert not health.on_probation(now)
+        assert not health.probation.active(now)
         assert health.clean
 
 

@@ -53,7 +53,7 @@ async def test_a_client_that_leaves_while_the_engine_is_asked_leaves_nothing(tmp
             for visit in list(engine.visits):
                 visit.writer.close()
             await engine.closed()
-            (pool,) = running.service.driver._pools.values()
+            (pool,) = running.service.driver.pools.all()
             engine.scripts[0] = _never
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
             body = b'{"model":"m","prompt":"x"}'

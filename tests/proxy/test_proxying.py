@@ -518,7 +518,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(
             async with asyncio.timeout(10):
                 await visit.left.wait()
         await proxy.settled()
-        assert proxy.driver.engine_connections == 0
+        assert proxy.driver.pools.open_connections == 0
     assert proxy.ended == [("client_gone", phase, 200 if phase == "stream" else 0)]
 
 

@@ -126,7 +126,7 @@ class SchedulingContext:
     `residual` is what is left of such an answer at a random moment, in tokens (see `core.predictor`).
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
-    `availabilities` give for each instance `core.instance.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
+    `availabilities` give for each instance `core.throttle.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
     policies that hold back; None where all are normal.
     """
 

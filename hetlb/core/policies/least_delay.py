@@ -33,15 +33,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand, Mix, size_of
-from hetlb.core.instance import (
-    BLOCKED,
-    DEPRIORITISED,
-    JOINING_STEPS,
-    NORMAL,
-    EngineLoad,
-    Instance,
-    Occupancy,
-)
+from hetlb.core.instance import JOINING_STEPS, EngineLoad, Instance, Occupancy
 from hetlb.core.latency import LatencyModel, delay_of_reading_s, ideal_batch, processing_s
 from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
@@ -54,6 +46,7 @@ from hetlb.core.policies.base import (
     cached_at,
 )
 from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
+from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
@@ -162,9 +155,8 @@ class _InstanceScore:
     """
 
     __slots__ = (
-        "adapter_s", "cached", "charged_s", "context", "decode_s", "early_s", "first_s", "grade", "group",
-        "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "prompts", "score",
-        "step_s",
+        "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
+        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "prompts", "score", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -183,8 +175,6 @@ class _InstanceScore:
         self.context, self.now_s, self.step_s, self.decode_s = steps
         self.cached = self.paid = 0.0
         self.grade = _GUESSED
-        #: See `_Evaluation._early_s`.
-        self.early_s = -1.0
         self.last_s = self.late_s = self.adapter_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = 0.0
 
@@ -296,6 +286,14 @@ class _Evaluation:
                         index, least = i, each.score
         return index
 
+    def preferred(self, index: int) -> int:
+        """The best of the instances that the request prefers, or `index`, the best of all."""
+        request = self._ctx.request
+        among = [i for i, each in enumerate(self.instances) if each.name in request.preferred]
+        found = self.lowest(among)
+        most = (1.0 + request.preferred_within) * self._score(index).score
+        return index if found is None or self._score(found).score > most else found
+
     def _nearest(self, indices: list[int]) -> int:
         """Of instances that certainly have room the one with the lowest bound, -1 if there is none."""
         bounds, states = self._bounds, self._states
@@ -340,7 +338,7 @@ class _Evaluation:
         states = self._states
         if states[i] == _UNDECIDED:
             states[i] = _ROOM
-            self._faster_done(i, self._fleet.faster[i])
+            self._faster_done(i, self._fleet.faster[i], self._early_s(i))
         return states[i]
 
     def _room(self, seen: Occupancy) -> int:
@@ -558,17 +556,18 @@ class _Evaluation:
                 if left_open and not (fresh and self._may_be_sooner(i, soonest_s, least_decode_s)):
                     states[i] = _UNDECIDED
                 else:
-                    each = self._score(i)
-                    first_s = self._early_s(each)
+                    seen = self._seen[i]
+                    decode_s = self._steps(seen, seen.load.own_batch(self._sequences))[3]
+                    first_s = self._early_s(i)
                     sooner = fresh and first_s * _FAR_SOONER < soonest_s < math.inf
-                    kept = speed <= 0.0 or (sooner and each.decode_s <= _MUCH_LATER * least_decode_s)
-                    if kept or not self._faster_done(i, speed):
+                    kept = speed <= 0.0 or (sooner and decode_s <= _MUCH_LATER * least_decode_s)
+                    if kept or not self._faster_done(i, speed, first_s):
                         if not ending:
                             return  # the fastest with room: the slower ones are as good as their scores
                         if first_s < soonest_s:
                             soonest_s = first_s
-                        if each.decode_s < least_decode_s:
-                            least_decode_s = each.decode_s
+                        if decode_s < least_decode_s:
+                            least_decode_s = decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += costs[i].speed
 
@@ -585,29 +584,31 @@ class _Evaluation:
         prompts = self._prompts_at(i, seen, own)
         return self._least_first_s(seen, prompts, now_s, self._prompt) < soonest_s
 
-    def _early_s(self, each: _InstanceScore) -> float:
+    def _early_s(self, i: int) -> float:
         """`first_s` by `LatencyModel.lower_bound`; itself where what counts of it has no bound."""
-        if each.early_s < 0.0:
-            load = each.load
-            read_s = load.latency_bound.first_token_s(
-                self._prompt, each.cached, each.pending, load.batch, each.context, load.budget, each.prompts
-            )
-            each.early_s = each.first_s if each.paid > each.cached else read_s + 0.5 * each.now_s
-        return each.early_s
+        each, seen = self._scores[i], self._seen[i]
+        if each is not None and each.paid > each.cached:
+            return each.first_s
+        load, context = seen.load, self._context(seen)
+        cached = 0.0 if each is None else each.cached
+        prompts = self._prompts_at(i, seen, load.own_batch(self._sequences))
+        read_s = load.latency_bound.first_token_s(
+            self._prompt, cached, seen.pending, load.batch, context, load.budget, prompts
+        )
+        return read_s + 0.5 * (load.step_s + load.token_s * context)
 
-    def _faster_done(self, i: int, speed: float) -> bool:
+    def _faster_done(self, i: int, speed: float, first_s: float) -> bool:
         """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
         ctx, mix, part = self._ctx, self._ctx.demand.mix, self._share
         if self._shortest_s < 0.0:
             long = ctx.long_output
             # Nothing comes behind the last one on the fastest.
-            fastest = self._score(self._fleet.order[0])
-            first_s = self._early_s(fastest)
-            self._shortest_s = _long_answer_s(ctx, fastest, first_s, long, _thinned_share(mix, long))
+            fastest = self._fleet.order[0]
+            share = _thinned_share(mix, long)
+            self._shortest_s = self._long_answer_s(fastest, self._early_s(fastest), long, share)
             self._thinning = long if long < mix.long else mix.long
             self._thinned = _thinned_share(mix, self._thinning)
-        each = self._score(i)
-        long_s = _long_answer_s(ctx, each, self._early_s(each), self._thinning, self._thinned)
+        long_s = self._long_answer_s(i, first_s, self._thinning, self._thinned)
         # The rate is asked for only where it can matter: first at its best, then as it is.
         done_s = self._done_s(speed)
         if done_s < long_s:
@@ -625,6 +626,25 @@ class _Evaluation:
     def _done_s(self, speed: float) -> float:
         """Seconds in which all that waits is done at a speed."""
         return self._todo / speed + self._shortest_s if speed > 0.0 else math.inf
+
+    def _long_answer_s(self, i: int, first_s: float, thinning: float, share: float) -> float:
+        """Seconds that one long answer takes on an instance from now on, the first token after `first_s`.
+
+        Where lengths are known (`long_output` differs from request to request) shorter ones keep coming
+        behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are
+        read between its steps; then `share` of the batch runs beside it.
+        """
+        ctx, seen = self._ctx, self._seen[i]
+        load, mix, long = seen.load, ctx.demand.mix, ctx.long_output
+        latency, batch, context = load.latency_bound, load.batch, self._context(seen)
+        own_context = self._prompt + long / 2.0
+        seconds = first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
+        if long > thinning:
+            full_s = latency.step_s(batch + 1.0, context + own_context)
+            delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
+            full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
+            seconds += (long - thinning) * full_s
+        return seconds
 
     def best_whole(self, mixed: bool) -> tuple[int, float] | None:
         """The instance with room and the lowest score of those that take whole requests, and that score.
@@ -869,6 +889,8 @@ class Hetlb(Policy):
             return self._choose_of_many(ctx, instances)
         evaluation = _Evaluation(ctx, instances)
         index = evaluation.lowest()
+        if ctx.request.preferred and index is not None:
+            index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, evaluation.candidates
 
@@ -946,27 +968,6 @@ def _thinned_share(mix: Mix, thinning: float) -> float:
         return 1.0
     share = _THINNING * left / thinning * (1.0 - math.exp(-thinning / left))
     return share if share < 1.0 else 1.0
-
-
-def _long_answer_s(
-    ctx: SchedulingContext, each: _InstanceScore, first_s: float, thinning: float, share: float
-) -> float:
-    """Seconds that one long answer takes on an instance from now on, the first token after `first_s`.
-
-    Where lengths are known (`long_output` differs from request to request) shorter ones keep coming behind a
-    longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are read between
-    its steps; then `share` of the batch runs beside it.
-    """
-    load, mix, long = each.load, ctx.demand.mix, ctx.long_output
-    latency, batch, context = load.latency_bound, load.batch, each.context
-    own_context = ctx.request.prompt_tokens + long / 2.0
-    seconds = first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
-    if long > thinning:
-        full_s = latency.step_s(batch + 1.0, context + own_context)
-        delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
-        full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
-        seconds += (long - thinning) * full_s
-    return seconds
 
 
 def _paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:

@@ -1,0 +1,201 @@
+"""Filter of the scheduler: which instances of a model can take a request now, and why the others cannot."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from hetlb.core.instance import Instance, tokens_of
+from hetlb.core.types import AdminState, Candidate, Health, Request, Role
+
+_ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
+
+
+class ReadyInstances:
+    """Of one model: the instances that take any request but a very long one, and why the others do not.
+
+    Computed when something changes and not for every request.
+    """
+
+    __slots__ = (
+        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "mixed", "parts",
+        "roles", "throttled",
+    )  # fmt: skip
+
+    def __init__(self, instances: Sequence[Instance], now: float) -> None:
+        self.instances = instances
+        self.excluded: dict[str, str] = {}
+        routable: list[Instance] = []
+        for instance in instances:
+            if reason := _why_not(instance):
+                self.excluded[instance.name] = reason
+            else:
+                routable.append(instance)
+        up = [instance for instance in routable if instance.health.state is Health.UP] or routable
+        if len(up) < len(routable):
+            for instance in routable:
+                if instance.health.state is not Health.UP:
+                    self.excluded[instance.name] = f"suspect: {instance.health.reason}"
+        #: Those that may get a part of a split request, [] where none is split.
+        self.parts = up if _splits(up) else []
+        #: True if none of these has a role of its own.
+        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
+        #: Those that get no whole request, and why: their role, while another one is there.
+        self.roles = _kept_by_role(routable)
+        self.excluded.update(self.roles)
+        self.able = [each for each in up if each.name not in self.roles] if self.roles else up
+        if not self.able and routable:  # those of the role that takes whole requests are all suspect
+            self.able = [each for each in routable if each.name not in self.roles]
+        #: True if an instance is throttled: then every request is looked at by itself.
+        self.throttled = any(instance.throttle.active(now) for instance in self.able)
+        #: A request whose prompt and output stay within this fits everywhere.
+        self.longest_tokens = (
+            -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
+        )
+        #: Lengths that instances can take, ascending: the index of one is the class of an instance.
+        self.limits = sorted({_longest(instance) for instance in instances})
+        #: A prompt longer than this, with one token of output if there is any, fits no instance.
+        self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
+
+    def fit_of(self, request: Request) -> int:
+        """The smallest class of instances that can take a request; the largest where none can."""
+        limits = self.limits
+        return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
+
+    def class_of(self, instance: Instance) -> int:
+        """The class of an instance."""
+        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
+
+    def choices(
+        self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool
+    ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
+        """The instances that may be chosen now, why each other one may not, and their availability.
+
+        `tried`: where the request was before, None for one that was nowhere. `holds_back`: the policy heeds
+        availability itself; otherwise only the most available are left. No availabilities: none is throttled.
+        """
+        chosen, excluded = self._fitting(request, tried)
+        if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
+            return chosen, excluded, None
+        doubt = not all(instance.health.probation.held(now) for instance in chosen)
+        availabilities = [instance.availability(now, doubt=doubt) for instance in chosen]
+        if not holds_back:
+            best_availability = min(availability for availability, _ in availabilities)
+            excluded = dict(excluded)
+            for instance, (availability, reason) in zip(chosen, availabilities, strict=True):
+                if availability > best_availability:
+                    excluded[instance.name] = reason
+            chosen = [instance for instance in chosen if instance.name not in excluded]
+        return chosen, excluded, availabilities
+
+    def _fitting(
+        self, request: Request, tried: Sequence[str] | None
+    ) -> tuple[Sequence[Instance], dict[str, str]]:
+        """Instances that are there, have not had the request and are large enough, and a reason for each
+        other one.
+        """
+        if tried is None and request.pinned is None and request.subset is None:
+            tokens = tokens_of(request)
+            if all(tokens <= _longest(instance) for instance in self.able):
+                return self.able, self.excluded
+        excluded: dict[str, str] = {}
+        able: list[Instance] = []
+        for instance in self.instances:
+            if request.pinned is not None and instance.name != request.pinned:
+                reason = "the request belongs to another instance"
+            elif request.subset is not None and instance.name not in request.subset:
+                reason = "not in the subset of the gateway"
+            else:
+                reason = _why_not(instance)
+                if not reason and tried is not None and instance.name in tried:
+                    reason = "tried before"
+                if not reason and self.roles and request.pinned is None:
+                    reason = self.roles.get(instance.name, "")
+            if reason:
+                excluded[instance.name] = reason
+            else:
+                able.append(instance)
+        fitting = [instance for instance in able if instance.fits(request)]
+        if not fitting and able:
+            # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
+            # was only estimated must not shut out everyone. The largest engine has the last word.
+            longest = max(instance.longest_request_tokens or 0 for instance in able)
+            fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
+        up = [instance for instance in fitting if instance.health.state is Health.UP]
+        chosen = up or fitting
+        if len(chosen) < len(able):
+            for instance in able:
+                if instance not in fitting:
+                    excluded[instance.name] = "too small for prompt and max_tokens"
+                elif instance not in chosen:
+                    excluded[instance.name] = f"suspect: {instance.health.reason}"
+        return chosen, excluded
+
+    def parts_for(
+        self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
+    ) -> Sequence[Instance]:
+        """The instances that may get a part of a request; those of class `ceiling` and above are kept."""
+        if tried is None and not self.throttled and ceiling is None and tokens_of(request) <= self.limits[0]:
+            return self.parts
+        found = [
+            each
+            for each in self.parts
+            if (tried is None or each.name not in tried)
+            and each.fits(request)
+            and not each.throttle.active(now)
+            and (ceiling is None or self.class_of(each) < ceiling)
+        ]
+        return found if _splits(found) else []
+
+
+def _longest(instance: Instance) -> float:
+    limit = instance.longest_request_tokens
+    return math.inf if limit is None else limit
+
+
+def _splits(instances: Sequence[Instance]) -> bool:
+    """True if one of them can prefill for another one."""
+    linked = [each for each in instances if each.spec.kv_transfer is not None]
+    sources = [each for each in linked if each.spec.role is not Role.DECODE]
+    return any(
+        target is not source and target.spec.role is not Role.PREFILL
+        for source in sources
+        for target in linked
+    )
+
+
+def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
+    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
+    roles = {each.spec.role for each in routable}
+    if roles <= {Role.BOTH} or len(roles) == 1:
+        return {}
+    takes = Role.BOTH if Role.BOTH in roles else Role.DECODE
+    return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
+
+
+def _why_not(instance: Instance) -> str:
+    """Reason an instance can take no request now, "" if it can."""
+    if instance.admin is not AdminState.READY:
+        return _ADMIN_REASON[instance.admin]
+    if instance.health.state is Health.EJECTED:
+        return f"ejected: {instance.health.reason}"
+    return "asleep" if instance.asleep else ""
+
+
+def least_tokens(request: Request) -> int:
+    """Tokens of its longest sequence that an instance must hold at least: one of output, if there is any."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
+
+
+def with_excluded(
+    candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
+) -> list[Candidate]:
+    """The scored candidates and, in their places, those that were filtered out."""
+    scored = iter(candidates)
+    return [
+        Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])
+        if instance.name in excluded
+        else next(scored)
+        for instance in instances
+    ]
