@@ -219,7 +219,8 @@ class SharedView:
         if of != self._share_of:
             self._share_of = of
             dealt = sorted(instances, key=_kind)
-            self._own_share = tuple([each.name for each in dealt[names.index(self._name) :: len(names)]])
+            first = names.index(self._name)
+            self._own_share = tuple([each.name for each in dealt[first :: len(names)]])
         return self._own_share
 
     def _unseen(self, now: float) -> float:
