@@ -28,11 +28,11 @@ from hetlb.loadtest.processes import helper_processes
 GOODPUT = 0.9
 REJECT_S = 0.05
 RECOVERY_S = 5.0
-#: What the default policy keeps at an engine, of its places: one that frees is taken at once.
-OVERFULL = 1.02
 PROMPT_BYTES = 800
 #: Least and most tokens of an answer: were all of a length, a batch would begin and end as one.
 TOKENS = (16, 48)
+#: What the default policy keeps at an engine, of its places: those that end in one step are taken at once.
+OVERFULL = 1 + 2 / sum(TOKENS)
 PROFILE: dict[str, Any] = {
     "version": 1,
     "name": "emulated",

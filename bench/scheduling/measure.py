@@ -98,8 +98,8 @@ def without(name: str) -> Callable[[], None]:
         "passing over": (late_binding._Evaluation, "_pass_over", lambda self: None),
         "first token weight": (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
         "lateness": (late_binding, "_LATE", math.inf),
-        "overbooking": (late_binding, "_OVERBOOK", 1.0),
-        "late binding": (late_binding, "_OVERBOOK", 1e9),
+        "overbooking": (late_binding, "_OVERBOOK_STEPS", 0.0),
+        "late binding": (late_binding, "_OVERBOOK_STEPS", 1e9),
         "speed correction": (speed, "TRUST", math.inf),
     }[name]
     before = getattr(owner, attribute)

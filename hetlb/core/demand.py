@@ -32,6 +32,8 @@ BURST: Final = 3.0
 _KEPT: Final = 128
 #: Nothing is expected any more after a silence in which so many mean requests should have come.
 _SILENCE: Final = 16.0
+#: Requests have begun to come when some arrived in so many slots of the first horizon.
+_BEGINNING: Final = 4
 #: Bounds of a rate allow for sums that were added up in another order.
 _BELOW: Final = 1.0 - 1e-9
 _ABOVE: Final = 1.0 + 1e-9
@@ -85,6 +87,11 @@ class _Slots:
                 self._sums[(slot - step) % SLOTS] = 0.0
             self._slot = slot
             self._rate = None
+
+    @property
+    def filled(self) -> int:
+        """Number of slots in which something arrived."""
+        return SLOTS - self._sums.count(0.0)
 
     def rate(self) -> float:
         if self._rate is None:
@@ -403,6 +410,20 @@ class Demand:
         if least >= limit:
             return False
         return most < limit or self.rate(horizon_s, now) < limit
+
+    def ended(self, limit: float, horizon_s: float, now: float) -> bool:
+        """True if requests have stopped coming: their rate is below a limit, and they have not just begun."""
+        return self.below(limit, horizon_s, now) and not self.beginning(now)
+
+    def beginning(self, now: float) -> bool:
+        """True if requests have begun to come, one after the other: in several slots of the last second.
+
+        The rate of a longer time does not show it yet. A burst comes in one slot or two.
+        """
+        slots = self._horizons[0]
+        slots.take(self._times, self._sizes)
+        slots.advance(now)
+        return slots.filled >= _BEGINNING
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
         """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""

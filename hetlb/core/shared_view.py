@@ -218,9 +218,8 @@ class SharedView:
         of = (*names, *[str(each.incarnation) for each in instances])
         if of != self._share_of:
             self._share_of = of
-            dealt = sorted(instances, key=_kind)
-            first = names.index(self._name)
-            self._own_share = tuple([each.name for each in dealt[first :: len(names)]])
+            dealt, rank, count = sorted(instances, key=_kind), names.index(self._name), len(names)
+            self._own_share = tuple([each.name for each in dealt[rank::count]])
         return self._own_share
 
     def _unseen(self, now: float) -> float:

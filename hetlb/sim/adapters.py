@@ -36,13 +36,15 @@ class LoadedAdapters:
         self._running[name] = self._running.get(name, 0) + 1
         known = name in self._last_step
         self._last_step[name] = step
-        if known:
-            return False
-        self.loads += 1
-        if len(self._last_step) > self.slots:
+        if not known:
+            self.loads += 1
+        return not known
+
+    def evict(self) -> None:
+        """The batch is whole: adapters that it does not use make way for those that it loads."""
+        while len(self._last_step) > self.slots:
             idle = ((used, other) for other, used in self._last_step.items() if other not in self._running)
             del self._last_step[min(idle)[1]]
-        return True
 
     def end(self, name: str, step: int) -> None:
         """A sequence has left; it was in the batch of this step."""

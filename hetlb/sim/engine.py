@@ -777,7 +777,8 @@ class EngineModel:
             first_s = latency.mixed_step_s(tokens, prompts, longest, batch, cached, attended)
         else:
             first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
-        if self._loads:
+        if self._loads and self._adapters is not None:
+            self._adapters.evict()
             first_s += self._loads * self.adapter_load_s
         increment_s = latency.step_growth_s(decodes)
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, decodes)

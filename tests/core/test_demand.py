@@ -38,6 +38,24 @@ def test_a_burst_is_not_taken_for_a_stream(horizon: float) -> None:
     assert demand.rate(horizon, 5.0 + 63 * horizon / 32) == pytest.approx(32 / horizon, rel=0.2)
 
 
+@pytest.mark.parametrize("rate", [6, 40, 2000])
+def test_a_stream_has_begun_within_a_second_and_is_over_a_second_after_its_last_request(rate: int) -> None:
+    demand = Demand()
+    for i in range(rate + 1):
+        demand.arrived(10.0, 100.0 + i / rate)
+    assert demand.beginning(101.0)
+    assert demand.rate(16.0, 101.0) == 0.0
+    assert not demand.beginning(102.1)
+
+
+@given(st.integers(1, 1000), st.floats(0.0, 0.06), st.floats(0.0, 2.0))
+def test_a_burst_is_no_beginning(count: int, spread_s: float, later_s: float) -> None:
+    demand = Demand()
+    for i in range(count):
+        demand.arrived(10.0, 100.0 + i * spread_s / count)
+    assert not demand.beginning(100.0 + spread_s + later_s)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1000), st.floats(1, 1e6)), max_size=60), st.floats(0.01, 1000))
 def test_a_rate_is_never_negative_and_fades(arrivals: list[tuple[float, float]], horizon: float) -> None:
     demand, now = Demand(), 0.0

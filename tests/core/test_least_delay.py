@@ -27,6 +27,41 @@ def test_a_long_prompt_goes_where_it_is_read_fast() -> None:
     assert dispatched(scheduler.on_arrival(request(1, prompt=5000), 0.0)).instance == "a"
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_samples_of_a_prompt_are_read_once_where_prefixes_are_cached(caches: bool) -> None:
+    stated = Capacity(kv_cache_tokens=1_000_000, max_num_seqs=64, enable_prefix_caching=caches)
+    scheduler = make_scheduler([spec("a", capacity=stated)], "hetlb")
+    [instance] = scheduler.instances
+    asked = request(1, prompt=3000, sequences=8, samples=4)
+    [candidate], _ = scheduler.explain(asked, 100.0, 0.0)
+    read = 2 if caches else 8
+    expected = instance.latency.first_token_s(3000, 0.0, 0.0, 0.0, 0.0, instance.token_budget, read)
+    assert candidate.terms is not None
+    assert candidate.terms["first_token_s"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "more"), [(1, 8), (16, 4), (256, 1)])
+def test_as_many_more_than_the_slots_as_end_in_one_step(tokens: int, more: int) -> None:
+    lengths = dict.fromkeys(range(100), tokens)
+    scheduler = make_scheduler(
+        [spec("a", capacity=capacity(64))], "hetlb", predictor=OraclePredictor(lengths)
+    )
+    for i in range(64 + more):
+        dispatched(scheduler.on_arrival(request(i, prompt=10, max_tokens=None), 0.0))
+    assert scheduler.on_arrival(request(99, prompt=10, max_tokens=None), 0.0) == []
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.2])
+def test_the_first_requests_after_a_pause_are_not_the_last_of_a_burst(gap_s: float) -> None:
+    """A slow instance stands idle beside a fast one that reads prompts; it decodes ten times as slowly."""
+    scheduler = make_scheduler([spec("fast", kv=1_000_000), spec("slow", slower=10.0, kv=1_000_000)], "hetlb")
+    for i in range(5):
+        asked = request(i, prompt=2000, max_tokens=1, subset=("fast",))
+        dispatched(scheduler.on_arrival(asked, 100.0 + i * gap_s))
+    last = dispatched(scheduler.on_arrival(request(9, prompt=10, max_tokens=50), 100.0 + 4 * gap_s))
+    assert last.instance == ("slow" if gap_s else "fast")
+
+
 def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
     scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", slower=1.2, kv=1_000_000)], "hetlb")
     chosen = [dispatched(scheduler.on_arrival(request(i, prompt=4000), 0.0)).instance for i in range(2)]

@@ -40,5 +40,5 @@ def test_two_that_tell_each_other_are_nearer_to_one_than_two_that_do_not() -> No
 
     one = FleetSimulation(setup, engines, plan, model="m").run().summary()["p99_ttft_ms"]
     told, blind = p99(delay_s=0.001), p99(delay_s=0.0, blind=True)
-    assert one <= told * 1.02
+    assert one <= told * 1.05
     assert told < blind

@@ -50,9 +50,11 @@ from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
-#: An engine is kept this much fuller than it can run at once, so that a slot that frees is taken in the
-#: same iteration and not a round trip later.
-_OVERBOOK: Final = 1.02
+#: An engine has as many requests more than it can run at once as end in so many of its steps: the slot of one
+#: is taken in the next iteration and not a round trip later. More would wait where they cannot go elsewhere.
+_OVERBOOK_STEPS: Final = 1.0
+#: Shorter answers than this count as so many tokens there.
+_OVERBOOK_TOKENS: Final = 8.0
 #: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
@@ -142,18 +144,19 @@ class _InstanceScore:
     """One instance in one evaluation, looked at closely.
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
-    `own` sequences of the request; `cached` tokens of its prompt, and how many it need not pay for (`paid`).
-    Seconds: `decode_s` from the first token on and waiting for a slot, `step_s` with and `now_s` without the
-    request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter has a slot; and, by the
-    `grade`, `first_s` until the first token, `others_s` by which it delays what runs there, `charged_s` what
-    of the first counts for it, `late_s` what is added because it is late, `score` what it costs in all.
+    `own` sequences of the request with `prompts` prompts to be read; `cached` tokens of each, and how many it
+    need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s`
+    with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
+    has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
+    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
+    what it costs in all.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
         "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
-        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "score", "step_s",
+        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "prompts", "score", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -161,12 +164,14 @@ class _InstanceScore:
         seen: Occupancy,
         group: _Group | None,
         own: float,
+        prompts: float,
         steps: tuple[float, float, float, float],
     ) -> None:
         self.load = seen.load
         self.pending = seen.pending
         self.group = group
         self.own = own
+        self.prompts = prompts
         self.context, self.now_s, self.step_s, self.decode_s = steps
         self.cached = self.paid = 0.0
         self.grade = _GUESSED
@@ -201,9 +206,9 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_bounds", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_own_context",
-        "_own_weight", "_passed_over", "_prompt", "_scores", "_seen", "_sequences", "_share", "_shortest_s",
-        "_states", "_thinned", "_thinning", "_todo", "instances",
+        "_booked", "_bounds", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_overbooked",
+        "_own_context", "_own_weight", "_passed_over", "_prompt", "_prompts", "_scores", "_seen",
+        "_sequences", "_share", "_shortest_s", "_states", "_thinned", "_thinning", "_todo", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -220,6 +225,8 @@ class _Evaluation:
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
         self._sequences = float(request.sequences)
+        #: Prompts to be read where samples of one share its blocks.
+        self._prompts = float(-(-request.sequences // request.samples))
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
@@ -227,6 +234,8 @@ class _Evaluation:
         self._half_grown = half_grown = mix.output / 2.0
         #: Tokens of a KV cache that one more mean request takes.
         self._booked = mix.booked + half_grown
+        #: Share of the slots up to which an engine gets requests.
+        self._overbooked = 1.0 + _OVERBOOK_STEPS / max(mix.output, _OVERBOOK_TOKENS)
         # The longer an answer by what is known of it, the more its own seconds weigh against those of others.
         long = ctx.residual / mix.residual if mix.residual > 0.0 else 1.0
         weight = long * long
@@ -342,7 +351,7 @@ class _Evaluation:
             left = self._left_by_then(seen)
             running -= left
             booked -= left * self._booked
-        if running >= load.all_slots * _OVERBOOK:
+        if running >= load.all_slots * self._overbooked:
             return _NO_SLOT
         used = seen.expected_kv_tokens(self._ctx.now) + booked
         return _NO_MEMORY if used > _KV_MARK * load.kv_cache_tokens else _ROOM
@@ -366,13 +375,19 @@ class _Evaluation:
         load = seen.load
         own = load.own_batch(self._sequences)
         _, now_s, step_s, decode_s = self._steps(seen, own)
-        first_s = self._least_first_s(seen, own, now_s, self._prompt)
+        first_s = self._least_first_s(seen, self._prompts_at(i, seen, own), now_s, self._prompt)
         return self._bound(load.batch, self._group(i), own, first_s, decode_s, step_s - now_s)
 
-    def _least_first_s(self, seen: Occupancy, own: float, now_s: float, unread: float) -> float:
-        """A lower bound of the time to the first token where `unread` tokens of the prompt are computed."""
+    def _prompts_at(self, i: int, seen: Occupancy, own: float) -> float:
+        """Prompts that each engine reads: one for all its samples where prefixes are cached."""
+        if self._prompts < self._sequences and self.instances[i].caches_prefixes:
+            return seen.load.own_batch(self._prompts)
+        return own
+
+    def _least_first_s(self, seen: Occupancy, prompts: float, now_s: float, unread: float) -> float:
+        """A lower bound of the time to the first token where `unread` tokens of each prompt are computed."""
         fixed_s, floor_s, token_s = seen.load.read_bound
-        read_s = token_s * (seen.pending + own * (unread if unread >= 1.0 else 1.0))
+        read_s = token_s * (seen.pending + prompts * (unread if unread >= 1.0 else 1.0))
         return fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * now_s
 
     def _bound(
@@ -392,14 +407,15 @@ class _Evaluation:
         if each is None:
             seen = self._seen[i]
             own = seen.load.own_batch(self._sequences)
-            each = _InstanceScore(seen, self._group(i), own, self._steps(seen, own))
+            prompts = self._prompts_at(i, seen, own)
+            each = _InstanceScore(seen, self._group(i), own, prompts, self._steps(seen, own))
             self._scores[i] = each
             self._guess(each, seen)
         return each
 
     def _guess(self, each: _InstanceScore, seen: Occupancy) -> None:
         """The lower bounds by a few additions."""
-        first_s = self._least_first_s(seen, each.own, each.now_s, self._prompt - each.cached)
+        first_s = self._least_first_s(seen, each.prompts, each.now_s, self._prompt - each.cached)
         each.charged_s = first_s
         growth_s = each.step_s - each.now_s
         each.score = self._bound(each.load.batch, each.group, each.own, first_s, each.decode_s, growth_s)
@@ -468,7 +484,7 @@ class _Evaluation:
         latency = load.latency if grade == _EXACT else load.latency_bound
         batch, prompt = load.batch, self._prompt
         read_s = latency.first_token_s(
-            prompt, each.cached, each.pending, batch, each.context, load.budget, each.own
+            prompt, each.cached, each.pending, batch, each.context, load.budget, each.prompts
         )
         # What is left of the running iteration comes first.
         each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
@@ -494,25 +510,27 @@ class _Evaluation:
         decides among them: else short prompts and long ones would gather on different ones, and long answers
         beside long prompts be late.
         """
-        group, load, own, prompt = each.group, each.load, each.own, self._prompt
+        group, load, prompts, prompt = each.group, each.load, each.prompts, self._prompt
         if group is None:
             batch = load.batch
             if batch <= 0.0:
                 return 0.0
             if each.pending or each.paid != each.cached:
-                read_s = latency.first_token_s(prompt, each.paid, 0.0, batch, each.context, load.budget, own)
-            return self._delay_s(batch, each.paid, load.budget, own, read_s, each.now_s, each.step_s)
+                read_s = latency.first_token_s(
+                    prompt, each.paid, 0.0, batch, each.context, load.budget, prompts
+                )
+            return self._delay_s(each, batch, each.paid, read_s, each.now_s, each.step_s)
         if group.grade < each.grade and group.batch > 0.0:
             group.grade = each.grade
             batch = group.batch
-            read_s = latency.first_token_s(prompt, group.paid, 0.0, batch, group.context, load.budget, own)
-            group.others_s = self._delay_s(
-                batch, group.paid, load.budget, own, read_s, group.now_s, group.step_s
+            read_s = latency.first_token_s(
+                prompt, group.paid, 0.0, batch, group.context, load.budget, prompts
             )
+            group.others_s = self._delay_s(each, batch, group.paid, read_s, group.now_s, group.step_s)
         return group.others_s
 
     def _delay_s(
-        self, batch: float, paid: float, budget: float, own: float, read_s: float, now_s: float, step_s: float
+        self, each: _InstanceScore, batch: float, paid: float, read_s: float, now_s: float, step_s: float
     ) -> float:
         """Seconds by which `batch` sequences per engine are delayed in all.
 
@@ -520,10 +538,11 @@ class _Evaluation:
         and not `now_s` for all of its answer: what ends meanwhile is followed by others.
         """
         unread = self._prompt - paid
-        delay_s = delay_of_reading_s(read_s, own * (unread if unread >= 1.0 else 1.0), batch, now_s, budget)
+        tokens = each.prompts * (unread if unread >= 1.0 else 1.0)
+        delay_s = delay_of_reading_s(read_s, tokens, batch, now_s, each.load.budget)
         if step_s > now_s:
             delay_s += self._output * (step_s - now_s)
-        return self._sequences / own * batch * delay_s
+        return self._sequences / each.own * batch * delay_s
 
     def _pass_over(self) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
@@ -539,7 +558,7 @@ class _Evaluation:
             return
         demand, now, costs = ctx.demand, ctx.now, self._fleet.costs
         part = self._share
-        ending = demand.below(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
+        ending = demand.ended(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
         if not ending and room == len(states):
             return
         availabilities = ctx.availabilities
@@ -577,7 +596,10 @@ class _Evaluation:
         seen = self._seen[i]
         own = seen.load.own_batch(self._sequences)
         _, now_s, _, decode_s = self._steps(seen, own)
-        return decode_s < least_decode_s or self._least_first_s(seen, own, now_s, self._prompt) < soonest_s
+        if decode_s < least_decode_s:
+            return True
+        prompts = self._prompts_at(i, seen, own)
+        return self._least_first_s(seen, prompts, now_s, self._prompt) < soonest_s
 
     def _early_s(self, i: int) -> float:
         """`first_s` by `LatencyModel.lower_bound`; itself where what counts of it has no bound."""
@@ -586,9 +608,9 @@ class _Evaluation:
             return each.first_s
         load, context = seen.load, self._context(seen)
         cached = 0.0 if each is None else each.cached
-        own = load.own_batch(self._sequences)
+        prompts = self._prompts_at(i, seen, load.own_batch(self._sequences))
         read_s = load.latency_bound.first_token_s(
-            self._prompt, cached, seen.pending, load.batch, context, load.budget, own
+            self._prompt, cached, seen.pending, load.batch, context, load.budget, prompts
         )
         return read_s + 0.5 * (load.step_s + load.token_s * context)
 
