@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", default=str(ROOT))
+    parser.add_argument("source", nargs="?", type=lambda text: Path(text).resolve(), default=ROOT)
     parser.add_argument("--demo", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hetlb-install-") as scratch:
@@ -53,7 +53,7 @@ def main() -> int:
         # Of the machine's programs none: neither a compiler nor another hetlb.
         environment = {"PATH": str(folder / "bin"), "HOME": os.environ.get("HOME", "/")}
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, args.source], check=True, env=environment, cwd=scratch)
+        subprocess.run([*pip, str(args.source)], check=True, env=environment, cwd=scratch)
         print(
             f"installed tree: {(tree_bytes(folder / 'lib') - own) / 1e6:.1f} MB, without pip and setuptools"
         )
