@@ -31,7 +31,7 @@ RECOVERY_S = 5.0
 PROMPT_BYTES = 800
 #: Least and most tokens of an answer: were all of a length, a batch would begin and end as one.
 TOKENS = (16, 48)
-#: What the default policy keeps at an engine, of its places: those that end in one step are taken at once.
+#: Requests that the default policy keeps at an engine, of its slots: those that end in one step are taken.
 OVERFULL = 1 + 2 / sum(TOKENS)
 PROFILE: dict[str, Any] = {
     "version": 1,

@@ -34,7 +34,7 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def replayed(log: Path) -> dict[str, Any]:
-    """What the replay of an event log found."""
+    """Decisions of an event log that were replayed, and those that differ."""
     command = [*HETLB, "simulate", "--event-log", str(log), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)

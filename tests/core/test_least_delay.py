@@ -220,7 +220,7 @@ def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency
 
 
 class State:
-    """What an instance ran before a decision, per engine."""
+    """Sequences and tokens of an instance before a decision, per engine."""
 
     def __init__(
         self,

@@ -230,7 +230,7 @@ class _Evaluation:
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
-        # What runs there is on average half-grown.
+        # Answers that run there are half-grown on average.
         self._half_grown = half_grown = mix.output / 2.0
         #: Tokens of a KV cache that one more mean request takes.
         self._booked = mix.booked + half_grown
@@ -321,7 +321,7 @@ class _Evaluation:
         decode_s = self._output * step_s
         over = seen.running / load.engines + own - load.slots
         if over > 0.0:
-            # What has no slot waits for one: they come free at the rate at which answers end.
+            # Sequences without a slot wait for one: slots come free at the rate at which answers end.
             decode_s += over / load.slots * self._output * step_s
         return context, now_s, step_s, decode_s
 
@@ -770,7 +770,7 @@ class _Evaluation:
         score = self._own_weight * decode_s + self._joining_s(target) + target.last_s
         score += self._delay_to_come_s(j, decode_s)
         start_s = JOINING_STEPS * target.step_s
-        # What is known of the source so far is a lower bound.
+        # The time of the source is a lower bound so far.
         if score + _FIRST_SHARE * (source.charged_s + transfer_s + start_s) >= below:
             return None
         self._rate(source, _EXACT)
