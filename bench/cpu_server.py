@@ -2,12 +2,12 @@
 
     python bench/cpu_server.py [--budget 2m] [--rates 2,4,inf] [--runs 3] [--own] [--out FILE.json]
 
-It needs the machine for itself: what else runs on the cores is in the error. The engine's worker has the first
-core alone; engine process, API server and clients share the others. Every run sends Poisson arrivals of each
-rate one after the other with `hetlb bench --save-detailed` and replays them with `hetlb simulate --against`.
-Printed are the errors of TTFT, TPOT, E2E and throughput of each, with the load of the machine; and of every
-rate the median of its runs, and the spread: by how much the server was slower in one run than in another,
-measured over simulated. No model is nearer to all runs than half of that. Seven minutes.
+It needs the machine for itself: what else runs on the cores is in the error. The engine's worker has the
+first core alone; engine process, API server and clients share the others. Every run sends Poisson arrivals
+of each rate one after the other with `hetlb bench --save-detailed` and replays them with `hetlb simulate
+--against`. Printed are the errors of TTFT, TPOT, E2E and throughput of each, with the load of the machine;
+and of every rate the median of its runs, and the spread: by how much the server was slower in one run than
+in another, measured over simulated. No model is nearer to all runs than half of that. Seven minutes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def vllm_bench_serve(url: str, folder: Path, profile: Path) -> dict[str, Any]:
 def leave_first_core(server: Server) -> None:
     """Leave the engine's core to its worker: move all else, and the children of this process to come.
 
-    vLLM's engine process waits for the worker in a loop of `sched_yield`. Where it may run on the worker's core
-    it takes time from it, more or less in every run.
+    vLLM's engine process waits for the worker in a loop of `sched_yield`. Where it may run on the worker's
+    core it takes time from it, more or less in every run.
     """
     first, *others = sorted(os.sched_getaffinity(0))
     if not others:
