@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_chain_with_a_key_skipped_is_booked_and_given_back_all_the_same() -> None:
