@@ -245,7 +245,7 @@ class HttpStream(Upstream):
             request.subset = tuple(state.names[each] for each in self._subset if each in state.names)
         self._exchange = taken
         driver.streams[request.id] = self
-        if request.subset is not None and not driver.scheduler.any_routable(request):
+        if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
             driver.exchanges[request.id] = taken
             taken.refused(
                 error_responses.REJECTIONS[RejectReason.NO_INSTANCE],
