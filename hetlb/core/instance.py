@@ -108,8 +108,12 @@ class EngineLoad:
         if sequences > slots:
             self.context_share = share * slots / sequences
             self.batch = batch = self.slots
-        self.step_s, self.token_s = latency.step_line(batch)
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+        fewer = instance.known_load(sequences - 1)
+        if fewer is not None and fewer.batch + 1.0 == batch:
+            self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
+        else:
+            self.step_s, self.token_s = latency.step_line(batch)
         self.next_over = sequences / instance.engines + 1.0 - self.slots
 
     def own_batch(self, sequences: float) -> float:
@@ -139,9 +143,9 @@ class Occupancy:
         self.empty = not running and not instance.kv_tokens
         self.prompt_tokens = float(instance.prompt_tokens)
         self.promised_tokens = instance.promised_tokens
-        self.pending = instance.pending_prompt_tokens / instance.engines
+        self.pending = float(instance.pending_prompt_tokens) / self.load.engines
         kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
-        self.kv_tokens = kv_tokens + math.sqrt(instance.kv_variance)
+        self.kv_tokens = kv_tokens + math.sqrt(float(instance.kv_variance))
         sample_at = instance.sample_at
         self.kv_excess = instance.kv_excess_tokens
         self.sample_at = -math.inf if sample_at is None else sample_at
@@ -324,6 +328,10 @@ class Instance:
         """Sequences of its leases without those that have ended by the engine's own count."""
         return self.sequences - self.finished_sequences
 
+    def known_load(self, sequences: int) -> EngineLoad | None:
+        """Load at so many sequences, if it was asked for before."""
+        return self._loads.get(sequences)
+
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
@@ -376,7 +384,7 @@ class Instance:
         """
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0 - self.finished_kv_tokens
         if deviations:
-            expected += deviations * math.sqrt(self.kv_variance)
+            expected += deviations * math.sqrt(float(self.kv_variance))
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected

@@ -67,8 +67,11 @@ class PrefillGrid(PickleByFields):
         """Measured / predicted at a point; beyond the grid that of its edge."""
         i, u = _position(self.batches, batch)
         j, v = _position(self.lengths, length)
-        low, high = self.log_ratio[i], self.log_ratio[i + 1]
+        low = self.log_ratio[i]
         at_low = low[j] + v * (low[j + 1] - low[j])
+        if u == 0.0:
+            return math.exp(at_low)
+        high = self.log_ratio[i + 1]
         at_high = high[j] + v * (high[j + 1] - high[j])
         return math.exp(at_low + u * (at_high - at_low))
 

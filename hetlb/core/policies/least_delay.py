@@ -596,7 +596,9 @@ class _Evaluation:
         done_s = self._done_s(speed) * _CLOSE
         if done_s < long_s:
             if self._most_rate < 0.0:
-                self._most_rate = self._ctx.demand.most_rate(self._now) * self._share
+                # It takes longer than the shortest, if it is passed over.
+                most_rate = self._ctx.demand.most_rate(self._shortest_s, self._now)
+                self._most_rate = most_rate * self._share
             if self._most_rate > 0.0:
                 done_s = self._done_s(speed - self._most_rate) * _CLOSE
         if done_s >= long_s:
@@ -835,6 +837,10 @@ class _Evaluation:
         assert link is not None, f"{target.name} takes part in no KV transfer"
         return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
+    def __call__(self) -> list[Candidate]:
+        """`candidates`, as a decision hands them on."""
+        return self.candidates()
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
@@ -914,7 +920,7 @@ class Hetlb(Policy):
         if ctx.request.preferred and index is not None:
             index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
-        return index, work_s, evaluation.candidates
+        return index, work_s, evaluation
 
     def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The best of two groups or three; of the first other one that has room where those have none."""
