@@ -82,14 +82,14 @@ class EngineLoad:
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
     `next_step_s + next_token_s * C`, and `next_over` sequences wait for a slot then, if above 0.
     `kv_cache_tokens` and `all_slots` are those of all `engines`, `latency_bound` is a lower bound of
-    `latency`, `read_bound` one of the seconds to read a prompt (see `LatencyModel.read_bound`). It is never
-    changed.
+    `latency` (see `LatencyModel.most_over_bound` for `most_over_bound`), `read_bound` one of the seconds to
+    read a prompt (see `LatencyModel.read_bound`). It is never changed.
     """
 
     __slots__ = (
-        "all_slots", "batch", "budget", "context_share", "engines", "kv_cache_tokens", "latency",
-        "latency_bound", "next_over", "next_step_s", "next_token_s", "read_bound", "slots", "step_s",
-        "token_s",
+        "_thin_s", "_thin_share", "all_slots", "batch", "budget", "context_share", "engines",
+        "kv_cache_tokens", "latency", "latency_bound", "most_over_bound", "next_over", "next_step_s",
+        "next_token_s", "read_bound", "slots", "step_s", "steps_grow", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -97,6 +97,9 @@ class EngineLoad:
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
+        self.most_over_bound = self.latency_bound.most_over_bound()
+        self.steps_grow = latency.steps_grow()
+        self._thin_share, self._thin_s = -1.0, 0.0
         self.read_bound = instance.read_bound
         self.budget = float(instance.token_budget)
         self.engines = float(instance.engines)
@@ -115,6 +118,13 @@ class EngineLoad:
         else:
             self.step_s, self.token_s = latency.step_line(batch)
         self.next_over = sequences / instance.engines + 1.0 - self.slots
+
+    def thin_step_s(self, share: float) -> float:
+        """Seconds of a step of this share of the batch and a sequence more, without the tokens in context."""
+        if share != self._thin_share:
+            self._thin_share = share
+            self._thin_s = self.latency.step_line(self.batch * share + 1.0)[0]
+        return self._thin_s
 
     def own_batch(self, sequences: float) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
