@@ -283,13 +283,16 @@ class _Evaluation:
 
     def _at_most(self, best: _InstanceScore, scores: list[_InstanceScore]) -> float:
         """An upper bound of the nearest one's score: itself where others are close, below 0 if alone."""
-        second = math.inf
+        alone, near = True, best.group is not None
+        close = _APART * best.score
         for each in scores:
-            if each.score < second and each is not best and (each.state == _ROOM or each.state == _UNDECIDED):
-                second = each.score
-        if second == math.inf:
+            if each is not best and (each.state == _ROOM or each.state == _UNDECIDED):
+                alone = False
+                near = near or each.score < close
+                if near:
+                    break
+        if alone:
             return -1.0
-        near = best.group is not None or second < _APART * best.score
         self._rate(best, _EXACT if near else _BOUNDED)
         most = best.score
         if best.grade == _BOUNDED:
