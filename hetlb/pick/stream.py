@@ -158,6 +158,8 @@ class HttpStream(Upstream):
         """Envoy's stream has ended, with or without a word."""
         exchange = self._exchange
         self.ended = True
+        # No cycle is left: what was allocated goes now, not in a pause of the garbage collector.
+        self._exchange, self._send = None, _unsent
         if exchange is None or exchange.phase is Phase.DONE:
             return
         if self._response_mode == messages.NONE and self._response_seen:
@@ -431,6 +433,10 @@ class HttpStream(Upstream):
             kept.append(("content-type", b"application/json"))
         self._reply(messages.immediate(status, kept, body, "hetlb"))
         self.ended = True
+
+
+def _unsent(_: bytes) -> None:
+    """Nothing can be said on a stream that is closed."""
 
 
 def _passes(access: EngineAccess | None) -> bool:

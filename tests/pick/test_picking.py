@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
 from hetlb.core.eventlog import Replay
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
+from hetlb.pick.calls import ProcessCall
+from hetlb.pick.stream import HttpStream
 
 pytestmark = pytest.mark.envoy
 
@@ -288,6 +291,23 @@ async def test_health_checks_say_who_should_get_requests(tmp_path: Path) -> None
             assert [await status(each) for each in services] == [SERVING, NOT_SERVING, NOT_SERVING]
             with pytest.raises(grpc.aio.AioRpcError):
                 await status("other")
+
+
+async def test_a_request_leaves_nothing_to_the_garbage_collector(both: Rig) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(8):
+            assert (await both.ask(stream=n % 2 == 0)).status == 200
+        assert (await both.ask(model="other")).status == 404
+        await both.settled()
+        gateways = both.picker.server.gateways
+        await turns_until(lambda: not any(each.http2.streams for each in gateways))
+        both.picker.driver.settle()  # requests that ended are counted together
+        left = [each for each in gc.get_objects() if isinstance(each, HttpStream | ProcessCall)]
+        assert not left
+    finally:
+        gc.enable()
 
 
 async def test_a_stream_of_many_tokens_is_counted(both: Rig) -> None:
