@@ -8,6 +8,7 @@
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (fifteen minutes)
 #   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
+#   make properties  the property tests on examples that are new in every run (make test has the same in each)
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
@@ -30,7 +31,7 @@ COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults t
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60
 
-.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm test-vllm-slow fuzz soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -133,6 +134,9 @@ bench-proxies: .venv/.run
 
 fuzz: .venv/.dev .venv/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+properties: .venv/.dev
+	$(BIN)/python -m pytest -n $(JOBS) -m 'hypothesis and not vllm' --hypothesis-profile=search
 
 soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)

@@ -2,7 +2,7 @@
 
     python bench/ranking.py DIR [TRACE]
 
-It writes bench/results/ranking.json and prints the summary of docs/ranking.md.
+It writes bench/results/ranking.json and prints a summary.
 
 DIR holds aic_vllm.csv and aic_kv_capacity.csv (NVIDIA aiconfigurator-core 0.12.0, Apache-2.0). Every
 configuration is fitted on the default 12 + 12 points. A machine has 8 GPUs; degrees that do not fit in

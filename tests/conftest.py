@@ -1,6 +1,14 @@
-"""What all tests share: property tests judge results, never speed."""
+"""Settings of all property tests: what they judge are results, never speed.
 
-from hypothesis import settings
+A run draws the same examples every time, so that a test that fails has been broken by a change.
+`make properties` looks for new ones (the profile `search`).
+"""
 
-settings.register_profile("hetlb", deadline=None)
+from hypothesis import HealthCheck, settings
+
+#: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
+DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+
+settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)
+settings.register_profile("hetlb", settings.get_profile("search"), derandomize=True)
 settings.load_profile("hetlb")

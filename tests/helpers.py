@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -90,11 +93,32 @@ def head(queue: Queue) -> Queued:
     return waiting(queue, queue.keys[0])[0]
 
 
+#: Seconds after which what is waited for will not come: it ends a test that has failed.
+HANG_S = 100.0
+#: Ports below those that the kernel hands out, and how many of them a test process has to itself.
+_FIRST_PORT, _END_PORT, _PORTS_EACH = 12_000, 32_000, 200
+_own_first = _FIRST_PORT + os.getpid() * _PORTS_EACH % (_END_PORT - _FIRST_PORT)
+_ports = itertools.cycle(range(_own_first, _own_first + _PORTS_EACH))
+
+
+def free_port() -> int:
+    """A port that nothing listens on and no other socket gets by chance, between two listeners either."""
+    for port in itertools.islice(_ports, _PORTS_EACH):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError(f"expected a free port among {_PORTS_EACH} from {_own_first}")
+
+
 #: So many turns of the loop are given without a pause: what needs more waits for time to pass.
 _TURNS = 2000
 
 
-async def turns_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+async def turns_until(holds: Callable[[], bool], limit_s: float = HANG_S) -> None:
     """Let the event loop turn until a condition holds; the limit only ends a test that has failed.
 
     After many turns there is a pause in each: other tests need the core.

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import yaml
-from helpers import turns_until
+from helpers import HANG_S, free_port, turns_until
 from proxy.services import Engine, document, serving
-from test_walkthrough import free_ports, vllm_accepts
+from test_walkthrough import vllm_accepts
 
 import hetlb.demo
 from hetlb.cli.main import build_parser, main
@@ -283,7 +283,7 @@ def test_vllm_knows_the_flags_of_the_manifest() -> None:
 
 def status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=HANG_S) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -292,7 +292,7 @@ def status(url: str) -> int:
 
 @pytest.mark.asyncio
 async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path) -> None:
-    ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True))
+    ports = dict(zip(("8080", "8081"), (str(free_port()), str(free_port())), strict=True))
     with helper_processes() as helpers:
         profile = Path(hetlb.demo.__file__).parent / "fast.yaml"
         engine = helpers.start(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers import HANG_S
 
 import hetlb.demo
 from hetlb.cli.main import COMMANDS
@@ -62,7 +63,7 @@ print(json.dumps(found))
 
 def hetlb_without_tools(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", ONE, *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", ONE, *arguments], capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 
@@ -86,7 +87,7 @@ def test_every_extra_is_one_of_the_project() -> None:
 def several_without_tools(lines: Sequence[str]) -> dict[str, tuple[int, str]]:
     """Exit status and standard error of command lines, run in one process."""
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, *lines], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", SEVERAL, *lines], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     return dict(zip(lines, map(tuple, json.loads(done.stdout)), strict=True))
 
@@ -135,7 +136,6 @@ def test_engine_and_serve_start_without_the_tools() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_empty_environment_gets_a_small_tree_that_serves(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)

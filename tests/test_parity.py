@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from helpers import HANG_S
 from proxy.split_rig import rig
 
 from hetlb.cli.main import main
@@ -90,7 +91,7 @@ def test_a_recorded_log_with_pairs_replays_to_the_same_decisions(
                     await fleet.ask(
                         prompt=[number] * (20 + 37 * number % 3000),
                         stream=number % 2 == 0,
-                        timeout_s=0.05 if number % 7 == 3 else 30.0,
+                        timeout_s=0.05 if number % 7 == 3 else HANG_S,
                     )
 
             await asyncio.gather(*(ask(number) for number in range(120)))

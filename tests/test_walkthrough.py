@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import free_port
 from test_docs import PAGES, keys
 
 from hetlb.cli.main import COMMANDS, build_parser
@@ -114,17 +114,6 @@ _SMALLER = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in held]
-    finally:
-        for each in held:
-            each.close()
-
-
 def walk(folder: Path, ports: list[int]) -> str:
     """Run the blocks of the page in order in one shell; what they printed. Nothing outlives it."""
     script = ["set -eu"]
@@ -167,12 +156,11 @@ def walk(folder: Path, ports: list[int]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     not (shutil.which("curl") and shutil.which("bash")), reason="the page uses curl and a shell"
 )
 def test_getting_started_leads_from_nothing_to_a_report(tmp_path: Path) -> None:
-    ports = free_ports(len(_PORTS))
+    ports = [free_port() for _ in _PORTS]
     said = walk(tmp_path, ports)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
 

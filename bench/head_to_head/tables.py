@@ -12,6 +12,8 @@ from peers import ROOT
 from traffic import TRAFFIC, Traffic
 
 PAGE, README = ROOT / "docs" / "head-to-head.md", ROOT / "README.md"
+#: Routers of the README's table: each product as it comes.
+SHOWN = ("hetlb", "hetlb-no-profiles", "vllm-router", "sglang-router", "envoy", "haproxy", "nginx", "litellm")
 #: Figure, heading, factor, digits, and whether more is better.
 FIGURES = (
     ("total_token_throughput", "tokens/s", 1.0, 0, True),
@@ -83,21 +85,10 @@ def show(document: dict[str, Any]) -> str:
             for name in record.routers
             if any(record.runs(fleet.name, each.name, name) for each in loads)
         ]
-        alone = "; ".join(
-            f"{each.title.partition(':')[0]}: {record.alone(fleet.name, each.name):,.0f}" for each in loads
-        )
-        spread = max(_spread(record, fleet.name, each.name) for each in loads)
-        once = [each.title for each in loads if record.rounds(fleet.name, each.name) == 1]
-        rounds = f"Spread of the rounds: ±{spread:.0%} at most"
-        if len(once) == len(loads):
-            rounds = "One round"
-        elif once:
-            rounds += f"; one round of {' and of '.join(once)}"
         parts += [
             f"### {fleet.title[0].upper()}{fleet.title[1:]}\n",
             table(headings, rows) + "\n",
-            f"Engines alone, together, tokens/s: {alone}. {rounds}. "
-            f"{_unfavourable(record, fleet.name, loads)}\n",
+            _about(record, fleet.name, loads) + "\n",
         ]
     return "\n".join(parts)
 
@@ -121,6 +112,52 @@ def _cell(record: Record, fleet: str, traffic: Traffic, name: str) -> str:
         for median, (_, _, factor, digits, _) in medians
     )
     return " / ".join(texts) + _notes(runs)
+
+
+def compared(document: dict[str, Any]) -> str:
+    """A row for each fleet and load: hetlb beside the best of the others, each figure by itself."""
+    record = Record(document)
+    rows, notes = [], []
+    for fleet in record.fleets:
+        loads = [each for each in TRAFFIC.values() if record.rounds(fleet.name, each.name)]
+        rows += [[fleet.name, *_cells(record, fleet.name, each)] for each in loads]
+        notes.append(f"- `{fleet.name}`: {fleet.title}. {_about(record, fleet.name, loads)}")
+    headings = [
+        "engines", "load", "hetlb", "no profiles", "best other",
+        "p99 E2E (s): hetlb", "no profiles", "best other",
+    ]  # fmt: skip
+    return table(headings, rows) + "\n\n" + "\n".join(notes) + "\n"
+
+
+def _cells(record: Record, fleet: str, traffic: Traffic) -> list[str]:
+    shown = _shown(traffic)
+    cells = [f"{traffic.title.partition(':')[0]}: {shown[0][1]}"]
+    for figure, _, factor, digits, more in shown:
+        medians = {name: record.median(fleet, traffic.name, name, figure) for name in record.routers}
+        for name in ("hetlb", "hetlb-no-profiles", _best(medians, more)):
+            median = medians.get(name)
+            text = number_text(None if median is None else median * factor, digits)
+            doubts = _notes(record.runs(fleet, traffic.name, name))
+            cells.append(f"{text}{doubts}" if name.startswith("hetlb") else f"{text} {name}{doubts}")
+    return cells
+
+
+def _best(medians: dict[str, float | None], more: bool) -> str:
+    """The best router but hetlb."""
+    others = {name: median for name, median in medians.items() if median and not name.startswith("hetlb")}
+    return (max if more else min)(others, key=lambda each: others[each]) if others else "-"
+
+
+def _about(record: Record, fleet: str, loads: Sequence[Traffic]) -> str:
+    """Sum of the engines alone, spread of the rounds, and where hetlb is behind."""
+    alone: dict[str, str] = {}
+    for each in loads:
+        alone.setdefault(f"{record.alone(fleet, each.name):,.0f}", each.title.partition(":")[0])
+    sums = ", ".join(f"{figure} ({load})" for figure, load in alone.items())
+    spread = max(_spread(record, fleet, each.name) for each in loads)
+    single = all(record.rounds(fleet, each.name) == 1 for each in loads)
+    rounds = "one round" if single else f"spread of the rounds ±{spread:.0%} at most"
+    return f"Engines alone, summed: {sums} tokens/s; {rounds}.{_unfavourable(record, fleet, loads)}"
 
 
 def _notes(runs: Runs) -> str:
@@ -148,7 +185,7 @@ def _half_range(values: Sequence[float]) -> float:
 def _unfavourable(record: Record, fleet: str, loads: Sequence[Traffic]) -> str:
     """Figures in which another router is ahead of hetlb with profiles, beyond 2 %."""
     found = [text for each in loads for text in _behind(record, fleet, each)]
-    return f"hetlb is behind in {'; '.join(found)}." if found else "hetlb is behind in no figure."
+    return f" hetlb is behind in {'; '.join(found)}." if found else ""
 
 
 def _behind(record: Record, fleet: str, traffic: Traffic) -> list[str]:
@@ -156,11 +193,11 @@ def _behind(record: Record, fleet: str, traffic: Traffic) -> list[str]:
     for figure, heading, _, _, more in FIGURES:
         medians = {name: record.median(fleet, traffic.name, name, figure) for name in record.routers}
         own = medians.get("hetlb")
-        others = {name: median for name, median in medians.items() if median and not name.startswith("hetlb")}
-        if own is None or not others:
+        name = _best(medians, more)
+        best = medians.get(name)
+        if own is None or best is None:
             continue
-        name = (max if more else min)(others, key=lambda each: others[each])
-        ratio = own / others[name]
+        ratio = own / best
         if ratio < 0.98 if more else ratio > 1.02:
             behind.append(
                 f"{heading.partition(' (')[0]} at {traffic.title.partition(':')[0]} "
@@ -181,21 +218,19 @@ def summary(document: dict[str, Any]) -> str:
         ("once", "total_token_throughput", 1.0, 0),
         ("80", "mean_ttft_ms", 1e-3, 2),
         ("80", "p99_e2el_ms", 1e-3, 2),
-        ("waves", "p99_e2el_ms", 1e-3, 2),
         ("shared", "p99_e2el_ms", 1e-3, 2),
     )
     headings = [
-        "", "at once, tokens/s", "80 % load, mean TTFT (s)", "p99 E2E (s)", "waves, p99 E2E (s)",
-        "shared prompts, p99 E2E (s)",
+        "", "at once, tokens/s", "80 % load, mean TTFT (s)", "p99 E2E (s)", "shared prompts, p99 E2E (s)",
     ]  # fmt: skip
     rows = [
-        [TITLES.get(name, name), *(cell(t, name, f, x, d) for t, f, x, d in columns)]
-        for name in record.routers
+        [TITLES[name], *(cell(t, name, f, x, d) for t, f, x, d in columns)]
+        for name in SHOWN
+        if name in record.routers
     ]
     caption = (
-        "The same requests through each router, two engines behind it, one three times as fast (`python "
-        "bench/head_to_head/run.py`; how, four engines, more figures and what speaks against hetlb: "
-        "[docs/head-to-head.md](docs/head-to-head.md)):"
+        "The same requests through each router in front of two emulated engines, one three times as fast as "
+        "the other ([method, other fleets, and what speaks against hetlb](docs/head-to-head.md)):"
     )
     return f"{caption}\n\n{table(headings, rows)}\n"
 
@@ -203,18 +238,22 @@ def summary(document: dict[str, Any]) -> str:
 def setup(document: dict[str, Any]) -> str:
     """Command, machine, versions; how each router logs and chooses is in the record."""
     about = document["about"]
-    versions = ", ".join(f"{name} {facts['version']}" for name, facts in about["proxies"].items())
+    versions = ", ".join(
+        f"{name} {facts['version']}"
+        for name, facts in about["proxies"].items()
+        if name in SHOWN and name != "hetlb-no-profiles"
+    )
     busy = [sum(run["cores"].values()) for run in document["runs"]]
     lag = statistics.median(run["client_lag_ms"] for run in document["runs"])
     return (
         f"```\npython bench/head_to_head/run.py --page\n```\n\n{about['date']}, {about['machine']}; hetlb at "
         f"{about['commit']}. {about['lanes']} fleets ran side by side; engines, router and client of one "
         f"used {statistics.median(busy):.2f} cores in the median, {max(busy):.2f} at most; the client's loop "
-        f"was {lag:.0f} ms late at p99 (median run).\n\n{versions}.\n"
+        f"was {lag:.0f} ms late at p99 (median run). {versions}.\n"
     )
 
 
 def write_pages(document: dict[str, Any]) -> None:
     """Renew docs/head-to-head.md and the section of the README."""
-    replace_sections(PAGE, {"setup": setup(document), "tables": show(document)})
+    replace_sections(PAGE, {"setup": setup(document), "tables": compared(document)})
     replace_sections(README, {"head-to-head": summary(document)})

@@ -58,13 +58,18 @@ CORE_TESTS = (
     "tests/core/test_throttling.py",
     "tests/core/test_least_delay.py",
     "tests/core/test_speed.py",
-    "tests/core/test_ledger.py",
     "tests/core/test_health_transitions.py",
     "tests/core/test_admission.py",
 )
 MODULES = {
     "ledger": Module(
-        ("hetlb/core/instance.py", "hetlb/core/scheduler.py"),
+        (
+            "hetlb/core/instance.py",
+            "hetlb/core/scheduler.py",
+            "hetlb/core/ledger.py",
+            "hetlb/core/placement.py",
+            "hetlb/core/retries.py",
+        ),
         (
             *(
                 f"hetlb.core.instance.xǁInstanceǁ{name}"
@@ -73,10 +78,13 @@ MODULES = {
             *(
                 f"hetlb.core.scheduler.xǁSchedulerǁ{name}"
                 for name in (
-                    "on_first_token", "on_lease_ended", "_ended_badly", "on_busy", "on_cancelled", "_book",
-                    "_may_retry", "_retry", "_give_up", "_forget", "check_integrity",
+                    "on_first_token", "on_lease_ended", "_ended_badly", "on_busy", "on_cancelled", "_retry",
+                    "check_integrity",
                 )
             ),
+            *(f"hetlb.core.ledger.xǁLedgerǁ{name}" for name in ("book", "drop", "grant", "check_integrity")),
+            "hetlb.core.placement.xǁPlacementǁbook",
+            *(f"hetlb.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
         ),
         CORE_TESTS,
     ),

@@ -48,7 +48,8 @@ def measure(instances: int, requests: int) -> tuple[float, float, float]:
     rng = random.Random(instances)
     planned = plan(lengths("chat", requests, rng), 3.0 * instances, rng)
     run: Any = simulation(profiles, [Role.BOTH] * instances, 12e9, planned)
-    timed = run.scheduler._policy = Timed(run.scheduler._policy)
+    timed = Timed(run.scheduler.placement.policy)
+    run.scheduler.placement.use(timed)
     result = run.run()
     ordinary_s, split_s = statistics.median(timed.ordinary_s), statistics.median(timed.split_s)
     return 1e6 * ordinary_s, 1e6 * split_s, result.transfers / requests

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document, allow_nan=False))
     else:
         console = Console()
-        console.print(_table([c.document() for c in candidates], chosen))
+        console.print(_shown([c.document() for c in candidates], chosen))
         if chosen is None:
             console.print("None now: the request waits at the proxy until one of them can take it.")
     return 0
@@ -174,16 +174,18 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
     return values
 
 
-def _table(candidates: list[dict[str, Any]], chosen: str | None) -> Table:
+def _shown(candidates: list[dict[str, Any]], chosen: str | None) -> Group:
+    """The figures of every candidate, and below why it may not be chosen."""
     table = Table()
     for column in ("instance", "batch", "processing s", "KV used", "workload s", "score", ""):
         table.add_column(column, justify="left" if column in ("instance", "") else "right")
     for c in candidates:
-        mark = "chosen" if c["instance"] == chosen else c["reason"]
         cells = (c["ideal_batch"], c["processing_s"], c["kv_utilization"], c["workload"], c["score"])
         texts = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
-        table.add_row(c["instance"], *texts, mark, style="bold" if c["instance"] == chosen else "")
-    return table
+        mark, style = ("chosen", "bold") if c["instance"] == chosen else ("", "")
+        table.add_row(c["instance"], *texts, mark, style=style)
+    reasons = [Text(f"{c['instance']}: {c['reason']}") for c in candidates if c["reason"]]
+    return Group(table, *reasons)
 
 
 def _explain_running(url: str, last: int, args: argparse.Namespace) -> int:
@@ -236,17 +238,19 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
     terms = [each["terms"] or {} for each in candidates]
     columns = [
         *(
-            (name.replace("_", " "), [each.get(name) for each in terms])
+            (name.replace("_", "\n"), [each.get(name) for each in terms])
             for name in dict.fromkeys(chain(*terms))
         ),
-        ("KV used", [each["kv_utilization"] for each in candidates]),
-        ("books s", [each["workload"] for each in candidates]),
+        ("KV\nused", [each["kv_utilization"] for each in candidates]),
+        ("books\ns", [each["workload"] for each in candidates]),
     ]
     shown = [(title, cells) for title, cells in columns if any(cell is not None for cell in cells)]
     table = Table(box=None, pad_edge=False)
     for column in ("instance", "score", *(title for title, _ in shown), "why"):
         left = column in ("instance", "why")
-        table.add_column(column, justify="left" if left else "right", no_wrap=not left)
+        table.add_column(
+            column, justify="left" if left else "right", vertical="bottom", no_wrap=column != "why"
+        )
     # A sentence has no room in a cell: it stands below.
     sentences = []
     for index, each in enumerate(candidates):

@@ -12,6 +12,8 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core.types import LeaseId
+
 #: vLLM's own default of `max_loras`.
 DEFAULT_SLOTS: Final = 1
 #: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
@@ -109,12 +111,21 @@ class AdapterLoadTime:
     adapter was loaded than where it had a slot is the time to load it.
     """
 
-    __slots__ = ("_loaded", "_others", "seconds")
+    __slots__ = ("_loaded", "_others", "expected", "seconds")
 
     def __init__(self, stated_s: float) -> None:
         self.seconds = stated_s
+        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
+        #: expected without a load, and whether the adapter is loaded.
+        self.expected: dict[LeaseId, tuple[float, bool]] = {}
         self._loaded: deque[float] = deque(maxlen=_SEEN)
         self._others: deque[float] = deque(maxlen=_SEEN)
+
+    def first_token(self, lease: LeaseId, took_s: float) -> None:
+        """The first token of a lease came so long after its dispatch."""
+        expected = self.expected.pop(lease, None)
+        if expected is not None:
+            self.observe(took_s - expected[0], expected[1])
 
     def observe(self, late_s: float, loaded: bool) -> None:
         """The first token of a request for an adapter came `late_s` after it was expected."""

@@ -18,8 +18,8 @@ import aiohttp
 
 from hetlb.errors import HetlbError
 
-_TIMEOUT = aiohttp.ClientTimeout(total=5)
-_IDLE_TIMEOUT_S = 20.0
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
+_IDLE_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 #: Seconds between looks at the fleet during a run, and those for which a new report of every engine is waited
 #: for before and after it (the proxy asks each once a second).

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hetlb.errors import HetlbError
 
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 

@@ -29,7 +29,7 @@ class Screen:
         self._live = console.is_terminal and not quiet
         self._bars = Bars(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=4),  # a line fits on 80 columns
             MofNCompleteColumn(),
             TextColumn("{task.fields[live]}"),
             TimeElapsedColumn(),
@@ -87,7 +87,6 @@ def live_figures(progress: Progress, elapsed_s: float) -> str:
     """A run so far, in a few words."""
     parts = [
         f"{progress.in_flight:,} in flight",
-        f"{progress.completed / elapsed_s:,.1f} req/s",
         f"{progress.output_tokens / elapsed_s:,.0f} tok/s",
     ]
     if progress.failed:

@@ -36,7 +36,8 @@ def runs_table(
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
     failures = any(run["failed"] for run in (*alone, *runs))
     table = _table(title)
-    table.caption = "tokens/s: prompt and output"
+    table.show_edge = False  # two instances fit on 80 columns
+    table.caption = "\ntokens/s: prompt and output"
     table.add_column("policy")
     table.add_column("tokens/s", justify="right")
     if steady_tok_s:
@@ -109,7 +110,8 @@ def latency_table(
     """One line per run of `hetlb bench`: median and highest of `percentiles` of each of `metrics`."""
     highest = f"p{max(percentiles):g}"
     table = _table(None)
-    table.caption = "from the time a request was due"
+    table.padding = (0, 0)  # all figures fit on 80 columns
+    table.caption = "milliseconds, from the time a request was due"
     name_columns = _add_name_columns(table, runs)
     for name in metrics:
         for heading in ("p50", highest):
@@ -118,7 +120,8 @@ def latency_table(
     for run in runs:
         figures = [run[f"{key}_{name}_ms"] for name in metrics for key in ("median", highest)]
         verdict = [run["client"]["verdict"]] if flagged else []
-        table.add_row(*_names(run, name_columns), *map(milliseconds, figures), *verdict)
+        cells = [f"{figure:.1f}" if figure < 10 else f"{figure:,.0f}" for figure in figures]
+        table.add_row(*_names(run, name_columns), *cells, *verdict)
     return table
 
 

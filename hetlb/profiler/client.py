@@ -25,7 +25,7 @@ from hetlb.errors import HetlbError, InputError
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS = range(1000, 2000)
 _CONNECT_TIMEOUT_S = 5.0
-_PAGE_TIMEOUT_S = 10.0
+_PAGE_TIMEOUT_S = 30.0
 #: No byte for so long is a server that hangs: longer than any one prefill of a grid.
 _SILENCE_TIMEOUT_S = 120.0
 

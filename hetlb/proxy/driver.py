@@ -480,7 +480,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     @property
     def block_tokens(self) -> int:
-        return self.scheduler.block_tokens
+        return self.scheduler.fleet.block_tokens
 
     # --- commands ---
 

@@ -138,9 +138,9 @@ class SchedulerDriver:
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
         """An engine told what came into its prefix cache and what left it."""
-        known = self.scheduler.block_tokens
+        known = self.scheduler.fleet.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.now()))
-        if self.scheduler.block_tokens != known:
+        if self.scheduler.fleet.block_tokens != known:
             self._view_changed()
 
     def set_policy(self, name: str) -> None:

@@ -272,7 +272,7 @@ class SchedulerProcess(FleetService):
             only_model(scheduler),
             msgspec.json.encode(self.models()),
             self.routable(),
-            scheduler.block_tokens,
+            scheduler.fleet.block_tokens,
             [name for name in scheduler.models if not scheduler.available(name)],
         )
         if view != self._view:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import HANG_S
 
 import hetlb.demo
 from hetlb.cli.main import main
@@ -202,7 +203,7 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], fleet: Flee
 
 
 def policy_of(fleet: Fleet) -> str:
-    with urllib.request.urlopen(f"{fleet.admin}/v1/fleet", timeout=10) as reply:
+    with urllib.request.urlopen(f"{fleet.admin}/v1/fleet", timeout=HANG_S) as reply:
         return str(json.load(reply)["policy"])
 
 
@@ -300,7 +301,7 @@ def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, t
             while policy_of(fleet) != "rr":
                 assert process.poll() is None
             process.send_signal(number)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
         assert (process.returncode, out, err) == (1, "", "")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import HANG_S
 
 import hetlb.demo
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
@@ -58,7 +59,7 @@ class Demo:
 
     def end(self) -> tuple[int, str, str]:
         """Exit status and the rest of what it printed."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, out, err
 
     def family(self) -> dict[int, str]:
@@ -75,7 +76,7 @@ class Demo:
 
     def assert_nobody_left(self) -> None:
         """Everything with our mark ends; a process that was just being started may need a moment for it."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while family := self.family():
             for pid, command in family.items():
                 with contextlib.suppress(ProcessLookupError):

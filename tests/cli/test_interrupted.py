@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import HANG_S
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -32,7 +33,7 @@ def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, 
     try:
         busy()
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG_S)
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)  # no process of its group is left
     finally:

@@ -60,7 +60,7 @@ def write(path: Path, document: dict[str, Any]) -> str:
 
 
 def rent(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert main(["rent", *flags, "--no-cache", "--json"]) == 0
+    assert main(["rent", *flags, "--no-cache", "--time-limit", "600", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 

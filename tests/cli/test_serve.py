@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import HANG_S, free_port
 
 from hetlb.cli.main import main
 from hetlb.config.profile import load_profile
@@ -59,7 +60,7 @@ def engine(start: Starter, *flags: str) -> str:
 
 
 def get(url: str) -> dict[str, object]:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=HANG_S) as reply:
         document: dict[str, object] = json.load(reply)
         return document
 
@@ -68,7 +69,7 @@ def ask(url: str, **fields: object) -> tuple[int, dict[str, object]]:
     body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4, **fields}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=HANG_S) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -76,13 +77,6 @@ def ask(url: str, **fields: object) -> tuple[int, dict[str, object]]:
 
 def _kv_cache_tokens() -> int | None:
     return load_profile(DEMO / "fast.yaml").engine.kv_cache_tokens
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_addresses_alone_are_enough(start: Starter) -> None:
@@ -101,14 +95,14 @@ def test_addresses_alone_are_enough(start: Starter) -> None:
 
 
 def test_an_instance_that_is_not_there_is_named_and_the_other_serves(start: Starter) -> None:
-    dead = f"http://127.0.0.1:{closed_port()}"
+    dead = f"http://127.0.0.1:{free_port()}"
     process = start(
         "serve", "--instance", dead, "--instance", engine(start), "--port", "0", "--admin-port", "0"
     )
     url, _ = ready(process)
     assert ask(url)[0] == 200
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert f"({dead}) is not answering: connection refused; the others are served" in err
     assert "Traceback" not in err
@@ -120,7 +114,7 @@ def test_a_port_in_use_is_one_line(start: Starter) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         process = start("serve", "--instance", "http://127.0.0.1:9", "--port", str(port), "--admin-port", "0")
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert f"hetlb serve: listen: 127.0.0.1:{port} cannot be listened on" in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -132,7 +126,7 @@ def test_a_signal_ends_it_with_status_0(start: Starter, number: signal.Signals) 
     url, _ = ready(process)
     assert ask(url)[0] == 200
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 0
 
 
@@ -141,13 +135,13 @@ def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
     url, _ = ready(process)
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 400, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=HANG_S) as reply:
         first = reply.readline()
         process.send_signal(signal.SIGTERM)
         text = first + reply.read()
     assert text.rstrip().endswith(b"data: [DONE]")
     assert text.count(b'"text":"') == 400
-    process.communicate(timeout=30)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 0
 
 
@@ -157,7 +151,7 @@ def test_the_request_log_has_one_line_per_request(start: Starter) -> None:
     ask(url)
     ask(url, model="nobody\nknows=it")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=HANG_S)
     lines = [line for line in err.splitlines() if line.startswith("request=")]
     assert len(lines) == 2
     assert "outcome=ok" in lines[0]
@@ -217,7 +211,7 @@ def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     assert not children.exists() or children.read_text() == ""
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=HANG_S)
 
 
 def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], str]:
@@ -230,7 +224,7 @@ def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], s
     status, answer = ask(url, max_tokens=2000, stop=None)
     assert status == 200, answer
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return [
         float(word.partition("=")[2]) for word in err.split() if word.startswith("predicted_output=")

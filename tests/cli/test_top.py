@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import HANG_S
 from proxy.services import Engine, document, serving
 from rich.console import Console
 
@@ -27,8 +28,6 @@ from hetlb.cli.top import ORDERS, View, seconds, sparkline
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
 ROOM = (24, 80)
-#: Ends a test that has failed.
-LIMIT_S = 30.0
 
 
 def instance(number: int, **more: Any) -> dict[str, Any]:
@@ -316,7 +315,7 @@ class Terminal:
         """Read until the screen has shown this since the last call."""
         seen = ""
         while not re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
-            ready, _, _ = select.select([self.fd], [], [], LIMIT_S)
+            ready, _, _ = select.select([self.fd], [], [], HANG_S)
             assert ready, f"{pattern!r} did not come; the screen showed {seen[-4000:]!r}"
             seen += os.read(self.fd, 65_536).decode("utf-8", "replace")
 

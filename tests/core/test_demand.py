@@ -92,7 +92,7 @@ def test_what_is_known_without_computing_it_is_what_would_be_computed(
         assert asked.rate(each, now) == silent.rate(each, now)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rate=st.integers(8, 40), silence=st.floats(0.0, 7.0))
 def test_arrivals_that_stopped_are_no_rate(rate: int, silence: float) -> None:
     """The slots of 16 s keep the rate for 8 s after the last arrival; a silence of 16 arrivals ends it."""

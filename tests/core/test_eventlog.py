@@ -102,7 +102,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
     return lines
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(("online", "normal", "mean", "empirical")),

@@ -21,7 +21,7 @@ def large(count: int, fast_every: int = 4, slots: int = 8) -> Scheduler:
     return make_scheduler(specs, policy="hetlb")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(LARGEST_WHOLE + 1, 500), st.integers(1, 9))
 def test_every_instance_is_in_one_group_and_each_group_has_its_share_of_the_fast(
     count: int, fast_every: int

@@ -208,7 +208,9 @@ def test_a_decision_is_the_least_exact_score_made_of_the_formulas_of_the_latency
             if keys:
                 continue
             states = {
-                name: State(*figures, scheduler._demands[MODEL].mix.output, BENT_OF[name[:3]], engines)
+                name: State(
+                    *figures, scheduler.placement.demands[MODEL].mix.output, BENT_OF[name[:3]], engines
+                )
                 for name, figures in before.items()
             }
             for each in command.candidates:

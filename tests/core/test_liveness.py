@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from helpers import MODEL, make_scheduler, request, spec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.admission import MOST_OVERTAKEN
@@ -126,7 +126,7 @@ BURSTS = st.lists(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(bursts=BURSTS)
 def test_every_request_is_dispatched_in_time(
     policy: str, bursts: list[tuple[str, list[tuple[int, int, int, int, str | None, bool]]]]

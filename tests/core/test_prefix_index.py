@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_chain_with_a_key_skipped_is_booked_and_given_back_all_the_same() -> None:
@@ -221,7 +221,7 @@ def test_an_instance_that_left_holds_nothing() -> None:
         scheduler.on_instance(InstanceRemoved(name), 2.0)
         scheduler.on_instance(InstanceAdded(spec(name, kv=1_000_000)), 3.0)
     scheduler.on_lease_ended(leases[1], Outcome.OK, 4.0)
-    assert (len(scheduler._prefixes), scheduler._prefixes.unused) == (0, 0)
+    assert (len(scheduler.fleet.prefixes), scheduler.fleet.prefixes.unused) == (0, 0)
 
 
 def test_requests_that_share_a_prompt_book_it_once() -> None:
@@ -258,4 +258,4 @@ def test_an_engine_without_a_prefix_cache_shares_nothing() -> None:
     for number in range(2):
         asked = request(number, prompt=1000, prefix_keys=(("x", 900),))
         assert dispatched(scheduler.on_arrival(asked, 0.0)).unread_tokens == 1000
-    assert len(scheduler._prefixes) == 0
+    assert len(scheduler.fleet.prefixes) == 0

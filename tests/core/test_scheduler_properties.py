@@ -6,7 +6,7 @@ import random
 
 import pytest
 from helpers import make_scheduler, request, spec
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -341,8 +341,7 @@ def _run(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=25, stateful_step_count=40, deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            max_examples=25, stateful_step_count=40,
         ),
     )  # fmt: skip
 

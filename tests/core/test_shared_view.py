@@ -120,9 +120,9 @@ def test_what_waits_elsewhere_counts() -> None:
         one.take(one.scheduler.on_arrival(request(n, prompt=4000), 0.0), 0.0)
     sizes = one.scheduler.queue.waiting_sizes()
     tell([one, two], 0.0)
-    assert two.scheduler._elsewhere == sizes == {MODEL: sizes[MODEL]}
+    assert two.scheduler.placement.elsewhere == sizes == {MODEL: sizes[MODEL]}
     two.view.gone("1", 0.0)
-    assert two.scheduler._elsewhere == {}
+    assert two.scheduler.placement.elsewhere == {}
 
 
 def test_each_scheduler_prefers_a_share_of_its_own_where_it_is_hardly_worse() -> None:

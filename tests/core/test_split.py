@@ -275,7 +275,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     scheduler = make_scheduler(specs, "hetlb")
     placed(scheduler.on_arrival(request(0, prompt=30_000, pinned="a"), 0.0))
     asked, instances = split_request(1), scheduler.instances
-    ctx = scheduler._question(asked, 100.0, 0, 0.0, None, None)
+    ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
     found = _Evaluation(ctx, instances, False).best_pair(scheduler._holds.transfers, math.inf, mixed)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
@@ -322,7 +322,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
     (d,) = scheduler.instances
 
     def cost_s(now: float) -> float:
-        ctx = scheduler._question(split_request(1000), 100.0, 0, now, None, None)
+        ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
         return _Evaluation(ctx, [d], False)._delay_to_come_s(0, 1.0)
 
     assert cost_s(0.0) == 0.0

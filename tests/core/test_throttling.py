@@ -203,11 +203,11 @@ def test_what_it_had_read_is_forgotten() -> None:
     home = lease.instance
     scheduler.on_first_token(lease, 0.5)
     scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
-    held = scheduler._prefixes.held(asked.prefix_keys, asked.prompt_tokens)
+    held = scheduler.fleet.prefixes.held(asked.prefix_keys, asked.prompt_tokens)
     assert held is not None
     assert instance(scheduler, home).tree.cache_id in held.tokens
     bring_back(scheduler, home, 1.0)
-    assert scheduler._prefixes.held(asked.prefix_keys, asked.prompt_tokens) is None
+    assert scheduler.fleet.prefixes.held(asked.prefix_keys, asked.prompt_tokens) is None
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"hetlb", "planned"}))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from emulator.conftest import PROFILE, make_profile
+from helpers import HANG_S
 
 from hetlb.cli.main import main
 from hetlb.emulator import EmulatedEngine
@@ -66,7 +67,7 @@ def test_it_serves_and_ends_at_once(profile: Path, number: signal.Signals) -> No
         with urllib.request.urlopen(request) as response:
             assert response.readline().startswith(b"data: ")
             process.send_signal(number)
-            assert process.wait(timeout=5) == 0
+            assert process.wait(timeout=HANG_S) == 0
 
 
 @pytest.mark.parametrize(

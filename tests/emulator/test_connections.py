@@ -11,6 +11,7 @@ import struct
 import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask, request_bytes
+from helpers import HANG_S
 
 from hetlb.core.engine_metrics import parse
 from hetlb.emulator import EmulatedEngine
@@ -119,7 +120,7 @@ async def test_a_client_that_leaves(start: Start, stream: bool, how: str) -> Non
             client.writer.transport.abort()
         else:
             await client.close()
-        await asyncio.wait_for(engine.wait_idle(), 5)
+        await asyncio.wait_for(engine.wait_idle(), HANG_S)
     assert (engine.running, engine.waiting, engine.model.kv_usage) == (0, 0, 0.0)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 3}
 

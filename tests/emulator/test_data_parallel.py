@@ -8,6 +8,7 @@ import re
 import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client
+from helpers import HANG_S
 
 from hetlb.core.engine_metrics import parse
 from hetlb.emulator import EmulatedEngine
@@ -27,7 +28,7 @@ async def test_sequences_are_spread_and_each_engine_has_its_series(start: Start)
     engine = await start(make_profile(max_num_seqs=2), time_scale=1.0, data_parallel_size=3)
     async with await Client.connect(engine.url) as client:
         client.send("POST", COMPLETIONS, {**LONG, "n": 10})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while parse(text := await page(engine.url)).running != 6:
                 pass
     sample = parse(text)
@@ -39,7 +40,7 @@ async def test_sequences_are_spread_and_each_engine_has_its_series(start: Start)
     for name in families:
         assert set(re.findall(rf'^{name}\{{.*engine="(\d)"', text, re.MULTILINE)) == {"0", "1", "2"}, name
     # The client has left: nothing runs, nothing is held, on any of them.
-    await asyncio.wait_for(engine.wait_idle(), 5)
+    await asyncio.wait_for(engine.wait_idle(), HANG_S)
     assert all(model.running == model.kv_used_blocks == 0 for model in engine.models)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 10}
 

@@ -49,7 +49,7 @@ keys = st.sampled_from(
 
 
 @given(kind=st.sampled_from(list(KINDS)), changes=st.dictionaries(keys, json_values, max_size=5))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, Any]) -> None:
     """A generation that is accepted fits the context, whatever was asked for."""
     body = json.dumps({**GOOD[kind], **changes}).encode()
@@ -69,7 +69,6 @@ def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, A
 
 
 @given(kind=st.sampled_from(list(KINDS)), body=st.binary(max_size=60))
-@settings(deadline=None)
 def test_any_bytes_are_refused(kind: str, body: bytes) -> None:
     refusal(kind, body)
 

@@ -18,7 +18,7 @@ Body: TypeAlias = Callable[[Any], Awaitable[None]]
 
 #: A limit that a case waits for. It also holds for the fifty streams in the background, on machines where
 #: everything takes a tenth of a second now and then.
-PATIENCE_S = 1.0
+PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import asyncio
 import json
 from typing import Any
 
+from helpers import HANG_S
+
 PATH = "/v1/completions"
 
 
@@ -110,7 +112,7 @@ class Client:
 
     async def answer(self, *, to_head: bool = False) -> Answer:
         """The next final answer, or an error where none comes."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while True:
                 raw = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 first, *lines = raw[:-4].split("\r\n")
@@ -159,20 +161,20 @@ class Client:
         if answer.header("transfer-encoding") != "chunked":
             await self.rest(answer)
             raise AssertionError(f"expected a stream, got {answer.status} {answer.body!r}")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             size = int((await self.reader.readuntil(b"\r\n"))[:-2], 16)
             answer.body = (await self.reader.readexactly(size + 2))[:-2]
         return answer
 
     async def rest(self, answer: Answer) -> Answer:
         """The rest of a stream of which some was read."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await self._body(answer)
         return answer
 
     async def eof(self) -> bytes:
         """Whatever comes until the proxy closes."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             try:
                 return await self.reader.read()
             except ConnectionError:
@@ -188,7 +190,7 @@ async def get(
         lines = [f"{method} {path} HTTP/1.0", f"Host: {host}", "Content-Type: application/json"]
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
         writer.write(head.encode() + body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             raw = await reader.read()
     finally:
         writer.close()

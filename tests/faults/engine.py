@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
+from helpers import HANG_S, free_port
 from proxy.upstreams import DONE, LAST, SSE_HEAD, USAGE, chunk, plain
 
 Mode: TypeAlias = Callable[["Visit"], Awaitable[None]]
@@ -130,7 +131,7 @@ class FaultEngine:
         self.modes: dict[str, str] = {}
         self.served = served
         self.host = host
-        self.port = 0
+        self.port = free_port()
         #: Seconds between two tokens, and how many a stream has.
         self.pace_s = 0.0
         self.length = 4
@@ -176,7 +177,6 @@ class FaultEngine:
     async def start(self) -> None:
         """Listen; a second time on the same port."""
         self._server = await asyncio.start_server(self._serve, self.host, self.port, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Die as a killed process does: the listener and every connection go at once."""
@@ -195,7 +195,7 @@ class FaultEngine:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition on this engine holds."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(HANG_S), self.changed:
             await self.changed.wait_for(holds)
 
     async def visit(self, number: int = 1) -> Visit:

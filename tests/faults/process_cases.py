@@ -16,6 +16,7 @@ from faults.checker import until
 from faults.client import Answer, Client, body_of, get, request
 from faults.rig import Launcher, Process
 from faults.upstream_cases import whole
+from helpers import HANG_S
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 HAS_FAKETIME = FAKETIME.exists()
@@ -230,7 +231,7 @@ def stuck(name: str, *, says: bool, known: str | None = None) -> None:
                 os.close(full)
                 if says:
                     await launcher.engines[0].stop()
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(HANG_S):
                     for _ in range(20):
                         whole(await rig.ask())
         finally:

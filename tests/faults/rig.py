@@ -24,6 +24,7 @@ import yaml
 from faults.checker import Checker, Snapshot, fleet, metrics, until
 from faults.client import Answer, Client, body_of, get, request
 from faults.engine import FaultEngine
+from helpers import HANG_S
 
 from hetlb.config.fleet import load_fleet
 from hetlb.proxy.service import Service
@@ -274,7 +275,7 @@ class Process(Rig):
 
     async def ended(self) -> int:
         """Wait for the end; the exit status."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             return await self.process.wait()
 
     def signal(self, number: int) -> None:
@@ -313,7 +314,7 @@ async def as_process(
         )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             line = (await process.stdout.readline()).decode()
         ports = [int(port) for port in re.findall(r"http://127\.0\.0\.1:(\d+)", line)]
         assert len(ports) == 2, (line, (folder / "log").read_text())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -211,7 +211,6 @@ def test_no_client_behaviour_alone_changes_the_health_of_an_instance() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         BlameMachine,
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=30, deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            max_examples=EXAMPLES, stateful_step_count=30,
         ),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import make_scheduler, request, spec
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -322,7 +322,6 @@ def test_the_matrix_in_any_order(policy: str) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            max_examples=40, stateful_step_count=40,
         ),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 The mutants are drawn from a seed, so every find can be made again (`mutants.py --seed S --only N`).
 Of a run: the process lives and wrote no traceback; nothing was answered with a 5xx, for the engine is well;
-every connection ended or was answered within a second beyond the proxy's own limits; a good request beside
-them never waited for a second; and what reached the engine is read alike by three parsers.
+every connection was answered or ended; every good request beside them was answered with 200; and what
+reached the engine is read alike by three parsers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from faults.rig import Process, as_process
 from fuzz.desync import requests
 from fuzz.readers import REQUEST_READERS
 from fuzz.run_target import mutate
+from helpers import HANG_S
 
-#: The proxy's own limits for heads and bodies here, and how often it looks.
-LIMIT_S, SWEEP_S, LINGER_S = 0.3, 0.5, 2.0
+#: The proxy's own limits for heads and bodies here.
+LIMIT_S = 0.3
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
-#: Beyond its own limits nothing may take longer.
-HANG_S = 1.0
 AT_ONCE = 100
 
 
@@ -85,7 +84,7 @@ class Run:
             loop = asyncio.get_running_loop()
             started = loop.time()
             try:
-                async with asyncio.timeout(LIMIT_S + SWEEP_S + LINGER_S + HANG_S):
+                async with asyncio.timeout(HANG_S):
                     async with Client(self._rig.port) as client:
                         with contextlib.suppress(ConnectionError):
                             client.send(data)
@@ -119,7 +118,7 @@ class Run:
                 client.send(request("good", body_of("good", model="bg", stream=False)))
                 try:
                     answer = await client.answer()
-                except asyncio.IncompleteReadError:
+                except (asyncio.IncompleteReadError, ConnectionError):
                     if loop.time() - started < LIMIT_S:
                         raise
                     continue  # a busy machine: the connection stood idle for too long before its request
@@ -128,8 +127,6 @@ class Run:
             self.report.slowest_good_s = max(self.report.slowest_good_s, took_s)
             if answer.status != 200:
                 self.report.finds.append(f"a good request got {answer.status} {answer.body[:100]!r}")
-            if took_s > HANG_S:
-                self.report.finds.append(f"a good request took {took_s:.2f} s")
             await asyncio.sleep(0.01)
 
 

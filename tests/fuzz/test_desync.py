@@ -14,14 +14,16 @@ from faults.rig import in_process
 from fuzz.desync import DOCUMENT, INNER, Case, requests, responses
 from fuzz.readers import ANSWER_READERS, REQUEST_READERS
 
+#: All cases run at once: those that are well have to be through by then, and the others wait for it.
+PATIENCE_S = 3.0
 REQUESTS = requests()
 RESPONSES = responses()
 TABLES = {
     "proxy": {
-        "head_timeout_s": 0.3,
-        "body_timeout_s": 0.3,
-        "first_byte_timeout_s": 0.3,
-        "idle_timeout_s": 0.3,
+        "head_timeout_s": PATIENCE_S,
+        "body_timeout_s": PATIENCE_S,
+        "first_byte_timeout_s": PATIENCE_S,
+        "idle_timeout_s": PATIENCE_S,
     }
 }
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from helpers import HANG_S
+
 Script = Callable[["Call"], Awaitable[None]]
 
 
@@ -118,7 +120,7 @@ async def stub(script: Script) -> AsyncIterator[Stub]:
     try:
         yield made
         server.close()
-        await asyncio.wait_for(asyncio.gather(*tasks), 30)  # the client closes what it opened
+        await asyncio.wait_for(asyncio.gather(*tasks), HANG_S)  # the client closes what it opened
     finally:
         server.close()
         for task in list(tasks):

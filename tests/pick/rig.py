@@ -14,14 +14,12 @@ import aiohttp
 import msgspec
 import yaml
 from aiohttp import web
-from helpers import turns_until
+from helpers import HANG_S, free_port, turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.config.fleet import load_fleet
 from hetlb.pick.service import PickService
 
-#: A busy machine takes long to start Envoy.
-_START_S = 60.0
 CONFIGS = Path(__file__).parents[2] / "configs" / "envoy"
 STATIC, GATEWAY_API = CONFIGS / "static.yaml", CONFIGS / "gateway-api.yaml"
 METRICS = "vllm:num_requests_running {}\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
@@ -70,7 +68,7 @@ class Engine:
         self.left = 0
         #: Running requests as its metrics say, where that is not the truth.
         self.stated: int | None = None
-        self.port = 0
+        self.port = free_port()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> Engine:
@@ -80,7 +78,6 @@ class Engine:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
-        self.port = self._runner.addresses[0][1]
         return self
 
     async def stop(self) -> None:
@@ -162,16 +159,14 @@ class Envoy:
                 str(binary), "-c", str(path), "--admin-address-path", str(admin), "--concurrency", "1",
                 "--disable-hot-restart", "-l", "warning", stdout=log, stderr=log,
             )  # fmt: skip
-        await turns_until(
-            lambda: (admin.exists() and ":" in admin.read_text()) or self.process.returncode, _START_S
-        )
+        await turns_until(lambda: (admin.exists() and ":" in admin.read_text()) or self.process.returncode)
         assert self.process.returncode is None, (self.folder / "log").read_text()
         self.admin_port = int(admin.read_text().rpartition(":")[2])
         return await self.ready()
 
     async def ready(self) -> Envoy:
         """Wait until it takes requests and has looked at the health of pickers and engines."""
-        async with aiohttp.ClientSession() as session, asyncio.timeout(_START_S):
+        async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):
             while not (await self.admin(session, "/ready")).startswith(b"LIVE"):
                 await asyncio.sleep(0.02)
             listeners = msgspec.json.decode(await self.admin(session, "/listeners?format=json"))
@@ -207,7 +202,7 @@ class Rig:
         self.picker: PickService
         self.envoy: Envoy
         self.session: aiohttp.ClientSession
-        self.grpc_port = 0
+        self.grpc_port = free_port()
         self.scheme = "http"
         self.tls: ssl.SSLContext | bool = True
 
@@ -233,7 +228,6 @@ class Rig:
         path.write_text(yaml.safe_dump(self.fleet(**tables)))
         self.picker = PickService(load_fleet(path), event_log)
         await self.picker.start()
-        self.grpc_port = self.picker.address[1]
         return self.picker
 
     def body(self, **fields: Any) -> bytes:
@@ -282,7 +276,7 @@ async def rig(
         change(made.envoy)
         stack.push_async_callback(lambda: made.envoy.kill())
         await made.envoy.start()
-        timeout = aiohttp.ClientTimeout(total=30)
+        timeout = aiohttp.ClientTimeout(total=HANG_S)
         connector = aiohttp.TCPConnector(limit=0)
         made.session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=connector)

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from helpers import turns_until
+from helpers import HANG_S, free_port, turns_until
 from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, answer, rig
 from proxy.upstreams import DONE, TOKEN
 
@@ -349,7 +349,7 @@ async def test_a_picker_process_that_is_killed_is_back_and_knows_what_runs(
             # In full duplex a body that is on its way to the picker is lost with it.
             assert {reply.status for reply in replies} <= ({200} if base is STATIC else {200, 500})
             assert not any("x-hetlb-instance" in reply.headers for reply in replies)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while (await made.ask()).status != 200:  # until Envoy's checks have found it out
                     pass
             await picker.start()
@@ -365,7 +365,7 @@ class PickerProcess:
         self._made = made
         self._process: asyncio.subprocess.Process | None = None
         self._admin = ""
-        self.port = 0
+        self.port = free_port()
 
     async def start(self) -> None:
         command = [sys.executable, "-m", "hetlb", "pick", "--grpc-port", str(self.port), "--admin-port", "0"]
@@ -374,9 +374,9 @@ class PickerProcess:
         self._process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert self._process.stdout is not None
         line = (await self._process.stdout.readline()).decode()
-        found = re.fullmatch(r"hetlb pick ready on http://127.0.0.1:(\d+) \(admin (\S+)\)\n", line)
+        found = re.fullmatch(rf"hetlb pick ready on http://127.0.0.1:{self.port} \(admin (\S+)\)\n", line)
         assert found is not None, line
-        self.port, self._admin = int(found[1]), found[2]
+        self._admin = found[1]
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -409,7 +409,7 @@ class PickerProcess:
 
     async def at_rest(self) -> None:
         """Wait until its figures are zero, then check that every request had one outcome."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while await self.in_flight():
                 await asyncio.sleep(0)
         page = (await self._figures("/metrics")).decode()
@@ -441,7 +441,7 @@ async def outside(
 
 async def turns_until_picked(made: Rig) -> None:
     """Ask until a picker has chosen."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while "x-hetlb-instance" not in (await made.ask()).headers:
             pass
 

@@ -83,7 +83,7 @@ class Client:
         return bool(sent or came)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     calls=st.lists(st.lists(st.integers(0, 60_000), max_size=3), min_size=1, max_size=4),
     window=st.sampled_from([1000, 16_384, 65_535, 1 << 20]),

@@ -49,7 +49,7 @@ def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) ->
     return Fleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     gpus=st.integers(1, 10),
     sizes=st.sets(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1),

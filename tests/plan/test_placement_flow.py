@@ -68,7 +68,7 @@ def flow_by_linear_program(cluster: Cluster, placement: Placement, *, partial: b
     return -float(answer.fun)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), partial=st.booleans())
 def test_the_flow_is_that_of_the_linear_program_and_obeys_all_capacities(seed: int, partial: bool) -> None:
     rng = random.Random(seed)

@@ -47,7 +47,7 @@ def best_of_all(cluster: Cluster) -> float:
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
 def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     rng = random.Random(seed)
@@ -64,7 +64,7 @@ def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int)
         assert max_flow(cluster, solved.placement).tokens_per_s == pytest.approx(best, rel=1e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), partial=st.booleans())
 def test_no_placement_exceeds_the_bound(seed: int, partial: bool) -> None:
     rng = random.Random(seed)
@@ -92,7 +92,7 @@ def fits(cluster: Cluster, placement: Intervals) -> bool:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_heuristics_fit_their_nodes(seed: int) -> None:
     rng = random.Random(seed)

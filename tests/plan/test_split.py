@@ -175,7 +175,6 @@ def test_a_link_that_all_pairs_share_carries_its_rate_once() -> None:
     ),
     st.sampled_from([1e8, 1e9, 1e12]),
 )
-@settings(deadline=None)
 def test_flows_keep_every_limit(parts: list[tuple[Role, int, float]], between: float) -> None:
     of = cluster([machine(name, "A100", 8) for name in "abc"], between=between)
     groups = [group(role, m, capacity) for role, m, capacity in parts]
@@ -223,7 +222,7 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
 
 @pytest.mark.parametrize("cost_model", [ProfileCost, PaperCost])
 @given(of=clusters)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_search_finds_what_exhaustive_search_finds(
     cost_model: type[ProfileCost] | type[PaperCost], of: Cluster
 ) -> None:

@@ -63,7 +63,7 @@ def test_machines_of_one_kind_are_searched_once() -> None:
     check(MODEL, machines, plans)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     gpus=st.integers(1, 12),
     memory_bytes=st.integers(0, 40),

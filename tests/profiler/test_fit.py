@@ -97,7 +97,7 @@ def test_a_measured_decode_never_falls(tp: int) -> None:
     assert_rises(fit_phase([p for p in measured(tp) if p.phase is Phase.DECODE], Form.PAPER))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(off=st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12), form=st.sampled_from(list(Form)))
 def test_nothing_falls_whatever_was_measured(off: list[float], form: Form) -> None:
     points = [

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import uvloop
-from helpers import make_scheduler, spec, turns_until
+from helpers import HANG_S, make_scheduler, spec, turns_until
 
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.admission import QueueLimits
@@ -71,9 +71,9 @@ class Proxy:
 
     async def settled(self) -> None:
         """Wait until no request is open, then check that nothing of one is left."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while self.driver.exchanges:
-                await self.driver.drain(10)
+                await self.driver.drain(HANG_S)
         scheduler = self.scheduler
         scheduler.check_integrity()
         assert scheduler.in_flight == 0

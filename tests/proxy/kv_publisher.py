@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from helpers import HANG_S
 
 SIZE = 4
 
@@ -42,7 +43,7 @@ class Publisher:
         self.task = asyncio.create_task(self._serve())
 
     async def subscribed(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             assert await self.pub.recv() == b"\x01"
 
     async def publish(self, *events: dict[str, Any], silently: bool = False) -> None:

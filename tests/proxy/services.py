@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import yaml
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
 
 from hetlb.config.fleet import load_fleet
@@ -70,7 +70,7 @@ class Engine(Upstream):
 
     async def asked_for(self, number: int = 1) -> Visit:
         """The n-th request that is no probe, when it has come."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(HANG_S), self.arrived:
             await self.arrived.wait_for(lambda: len(self.asked) >= number)
         return self.asked[number - 1]
 
@@ -178,7 +178,7 @@ async def serving(
         loaded = msgspec.structs.replace(loaded, policy=named)
     service = Service(loaded)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session:
             await service.start()
             running = Running(service, path, session)
             yield running

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import yaml
+from helpers import HANG_S
 
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile import Profile, load_profile
@@ -40,7 +41,7 @@ class Rig:
         self.time_scale: float
 
     async def ask(
-        self, path: str = "/v1/completions", timeout_s: float = 20.0, **body: Any
+        self, path: str = "/v1/completions", timeout_s: float = HANG_S, **body: Any
     ) -> tuple[int, str, str | None, str | None]:
         """Status, text, and the instances that answered and that read the prompt."""
         given = {"model": "m", "max_tokens": 6, **body}
@@ -59,7 +60,7 @@ class Rig:
 
     async def idle(self) -> None:
         """Wait until nothing is in flight or held anywhere."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while busy := self.busy():
                 await asyncio.sleep(0.01)
         assert not busy
@@ -151,7 +152,7 @@ async def rig(
         async with aiohttp.ClientSession() as session:
             found = Rig(engines, service, session)
             found.profile, found.settings, found.time_scale = profile, of_all, time_scale
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while any(each.health.state.value != "up" for each in service.scheduler.instances):
                     await asyncio.sleep(0.01)
             yield found

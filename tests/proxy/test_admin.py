@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
@@ -369,7 +369,7 @@ async def test_sighup_reloads(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         [line] = said(caplog.records, "not reloaded, the last good configuration stays: ")
         assert str(running.path) in line
         os.kill(os.getpid(), signal.SIGINT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await serve
 
 

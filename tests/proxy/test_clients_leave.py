@@ -104,9 +104,9 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
 
             seen = Counter(await asyncio.gather(*(one_by_one(number) for number in range(REQUESTS))))
             engines = (one, two)
-            await turns_until(lambda: not driver.exchanges, 30.0)
-            await turns_until(lambda: not any(each.running or each.waiting for each in engines), 30.0)
-            await turns_until(lambda: not service.server.connections, 30.0)
+            await turns_until(lambda: not driver.exchanges)
+            await turns_until(lambda: not any(each.running or each.waiting for each in engines))
+            await turns_until(lambda: not service.server.connections)
             driver.settle()
             accepted = REQUESTS - seen["left while sending"]
             assert seen["answered"] > 600
@@ -128,6 +128,6 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert one.model.kv_used_blocks == two.model.kv_used_blocks == 0
             assert asyncio.all_tasks() <= tasks_before
             await service.stop(1.0)
-            await turns_until(lambda: not any(each.connections for each in engines), 30.0)
+            await turns_until(lambda: not any(each.connections for each in engines))
         finally:
             await service.close()

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import pytest_asyncio
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.conftest import Proxy
 from proxy.upstreams import PLAIN_BODY, SSE_HEAD, plain
 
@@ -91,7 +91,7 @@ class Rig:
 
     async def until(self, *states: object) -> Any:
         """The first connection that is in these states."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while True:
                 self._look()
                 for each in self._last:
@@ -115,7 +115,7 @@ class Rig:
 
     async def engine(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The next connection that the proxy makes to its engine."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await self._engines.get()
 
     async def asked(self, body: bytes = ASK, **how: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -127,7 +127,7 @@ class Rig:
 
     async def read(self, reader: asyncio.StreamReader) -> None:
         """Read one request at the engine."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             head = await reader.readuntil(b"\r\n\r\n")
             [length] = [each for each in head.lower().split(b"\r\n") if each.startswith(b"content-length")]
             await reader.readexactly(int(length.split(b":")[1]))

@@ -102,7 +102,7 @@ async def test_a_prompt_of_ids_goes_where_its_blocks_are(tmp_path: Path, publish
             await running.up("i1")
             await publisher.subscribed()
             await publisher.publish(stored(ids, 1))
-            await turns_until(lambda: running.scheduler.block_tokens == SIZE)
+            await turns_until(lambda: running.scheduler.fleet.block_tokens == SIZE)
             scheduler = running.scheduler
             request = msgspec.json.encode({"model": "m", "prompt": [*ids, 5, 6], "max_tokens": 1})
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)

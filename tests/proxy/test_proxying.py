@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.upstreams import (
     DONE,
     LAST,
@@ -64,7 +64,7 @@ class Client:
         self.writer.write(data)
 
     async def answer(self) -> Answer:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
             headers = dict(line.split(": ", 1) for line in lines)
             status = int(first.split()[1])
@@ -87,7 +87,7 @@ class Client:
             return Answer(status, headers, body, True)
 
     async def eof(self) -> bytes:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             return await self.reader.read()
 
 
@@ -515,7 +515,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(
                 client.writer.write_eof()
             else:
                 client.writer.transport.abort()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 await visit.left.wait()
         await proxy.settled()
         assert proxy.driver.pools.open_connections == 0
@@ -594,7 +594,7 @@ async def test_a_slow_client_holds_its_engine_back(start: Start) -> None:
             await engine.visit()
             # Until the engine is stuck for many turns of the loop.
             last, still = -1, 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while still < 2000:
                     await asyncio.sleep(0)
                     last, still = sent, still + 1 if sent == last else 0

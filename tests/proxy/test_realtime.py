@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import re
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import websockets
 import yaml
 from emulator.conftest import make_profile
+from helpers import HANG_S, free_port
 from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import Visit, plain
@@ -101,7 +101,7 @@ async def raw(running: Running, request: bytes) -> tuple[bytes, bytes]:
     """The head and the body of what is answered to these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         head = await reader.readuntil(b"\r\n\r\n")
         length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
         body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
@@ -283,7 +283,7 @@ async def test_an_engine_that_does_not_agree(tmp_path: Path, answer: bytes, stat
         writer.write(HANDSHAKE + b"\r\n" + b"\x81\x85secretframe")
         visit = await engine.asked_for()
         engine.released.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             answered = await reader.read()
         writer.close()
         assert answered.startswith(b"HTTP/1.1 " + status)
@@ -422,10 +422,8 @@ async def test_an_engine_that_resets(tmp_path: Path) -> None:
 
 async def test_an_engine_that_refuses_connections_is_replaced(tmp_path: Path) -> None:
     async with Talker() as engine:
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            port = closed.getsockname()[1]
         fleet = document(engine, scrape={"interval_s": 60.0})
-        fleet["models"][0]["instances"].insert(0, {"name": "gone", "url": f"http://127.0.0.1:{port}"})
+        fleet["models"][0]["instances"].insert(0, {"name": "gone", "url": f"http://127.0.0.1:{free_port()}"})
         async with serving(tmp_path, fleet) as running:
             async with session(running) as client:
                 await client.recv()
@@ -436,7 +434,7 @@ async def test_an_engine_that_refuses_connections_is_replaced(tmp_path: Path) ->
 
 async def test_nothing_is_said_for_too_long(tmp_path: Path) -> None:
     async with Talker() as engine:
-        async with talking(tmp_path, engine, proxy={"idle_timeout_s": 0.2}) as running:
+        async with talking(tmp_path, engine, proxy={"idle_timeout_s": 1.0}) as running:
             async with session(running) as client:
                 await client.recv()
                 visit = await engine.asked_for()
@@ -449,7 +447,7 @@ async def test_nothing_is_said_for_too_long(tmp_path: Path) -> None:
 
 async def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path) -> None:
     async with Talker() as engine:
-        async with talking(tmp_path, engine, proxy={"write_timeout_s": 0.3}) as running:
+        async with talking(tmp_path, engine, proxy={"write_timeout_s": 1.0}) as running:
             _, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 10)
             writer.transport.pause_reading()
             writer.write(HANDSHAKE + b"\r\n")
@@ -480,7 +478,7 @@ async def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path)
 
 async def test_an_engine_that_does_not_read_holds_the_client_back(tmp_path: Path) -> None:
     async with Talker() as engine:
-        async with talking(tmp_path, engine, proxy={"idle_timeout_s": 0.5}) as running:
+        async with talking(tmp_path, engine, proxy={"idle_timeout_s": 1.0}) as running:
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
             writer.write(HANDSHAKE + b"\r\n")
             visit = await engine.asked_for()

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from helpers import HANG_S
 from proxy.split_rig import WHOLE, Rig, rig
 
 from hetlb.emulator import EmulatedEngine
@@ -24,7 +25,7 @@ def kv(fleet: Rig, name: str) -> KvExchange:
 
 
 async def until(what: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not what():
             await asyncio.sleep(0.005)
 
@@ -171,7 +172,7 @@ async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, str
         reader, decoder = fleet.engines["e0"], fleet.engines["e1"]
         if phase == "fetch":
             kv(fleet, "e0").answering.clear()
-        ask = fleet.ask(stream=stream, prompt=[1] * 4000, max_tokens=2000, timeout_s=60.0)
+        ask = fleet.ask(stream=stream, prompt=[1] * 4000, max_tokens=2000, timeout_s=HANG_S)
         asked = asyncio.create_task(ask)
         if phase == "prefill":
             await until(lambda: reader.running)
@@ -264,7 +265,7 @@ async def test_a_hundred_under_failures(tmp_path: Path) -> None:
             try:
                 status, text, *_ = await fleet.ask(
                     stream=number % 2 == 0, prompt=[number] * (100 + 7 * number),
-                    timeout_s=0.05 if number % 9 == 4 else 20.0,
+                    timeout_s=0.05 if number % 9 == 4 else HANG_S,
                 )  # fmt: skip
             except (TimeoutError, aiohttp.ClientError):
                 return

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.services import Engine, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
@@ -207,13 +207,13 @@ class Process:
 
     async def ready(self) -> tuple[int, int]:
         assert self.process.stdout is not None
-        line = (await asyncio.wait_for(self.process.stdout.readline(), 60)).decode()
+        line = (await asyncio.wait_for(self.process.stdout.readline(), HANG_S)).decode()
         assert " ready on " in line, (await self.errors).decode()
         main, admin = map(int, re.findall(r":(\d+)\b", line))
         return main, admin
 
     async def ended(self) -> str:
-        await asyncio.wait_for(self.process.wait(), 60)
+        await asyncio.wait_for(self.process.wait(), HANG_S)
         return (await self.errors).decode()
 
 
@@ -222,7 +222,6 @@ WORKERS = [(1,), (2,), (1, 2), (3, 2)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("workers", WORKERS[:3], ids=str)
 async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(
     tmp_path: Path, workers: tuple[int, ...]
@@ -230,7 +229,6 @@ async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(
     await upgrades(tmp_path, 10, 200, workers)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 async def test_an_upgrade_under_load(tmp_path: Path, workers: tuple[int, ...]) -> None:
     await upgrades(tmp_path, len(workers), 20, workers)
@@ -284,7 +282,7 @@ async def upgrades(tmp_path: Path, times: int, count: int, workers: tuple[int, .
                 assert "Traceback" not in log
             # The ends of the old processes' leases reach the last one a moment after the replies.
             figures = [1]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while any(figures):
                     async with session.get(f"http://127.0.0.1:{admin}/v1/fleet") as reply:
                         [instance] = (await reply.json())["models"][0]["instances"]
@@ -296,7 +294,6 @@ async def upgrades(tmp_path: Path, times: int, count: int, workers: tuple[int, .
         await running.ended()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_sockets_that_systemd_listens_on_outlive_the_process(tmp_path: Path, workers: int) -> None:
     """`LISTEN_FDS`, `LISTEN_FDNAMES` and `NOTIFY_SOCKET`, as systemd sets them."""

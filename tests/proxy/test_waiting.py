@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.test_proxying import ASK_STREAM, Client, Start, ask, post
 from proxy.upstreams import (
     DONE,
@@ -445,7 +445,7 @@ async def test_a_connection_on_which_an_answer_is_still_going_out_is_not_idle(st
         async with Client(proxy) as client:
             assert (await client.answer()).status == 429
         slow.writer.transport.resume_reading()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             assert await slow.reader.readexactly(len(left)) == left
         await turns_until(lambda: len(proxy.server.connections) == 1)
         async with Client(proxy) as client:

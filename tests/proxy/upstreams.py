@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
+from helpers import HANG_S
+
 Script: TypeAlias = Callable[["Visit"], Awaitable[None]]
 
 PLAIN_BODY = b'{"id":"cmpl-1","choices":[{"text":"hi"}],"usage":{"prompt_tokens":3,"completion_tokens":2}}'
@@ -81,13 +83,13 @@ class Upstream:
 
     async def visit(self, number: int = 1) -> Visit:
         """The n-th request, when it has come."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(HANG_S), self.arrived:
             await self.arrived.wait_for(lambda: len(self.visits) >= number)
         return self.visits[number - 1]
 
     async def closed(self) -> None:
         """Wait until the proxy holds no connection here."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(HANG_S), self.arrived:
             await self.arrived.wait_for(lambda: self.open == 0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

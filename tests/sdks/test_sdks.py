@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from helpers import HANG_S
 
 import hetlb.demo
 from hetlb.loadtest.processes import helper_processes
@@ -64,6 +65,23 @@ def urls() -> Iterator[Urls]:
         yield Urls(engine.urls[0], proxy.urls[0])
 
 
+#: Clients of the test that runs.
+_clients: list[Any] = []
+
+
+def closed_later(client: Any) -> Any:
+    """A client that is closed after the test: the collector would find its sockets in another one."""
+    _clients.append(client)
+    return client
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _clients:
+        _clients.pop().close()
+
+
 def plain(answer: Any) -> Any:
     """An SDK's object as JSON without what differs between any two answers."""
     if hasattr(answer, "model_dump"):
@@ -96,7 +114,7 @@ def wav() -> io.BytesIO:
 
 
 def openai_client(url: str) -> Any:
-    return sdk("openai").OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    return closed_later(sdk("openai").OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
 
 
 def openai_chat(url: str) -> Any:
@@ -204,7 +222,7 @@ def openai_wrong_value(url: str) -> Any:
 
 
 def anthropic_client(url: str) -> Any:
-    return sdk("anthropic").Anthropic(base_url=url, api_key="none", max_retries=0)
+    return closed_later(sdk("anthropic").Anthropic(base_url=url, api_key="none", max_retries=0))
 
 
 def anthropic_message(url: str) -> Any:
@@ -346,7 +364,7 @@ def curl(url: str, *arguments: str) -> str:
         pytest.skip("needs curl")
     return subprocess.run(
         ["curl", "--silent", "--show-error", "--no-buffer", *arguments, url],
-        check=True, capture_output=True, text=True, timeout=60,
+        check=True, capture_output=True, text=True, timeout=HANG_S,
     ).stdout  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_affinity_beats_none_and_starves_no_adapter(seed: int) -> None:
 @pytest.mark.parametrize("stated_s", [0.02, 5.0])
 def test_a_load_time_that_is_wrong_is_learnt(stated_s: float) -> None:
     _, simulation = simulate(stated_s, 0)
-    learnt = simulation.scheduler._adapter_load
+    learnt = simulation.scheduler.placement.adapter_load
     assert isinstance(learnt, AdapterLoadTime)
     assert learnt.seconds == pytest.approx(LOAD_S, rel=0.3)
 

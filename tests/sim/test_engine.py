@@ -81,7 +81,7 @@ def run(engine: EngineModel) -> list[Ended]:
     contents=st.booleans(),
     adapters=adapters,
 )
-@settings(max_examples=MAX_EXAMPLES, deadline=None)
+@settings(max_examples=MAX_EXAMPLES)
 def test_same_as_the_plain_engine(
     load: tuple[EngineLimits, list[tuple[int, int, int]]],
     rule: IterationRule,
@@ -172,7 +172,7 @@ def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequ
     waits=st.lists(st.integers(0, 9), min_size=12, max_size=12),
     contents=st.booleans(),
 )
-@settings(max_examples=MAX_EXAMPLES, deadline=None)
+@settings(max_examples=MAX_EXAMPLES)
 def test_transfers_are_the_same_as_in_the_plain_engine(
     load: tuple[EngineLimits, list[tuple[int, int, int]]], kinds: list[str], waits: list[int], contents: bool
 ) -> None:
@@ -254,7 +254,6 @@ def test_a_sequence_aborted_during_its_transfer_leaves_nothing(complete: bool) -
 
 
 @given(load=loads(), rule=rules)
-@settings(deadline=None)
 def test_every_sequence_gets_exactly_its_tokens(
     load: tuple[EngineLimits, list[tuple[int, int, int]]], rule: IterationRule
 ) -> None:
@@ -353,7 +352,7 @@ def timeline(
     horizon=st.booleans(),
     adapters=adapters,
 )
-@settings(max_examples=MAX_EXAMPLES, deadline=None)
+@settings(max_examples=MAX_EXAMPLES)
 def test_stretches_equal_steps(
     load: tuple[EngineLimits, list[tuple[int, int, int]]],
     rule: IterationRule,

@@ -79,7 +79,7 @@ def cached_engine(blocks: int, size: int, *, seqs: int = 6, batched: int = 24) -
     return EngineModel(LATENCY, EngineLimits(blocks * size, size, seqs, batched), prefix_cache=True)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(asks(), st.integers(1, 8), st.integers(45, 200))
 def test_one_after_the_other_finds_what_the_block_pool_finds(
     requests: list[Ask], size: int, blocks: int
@@ -101,7 +101,7 @@ def test_one_after_the_other_finds_what_the_block_pool_finds(
         assert engine.pool.used_blocks == 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(asks(), st.integers(1, 8), st.integers(12, 90), st.data())
 def test_together_stretches_equal_steps_and_the_books_add_up(
     requests: list[Ask], size: int, blocks: int, data: st.DataObject
@@ -145,7 +145,7 @@ def test_together_stretches_equal_steps_and_the_books_add_up(
     assert fast.generated_tokens == slow.generated_tokens
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(asks(), st.integers(1, 8))
 def test_without_anything_in_common_and_with_room_it_changes_nothing(requests: list[Ask], size: int) -> None:
     limits = EngineLimits(4000 * size, size, 6, 24)

@@ -82,7 +82,7 @@ def test_one_request_takes_prefill_transfer_and_one_step_until_its_first_token()
     kv_tokens=st.sampled_from([4000, 50_000]),
     bandwidth=st.sampled_from([1e7, 1e9]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     roles: list[Role], rows: list[tuple[int, int]], gap_s: float, kv_tokens: int, bandwidth: float
 ) -> None:

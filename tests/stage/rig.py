@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helpers import turns_until
+from helpers import free_port, turns_until
 from stage.toy import make_worker
 
 from hetlb.config.stages import StagesTable, StageTable, resolve_stages
@@ -24,7 +24,7 @@ RANGES = {"a": (0, 7), "b": (0, 6), "c": (5, 12), "d": (6, 12)}
 
 async def until(condition: Callable[[], bool]) -> None:
     """Give the loop its turns until something holds."""
-    await turns_until(condition, 20.0)
+    await turns_until(condition)
 
 
 class Stage:
@@ -33,14 +33,13 @@ class Stage:
     def __init__(self, folder: Path, name: str, **options: Any) -> None:
         self.folder, self.name, self._options = folder, name, options
         self.first, self.end = RANGES[name]
-        self.port = 0
+        self.port = free_port()
         self.worker: StageWorker
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self.worker, self.runner, self.pool = make_worker(self.folder, self.first, self.end, **self._options)
         await self.worker.start("127.0.0.1", self.port)
-        self.port = self.worker.port
         self._task = asyncio.create_task(self.worker.run())
 
     async def kill(self) -> None:

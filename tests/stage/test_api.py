@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 import yaml
+from helpers import HANG_S
 from stage.rig import Rig, rig, until
 from stage.toy import answer
 
@@ -220,7 +221,7 @@ async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> N
                 assert instance["in_flight"] == instance["kv_reserved_tokens"] == instance["workload"] == 0
                 return {each["name"]: each for each in instance["stages"]}
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while [each["state"] for each in (await stages()).values()] != ["up"] * 4:
                     await asyncio.sleep(0.02)
             assert (await stages())["b"] == {

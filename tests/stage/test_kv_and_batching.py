@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.stage.batching import Batcher
@@ -49,7 +49,6 @@ def test_slots_follow_the_table() -> None:
     assert pool.used == 6
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(1, 30)), min_size=1, max_size=40),
     st.integers(1, 20),

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.services import Reply
 
 PROMPT = {"model": "m", "prompt": [1] * 100, "max_tokens": 50}
@@ -33,14 +33,14 @@ class Serving:
         # A connection for every request: the kernel chooses a worker for each.
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, limit=0),
-            timeout=aiohttp.ClientTimeout(total=60),
+            timeout=aiohttp.ClientTimeout(total=HANG_S),
         )
         self._reader: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         assert self.process.stdout is not None
         self._reader = asyncio.create_task(self._read_errors())
-        line = (await asyncio.wait_for(self.process.stdout.readline(), 100)).decode()
+        line = (await asyncio.wait_for(self.process.stdout.readline(), HANG_S)).decode()
         assert " ready on " in line, self.errors
         self.url, self.admin_url = (word.strip("()\n") for word in line.split() if "http://" in word)
 
@@ -54,7 +54,7 @@ class Serving:
     async def said(self, part: str) -> str:
         """A line of the log that holds `part`, when it has come."""
         try:
-            async with asyncio.timeout(60), self._news:
+            async with asyncio.timeout(HANG_S), self._news:
                 await self._news.wait_for(lambda: any(part in line for line in self.errors))
         except TimeoutError:
             raise AssertionError(f"expected {part!r}, got {self.errors}") from None
@@ -66,7 +66,7 @@ class Serving:
         if self.process.returncode is None:
             workers = self.processes
             self.process.send_signal(number)
-        status = await asyncio.wait_for(self.process.wait(), 60)
+        status = await asyncio.wait_for(self.process.wait(), HANG_S)
         assert not alive(workers), "a process was left behind"
         if self._reader is not None:
             await self._reader
@@ -93,7 +93,7 @@ class Serving:
         """End the scheduler process; returns when another is there."""
         old = self.scheduler
         os.kill(old, number)
-        await turns_until(lambda: self.scheduler not in (0, old), 60.0)
+        await turns_until(lambda: self.scheduler not in (0, old))
 
     async def ask(
         self,
@@ -123,7 +123,7 @@ class Serving:
 
     async def fleet_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The fleet once something is true of it."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while True:
                 fleet: dict[str, Any] = (await self.admin("/v1/fleet")).json
                 if holds(fleet):
@@ -132,14 +132,14 @@ class Serving:
 
     async def metric_until(self, line: str, value: float) -> None:
         """Wait until a series has a value."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while await self.metric(line) != value:
                 await asyncio.sleep(_POLL_S)
 
     async def both_serve(self, count: int = 2) -> list[Reply]:
         """Ask until so many workers have answered: all replies."""
         replies: list[Reply] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while len({worker_of(reply) for reply in replies}) < count:
                 replies.append(await self.ask())
         return replies

@@ -18,8 +18,6 @@ from workers.processes import PROMPT, Serve, Serving, at_rest, in_flight, name_o
 
 from hetlb.cli.main import main
 
-pytestmark = pytest.mark.timeout(900)
-
 STREAMS = 200
 WAITING = 40
 #: Room for `STREAMS` requests of `PROMPT` at a time.
@@ -115,7 +113,7 @@ async def more(proxy: Serving, streams: list[Stream], count: int) -> list[Stream
         wanted = len(streams)
         await proxy.fleet_until(lambda fleet, wanted=wanted: sum(load(fleet)) == wanted)
     running = load((await proxy.admin("/v1/fleet")).json)[0]
-    await turns_until(lambda: sum(stream.tokens > 0 for stream in streams) >= running, 60.0)
+    await turns_until(lambda: sum(stream.tokens > 0 for stream in streams) >= running)
     return streams
 
 

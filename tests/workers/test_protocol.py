@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from helpers import HANG_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +102,6 @@ async def test_what_is_sent_in_one_turn_is_one_frame_and_garbage_closes_the_chan
     await news.wait()
     assert received == [[Busy(1, 1, 0.5), Busy(2, 2, 0.5)]]
     one.send(Hello(1, "seven", 0, []))  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await closed.wait()
     one.close()

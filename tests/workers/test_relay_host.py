@@ -198,7 +198,7 @@ class World:
             self.host.carry_out(self.host.scheduler.on_tick(self.clock))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 32))
 def test_every_request_is_answered_once_and_nothing_is_left(seed: int) -> None:
     world = World(random.Random(seed))

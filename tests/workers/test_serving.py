@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import yaml
 from emulator.conftest import make_profile
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from proxy.kv_publisher import Publisher, stored
 from proxy.services import Engine, Reply, document
 from proxy.test_realtime import transcribe
@@ -27,7 +27,6 @@ from workers.processes import PROMPT, Serve, Serving, alive, at_rest, children, 
 from hetlb.emulator import EmulatedEngine
 
 #: Three interpreters start for each of these.
-pytestmark = pytest.mark.timeout(300)
 
 #: Room for one such request at a time.
 PROFILE = """
@@ -60,7 +59,7 @@ class Turns(Engine):
 
     async def has_served(self, count: int) -> list[str]:
         """The first so many, when they have come."""
-        async with asyncio.timeout(60), self.arrived:
+        async with asyncio.timeout(HANG_S), self.arrived:
             await self.arrived.wait_for(lambda: len(self.order) >= count)
         return self.order
 
@@ -100,7 +99,7 @@ async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> 
 
 async def lines(proxy: Serving, count: int) -> list[str]:
     """The lines of the request log, once there are so many; each is whole."""
-    async with asyncio.timeout(60), proxy._news:
+    async with asyncio.timeout(HANG_S), proxy._news:
         await proxy._news.wait_for(lambda: sum("request=" in line for line in proxy.errors) >= count)
     found = [line for line in proxy.errors if "request=" in line]
     assert all(line.startswith("request=") and line.endswith("retries=0") for line in found)
@@ -114,7 +113,7 @@ async def test_engines_are_probed_once_not_by_every_worker(serve: Serve) -> None
         before = len(heads)
         await proxy.both_serve(4)
         ages = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while one.probes < before + 5:
                 ages.append(
                     (await proxy.admin("/v1/fleet")).json["models"][0]["instances"][0]["signal_age_s"]
@@ -266,7 +265,7 @@ async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_request
         proxy.process.kill()
         one.released.set()
         assert (await asked).status == 200
-        await turns_until(lambda: not alive(workers), 60.0)
+        await turns_until(lambda: not alive(workers))
 
 
 @pytest.mark.parametrize("looking", [False, True])
@@ -281,14 +280,14 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
             sys.executable, "-m", "hetlb", "serve", "--config", str(path), "--workers", "2",
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while len(workers := children(process.pid)) < 3:
                 await asyncio.sleep(0.005)
             if looking:  # they wait for the engine to be looked at, and it does not answer
                 await silent.visit()
             process.send_signal(number)
             await process.wait()
-            await turns_until(lambda: not alive(workers), 60.0)
+            await turns_until(lambda: not alive(workers))
 
 
 # --- what an operator changes ---
@@ -379,13 +378,13 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
         await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
         workers = proxy.processes
         proxy.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while (await proxy.admin("/readyz")).status == 200:
                 await asyncio.sleep(0.02)
         assert (await proxy.ask("/health", "GET")).status == 503
         one.released.set()
         assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
-        assert await asyncio.wait_for(proxy.process.wait(), 60) == 0
+        assert await asyncio.wait_for(proxy.process.wait(), HANG_S) == 0
         assert not alive(workers)
         assert await proxy.end() == 0
 
@@ -412,7 +411,7 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
                 sys.executable, "-m", "hetlb", "serve", "--instance", one.url, "--port", str(port),
                 "--admin-port", "0", "--workers", workers, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
-            _, errors = await asyncio.wait_for(other.communicate(), 60)
+            _, errors = await asyncio.wait_for(other.communicate(), HANG_S)
             assert other.returncode == 1
             assert f"127.0.0.1:{port} cannot be listened on" in errors.decode().splitlines()[-1]
             assert "Traceback" not in errors.decode()

@@ -120,7 +120,7 @@ def documents(
     waiting = scheduler.queue.by_model()
     found = []
     for model, instances in pools.items():
-        speed = scheduler.speeds(model, instances)
+        speed = scheduler.placement.speeds(model, instances)
         each = parts(instances, rows, speed, WINDOW_S)
         names = {instance.name for instance in instances}
         requests = sum(row.instance in names for row in rows)

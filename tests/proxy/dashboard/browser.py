@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import HANG_S
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -36,7 +36,8 @@ def launched() -> Iterator[Any]:
             pytest.skip("no Chromium on this machine")
         # As root, in a container, Chromium has no sandbox to start in.
         flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = driver.chromium.launch(executable_path=found, args=flags)
+        playwright.expect.set_options(timeout=HANG_S * 1e3)
+        browser = driver.chromium.launch(executable_path=found, args=flags, timeout=HANG_S * 1e3)
         try:
             yield browser
         finally:
@@ -50,6 +51,7 @@ class Look:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._context = browser.new_context(viewport={"width": 1360, "height": 900}, **context)
+        self._context.set_default_timeout(HANG_S * 1e3)
         self.page = self._context.new_page()
         self.page.on("console", lambda message: self.errors.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -149,17 +151,10 @@ class Fleet:
             body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": tokens}).encode()
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(f"{self.url}/v1/completions", body, headers)
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=HANG_S) as reply:
                 answered.append(reply.headers["x-hetlb-instance"])
         return answered
 
     def close(self) -> None:
         for name in list(self._processes):
             self.kill(name)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -62,7 +62,7 @@ async def test_the_shares_are_those_of_the_requests(tmp_path: Path) -> None:
         history = running.service.history
         rows = list(history.newest_first())
         assert len(rows) == 4
-        speed = running.scheduler.speeds("m", running.scheduler.instances)
+        speed = running.scheduler.placement.speeds("m", running.scheduler.instances)
         found = parts(running.scheduler.instances, rows, speed, 60.0)
         assert [each.work_share for each in found] == [0.5, 0.5]
         assert [each.speed_share for each in found] == [0.5, 0.5]

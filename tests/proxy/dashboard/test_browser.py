@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy.dashboard.browser import ENGINES, Fleet, Look, free_port, launched, playwright
+from helpers import free_port
+from proxy.dashboard.browser import ENGINES, Fleet, Look, launched, playwright
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect
 
 TOKEN = "correct-horse-battery"
-#: A page that has to wait for a scrape, a snapshot and this busy machine.
-SOON_MS = 15_000
 #: Elements wider than their box, apart from those that scroll and those for screen readers.
 CUT = """() => [document.documentElement,
     ...document.querySelectorAll('section, figure, .tiles > div, .bar, form')]
@@ -25,7 +24,6 @@ CUT = """() => [document.documentElement,
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    expect.set_options(timeout=SOON_MS)
     with launched() as browser:
         yield browser
 
@@ -157,7 +155,7 @@ def test_the_last_hour_under_another_policy(look: Look, running: Fleet) -> None:
     look.page.locator("#whatif-policy").select_option("single")
     look.page.get_by_role("button", name="Replay").click()
     rows = look.page.locator("#whatif-result tbody tr")
-    expect(rows).to_have_count(3, timeout=60_000)
+    expect(rows).to_have_count(3)
     headers = rows.get_by_role("rowheader").all_inner_texts()
     assert headers == ["as it was", "hetlb, simulated", "single, simulated"]
     expect(look.page.locator("#whatif-state")).to_contain_text(re.compile(r"\d+ requests of "))

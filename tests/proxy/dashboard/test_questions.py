@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import HANG_S
 from proxy.dashboard.browser import MODEL, Fleet, Look, launched, playwright
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect
-SOON_MS = 20_000
 WIDTHS = (1400, 390)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    expect.set_options(timeout=SOON_MS)
     with launched() as browser:
         yield browser
 
@@ -49,7 +48,7 @@ def ask(fleet: Fleet, number: int, tokens: int = 40) -> list[str]:
         body = json.dumps({"model": MODEL, "prompt": "hello " * 50, "max_tokens": tokens}).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{fleet.url}/v1/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=HANG_S) as reply:
             return str(reply.headers["x-request-id"])
 
     with ThreadPoolExecutor(8) as pool:
@@ -146,7 +145,7 @@ def test_what_if_from_learnt_speeds(browser: Any, skewed: Fleet, policy: str, ot
     expect(page.locator("#whatif-policy")).to_have_value(other)
     page.get_by_role("button", name="Replay").click()
     expect(page.locator("#whatif-state")).to_contain_text(
-        "the speed of fast, slow as learnt here, not measured", timeout=60_000
+        "the speed of fast, slow as learnt here, not measured"
     )
     expect(page.locator("#whatif-result tbody tr")).to_have_count(3)
     look.close()

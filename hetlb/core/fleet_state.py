@@ -1,0 +1,169 @@
+"""State of the fleet: its instances, the models that they answer to, and which of them may be taken out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hetlb.core.admission import Queue
+from hetlb.core.health import HealthTracker
+from hetlb.core.instance import ChangeCounter, Instance
+from hetlb.core.prefix_index import PrefixIndex, Tree
+from hetlb.core.ready import ReadyInstances
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Command, Health, HealthChanged, InstanceSpec, Request
+
+#: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
+MOST_EJECTED: Final = 0.5
+
+
+class FleetState:
+    """The instances and, computed when one changes and not for every request, what follows for each model."""
+
+    __slots__ = (
+        "_changes", "_initial_health", "_next_cache", "_next_incarnation", "_params", "_queue", "_rng",
+        "adapters", "down_since", "instances", "prefixes", "publishers", "ready",
+    )  # fmt: skip
+
+    def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
+        """`queue` is told which lengths the instances of a model can take."""
+        self._params = setup.health
+        self._initial_health = setup.initial_health
+        self._queue = queue
+        self._rng = rng
+        self._changes = ChangeCounter()
+        self._next_incarnation = 1
+        self._next_cache = -1
+        #: By name, in file order.
+        self.instances: dict[str, Instance] = {}
+        #: By every name that some instance answers to.
+        self.ready: dict[str, ReadyInstances] = {}
+        #: Models of which no instance takes requests, and since when.
+        self.down_since: dict[str, float] = {}
+        #: Prefixes in the caches of all instances.
+        self.prefixes = PrefixIndex()
+        #: Instances that publish KV events.
+        self.publishers: list[Instance] = []
+        #: Names of all LoRA adapters.
+        self.adapters: frozenset[str] = frozenset()
+        for spec in setup.specs:
+            self.add(spec, setup.now)
+        self.reindex(setup.now)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the engines that publish KV events, 0 where none does."""
+        return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
+
+    def any_routable(self, request: Request) -> bool:
+        """True unless the model of a request is served, but by no routable instance of its subset."""
+        ready = self.ready.get(request.model)
+        if ready is None or request.subset is None:
+            return True
+        return any(each.routable and each.name in request.subset for each in ready.instances)
+
+    def fit_of(self, request: Request) -> int:
+        """The smallest class of instances that can take a request (see `ReadyInstances`)."""
+        ready = self.ready.get(request.model)
+        return 0 if ready is None else ready.fit_of(request)
+
+    # --- changes; `reindex` follows ---
+
+    def add(self, spec: InstanceSpec, now: float) -> Instance:
+        """A new incarnation of an instance."""
+        health = HealthTracker(self._rng, self._initial_health)
+        instance = Instance(spec, self._next_incarnation, health, now, self._changes, self.prefixes)
+        self.instances[spec.name] = instance
+        self._next_incarnation += 1
+        return instance
+
+    def remove(self, instance: Instance) -> None:
+        """An instance has left; its leases go on."""
+        instance.removed = True
+        instance.tree.retire()
+        del self.instances[instance.name]
+        self.publishers = [each for each in self.publishers if each is not instance]
+
+    def join(self, instance: Instance, now: float) -> None:
+        """An instance came (back): its prefix cache is taken for empty; it starts slowly once it is up."""
+        instance.tree.retire()
+        instance.tree = Tree(self.prefixes, self._next_cache)
+        self._next_cache -= 1
+        if instance.health.state is Health.UP:
+            instance.throttle.was_up = True
+            instance.throttle.begin_slow_start(self._params.slow_start_s, now)
+        else:
+            instance.throttle.rejoining = True
+
+    def reindex(self, now: float) -> None:
+        """Rebuild which instances answer to which name, and since when a name has had none to go to."""
+        by_model: dict[str, list[Instance]] = {}
+        for instance in self.instances.values():
+            names = instance.served
+            if names is None:
+                names = (instance.spec.model,) if instance.spec.model else ()
+            for name in names:
+                by_model.setdefault(name, []).append(instance)
+        self.adapters = frozenset(
+            name
+            for each in self.instances.values()
+            if each.adapters is not None
+            for name in each.adapters.names
+        )
+        self.ready = {model: ReadyInstances(instances, now) for model, instances in by_model.items()}
+        queue = self._queue
+        if queue.held:
+            queue.refit(self.fit_of)
+        waiting = {entry.request.model for entry in queue} if len(queue) else set()
+        self.down_since = {
+            model: self.down_since.get(model, now)
+            for model in by_model.keys() | waiting
+            if not any(instance.routable for instance in by_model.get(model, ()))
+        }
+
+    def health_changed(self, instance: Instance, now: float) -> list[Command]:
+        """The health of an instance changed state: rebuild what follows from it."""
+        state, throttle = instance.health.state, instance.throttle
+        if state is Health.EJECTED and throttle.was_up:
+            throttle.rejoining = True
+        elif state is Health.UP:
+            throttle.was_up = True
+            if throttle.rejoining:
+                self.join(instance, now)
+        self.reindex(now)
+        if instance.removed:  # its name may be another's by now
+            return []
+        return [HealthChanged(instance.name, state, instance.health.reason)]
+
+    # --- ejection ---
+
+    def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
+        """For each name that an instance answers to: all that do."""
+        return [ready.instances for ready in self.ready.values() if instance in ready.instances]
+
+    def has_another(self, instance: Instance) -> bool:
+        """True if some other instance could take over what this one is answering."""
+        return any(
+            other is not instance and other.routable for pool in self._pools(instance) for other in pool
+        )
+
+    def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
+        """True if failed answers may take an instance out: of every model it serves enough must be left.
+
+        `capacity` gives that of an instance. What has left for other reasons (drained, refused, not
+        answering) is none to begin with.
+        """
+        pools = self._pools(instance)
+        for pool in pools:
+            if not any(other is not instance and other.routable for other in pool):
+                return False
+            out = left = 0.0
+            for other in pool:
+                if other is instance or other.health.ejected_for_failures:
+                    out += capacity(other)
+                elif other.routable:
+                    left += capacity(other)
+            if out > MOST_EJECTED * (out + left):
+                return False
+        return bool(pools)

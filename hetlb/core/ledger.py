@@ -1,0 +1,144 @@
+"""Ledger of leases: each books on one incarnation of an instance, which gives that back once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.core.instance import Instance
+from hetlb.core.policies.base import SchedulingContext, SplitChoice
+from hetlb.core.prefix_index import Shared
+from hetlb.core.types import Lease, LeaseId, Request
+
+
+def _nearest(value: float) -> int:
+    """`round` of a number from 0, without a call in Python."""
+    whole = int(value)
+    rest = value - whole
+    return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
+
+
+@mypyc_attr(acyclic=True)
+class Ledger:
+    """Leases that have not ended, each with the incarnation that it is booked on."""
+
+    __slots__ = ("_next_lease", "leased")
+
+    def __init__(self) -> None:
+        #: Also those of removed instances.
+        self.leased: dict[LeaseId, Instance] = {}
+        self._next_lease = 1
+
+    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float) -> Lease:
+        """Lease of a whole request on an instance, for so many seconds of work."""
+        predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
+        lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now, ctx.residual)
+        instance.acquire(lease)
+        return lease
+
+    def book_pair(
+        self, ctx: SchedulingContext, pair: SplitChoice, source: Instance, target: Instance
+    ) -> Lease:
+        """Leases of both legs of a request: that of the prefill, which names that of the decode."""
+        request, now = ctx.request, ctx.now
+        lease = self.grant(request, source, 1.0, round(pair.work_s * 1e9), now)
+        lease.expected_first_s = pair.first_s / source.speed.factor
+        decode_ns = round(pair.decode_work_s * 1e9)
+        decode = self.grant(
+            request, target, ctx.predicted_output, decode_ns, now, ctx.residual, transferred=True
+        )
+        decode.expected_first_s = pair.decode_first_s
+        source.acquire(lease)
+        target.reserve(decode)
+        lease.decode = decode
+        return lease
+
+    def drop(self, lease: Lease, now: float) -> Instance:
+        """Give back what a lease booked; the instance that it was booked on."""
+        instance = self.leased.pop(lease.id)
+        instance.release(lease, now)
+        return instance
+
+    def grant(
+        self,
+        request: Request,
+        instance: Instance,
+        predicted: float,
+        work_ns: int,
+        now: float,
+        residual: float = 0.0,
+        transferred: bool = False,
+    ) -> Lease:
+        """Lease of a request on an instance: its prefixes are used from now on. The instance is to book it.
+
+        An answer of O tokens holds U * O at a random moment, U uniform in (0, 1): with E[O^2] = 2 E[O] *
+        `residual` its variance is E[O^2] / 3 - E[O]^2 / 4. Where O is known it is O^2 / 12.
+        `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
+        """
+        cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
+        # One request never books more than its instance has: it would wait inside the engine.
+        prompt_tokens = min(sequences * prompt, cache)
+        answers = sequences * _nearest(predicted)
+        promised = min(sequences * prompt + answers, cache)
+        variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
+        shared: Shared | None = None
+        exact = None if instance.blocks is None else instance.exact_held(request)
+        if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
+            own, unread = prompt_tokens, prompt_tokens
+        else:
+            prompts = -(-sequences // request.samples)
+            common = held = 0
+            if request.prefix_keys:
+                shared = instance.tree.attach(request.prefix_keys, prompt)
+                common = shared.tokens
+                if exact is not None:
+                    shared.held_tokens = exact
+                held = shared.held_tokens
+            elif exact is not None:
+                shared, held = Shared(None, 0, 0, exact), exact
+            own = min(prompts * (prompt - common), cache)
+            unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
+        if transferred:
+            unread = 1
+        lease = Lease(
+            self._next_lease,
+            request,
+            instance.name,
+            instance.incarnation,
+            work_ns=work_ns,
+            kv_tokens=max(own, min(own + answers, cache)),
+            kv_prompt_tokens=own,
+            promised_tokens=promised,
+            prompt_tokens=prompt_tokens,
+            unread_tokens=unread,
+            predicted_output=predicted,
+            dispatched_at=now,
+            shared=shared,
+            kv_variance=_nearest(variance) if variance > 0.0 else 0,
+        )
+        self._next_lease += 1
+        self.leased[lease.id] = instance
+        return lease
+
+    def leases(self) -> list[Lease]:
+        """Those that have not ended."""
+        return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
+
+    def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:
+        """Assert that each instance books its leases and nothing else.
+
+        Returns `instances` and those of which leases are left.
+        """
+        known = {id(instance): instance for instance in (*self.leased.values(), *instances)}
+        everyone = list(known.values())
+        for instance in everyone:
+            instance.check_integrity()
+        assert sum(len(instance.leases) for instance in everyone) == len(self.leased)
+        for lease_id, instance in self.leased.items():
+            assert lease_id in instance.leases, f"lease {lease_id} is not booked on {instance.name}"
+        leases = self.leases()
+        incoming = {lease.id for lease in leases if lease.incoming}
+        expected = {lease.decode.id for lease in leases if lease.decode is not None and lease.decode.incoming}
+        assert incoming == expected, "a decode leg is booked without its prefill leg"
+        return everyone

@@ -1,0 +1,304 @@
+"""Placement of a request: filter the instances, let the policy score them and pick one, book the lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.core.adapters import AdapterLoadTime
+from hetlb.core.admission import Queue
+from hetlb.core.demand import Demand, Mix
+from hetlb.core.fleet_state import FleetState
+from hetlb.core.holds import Holds
+from hetlb.core.instance import Instance
+from hetlb.core.ledger import Ledger
+from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
+from hetlb.core.predicted_duration import expected_s
+from hetlb.core.predictor import Predictor
+from hetlb.core.prefix_index import Held
+from hetlb.core.ready import ReadyInstances, with_excluded
+from hetlb.core.retries import Retries
+from hetlb.core.types import Candidate, Dispatch, Request
+
+#: Mean request by which capacity is measured before the first one: prompt and output tokens.
+_USUAL_REQUEST = (512.0, 256.0)
+
+
+@mypyc_attr(acyclic=True)
+class Decision:
+    """Decision of a policy for a request, before anything is booked."""
+
+    __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "pair", "ready", "target", "work_s")
+
+    def __init__(
+        self,
+        ctx: SchedulingContext,
+        work_s: float,
+        candidates: Callable[[], list[Candidate]],
+        ready: ReadyInstances,
+        able: Sequence[Instance],
+        excluded: dict[str, str],
+        instance: Instance,
+        pair: SplitChoice | None = None,
+        target: Instance | None = None,
+    ) -> None:
+        #: Instance that decodes the answer, if that is not `instance`, and what that books.
+        self.pair = pair
+        self.target = target
+        self.ctx = ctx
+        self.work_s = work_s
+        self.candidates = candidates
+        self.ready = ready
+        self.able = able
+        self.excluded = excluded
+        self.instance = instance
+
+
+def _bounded_tokens(request: Request) -> int:
+    """Tokens of its longest sequence, one of output where the client does not bound it."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+
+
+class Placement:
+    """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
+
+    __slots__ = (
+        "_fleet", "_holds", "_ledger", "_predictor", "_queue", "_retries", "_usual", "adapter_load",
+        "demands", "elsewhere", "policy", "reads_demand",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        policy: Policy,
+        predictor: Predictor,
+        fleet: FleetState,
+        queue: Queue,
+        ledger: Ledger,
+        holds: Holds,
+        retries: Retries,
+    ) -> None:
+        self.use(policy)
+        self._predictor = predictor
+        self._fleet = fleet
+        self._queue = queue
+        self._ledger = ledger
+        self._holds = holds
+        self._retries = retries
+        #: By model.
+        self.demands: dict[str, Demand] = {}
+        #: Sizes of what waits at other schedulers of the fleet, by model.
+        self.elsewhere: dict[str, int] = {}
+        self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
+        self._usual = Mix()
+        prompt, output = _USUAL_REQUEST
+        self._usual.add(prompt, output, prompt, output)
+
+    def use(self, policy: Policy) -> None:
+        """Decide by this policy from now on."""
+        self.policy = policy
+        #: As the policy says: asked for several times a request.
+        self.reads_demand = policy.reads_demand
+
+    # --- what is asked for ---
+
+    def demand(self, model: str) -> Demand:
+        """The demand for a model."""
+        demand = self.demands.get(model)
+        if demand is None:
+            demand = self.demands[model] = Demand()
+        return demand
+
+    def _mix(self, model: str) -> Mix:
+        """The mean request of a model, or a usual one before the first."""
+        demand = self.demands.get(model)
+        return self._usual if demand is None or not demand.mix.count else demand.mix
+
+    def capacity(self, instance: Instance) -> float:
+        """Sizes per second that an instance does of what is asked for."""
+        return self._mix(instance.spec.model).speed(instance)
+
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        mix = self._mix(model)
+        return {instance.name: mix.speed(instance) for instance in instances}
+
+    # --- filter, score, pick, book ---
+
+    def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
+        """Choose an instance and book the request there; None if none would get it now."""
+        found = self.choose(request, ready, now, predicted)
+        return None if found is None else self.book(found)
+
+    def choose(
+        self,
+        request: Request,
+        ready: ReadyInstances,
+        now: float,
+        predicted: float,
+        own_size: int = 0,
+        long: float | None = None,
+        residual: float = 0.0,
+        ceiling: int | None = None,
+    ) -> Decision | None:
+        """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
+
+        `own_size` is what it counts for in the queue; `long` and `residual` are the predictor's, where it was
+        asked already; instances of class `ceiling` and above are kept for another.
+        """
+        queue, policy = self._queue, self.policy
+        if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
+            waiting = queue.waiting(request.model) - own_size if queue.held else 0
+            ctx = self.context(request, predicted, waiting, now, None, long, residual)
+            choice = policy.choose_split(ctx, parts, self._holds.transfers, ready.mixed)
+            if choice is None:
+                return None
+            if choice.prefill >= 0:
+                source, target = parts[choice.prefill], parts[choice.decode]
+                pair = None if source is target else choice
+                return Decision(ctx, choice.work_s, choice.candidates, ready, parts, {}, source, pair, target)
+        able, excluded, availabilities = self.able(request, ready, now)
+        if ceiling is not None:
+            below = [ready.class_of(instance) < ceiling for instance in able]
+            able = [instance for instance, keep in zip(able, below, strict=True) if keep]
+            if availabilities is not None:
+                availabilities = [each for each, keep in zip(availabilities, below, strict=True) if keep]
+        if not able:
+            return None
+        waiting = queue.waiting(request.model) - own_size if queue.held else 0
+        if self.elsewhere:
+            waiting += self.elsewhere.get(request.model, 0)
+        ctx = self.context(request, predicted, waiting, now, availabilities, long, residual)
+        index, work_s, candidates = policy.choose(ctx, able)
+        if index is None:
+            return None
+        return Decision(ctx, work_s, candidates, ready, able, excluded, able[index])
+
+    def able(
+        self, request: Request, ready: ReadyInstances, now: float
+    ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
+        """Filter: see `ReadyInstances.choices`. Most requests may go to all, and nothing is looked at."""
+        known = self._retries.attempts
+        if (
+            _bounded_tokens(request) <= ready.longest_tokens
+            and request.pinned is None
+            and request.subset is None
+            and (not known or request.id not in known)
+        ):
+            return ready.able, ready.excluded, None
+        if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
+            ready = self._fleet.ready[request.model] = ReadyInstances(ready.instances, now)
+        attempts = known.get(request.id)
+        tried = None if attempts is None else attempts.tried
+        return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
+
+    def _parts(
+        self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
+    ) -> Sequence[Instance]:
+        """The instances that may get a part of a request, [] where it is not to be split."""
+        attempts = self._retries.attempts.get(request.id)
+        if request.pinned is not None or (attempts is not None and attempts.whole):
+            return []
+        return ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
+
+    def context(
+        self,
+        request: Request,
+        predicted: float,
+        waiting: int,
+        now: float,
+        availabilities: list[tuple[int, str]] | None,
+        long: float | None = None,
+        residual: float = 0.0,
+    ) -> SchedulingContext:
+        """Context of a decision; `long` and `residual` as for `choose`."""
+        fleet, reads_demand = self._fleet, self.reads_demand
+        if not request.generates or not reads_demand:
+            long = residual = 0.0
+        elif long is None:
+            long, residual = self._predictor.long(request), self._predictor.residual(request)
+        demand = self.demands.get(request.model)
+        if demand is None:
+            demand = self.demand(request.model)
+        if not demand.mix.count and reads_demand:  # to explain one request: it is the mean one
+            demand = Demand()
+            demand.mix.add(request.prompt_tokens, predicted, long, residual)
+        held: Held | None = None
+        if request.prefix_keys:
+            held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
+        if fleet.publishers and request.blocks is not None:
+            held = self._exact(request, held)
+        ctx = SchedulingContext(
+            request, predicted, long, waiting, demand, now, held, availabilities, residual
+        )
+        if fleet.adapters and request.model in fleet.adapters:
+            ctx.adapter_load_s = self.adapter_load.seconds
+        return ctx
+
+    def _exact(self, request: Request, held: Held | None) -> Held:
+        """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
+        if held is None:
+            held = Held()
+        for instance in self._fleet.publishers:
+            exact = instance.exact_held(request)
+            if exact is not None:
+                cache = instance.tree.cache_id
+                held.tokens[cache] = exact
+                held.credits[cache] = min(held.credit, float(exact))
+        return held
+
+    def book(self, found: Decision) -> Dispatch:
+        """Book what was decided."""
+        ctx, instance, target = found.ctx, found.instance, found.target
+        request, now = ctx.request, ctx.now
+        if found.pair is not None and target is not None:
+            lease = self._ledger.book_pair(ctx, found.pair, instance, target)
+        else:
+            slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
+            loads = None if slots is None else slots.loads(request.model)
+            lease = self._ledger.book(ctx, instance, found.work_s)
+            if loads is not None:
+                _, first_s, _ = expected_s(instance, lease)
+                self.adapter_load.expected[lease.id] = first_s * instance.speed.factor, loads
+        if ctx.availabilities is not None:
+            instance.health.probation.dispatched(now)
+            for other in found.ready.able:
+                if other is not instance and other.health.probation.held(now):
+                    other.health.probation.passed_over()
+        policy = self.policy
+        if self.reads_demand:
+            shared = lease.shared
+            used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
+            sequences = request.sequences
+            ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+        if policy.remembers:
+            policy.committed(ctx, instance, found.able)
+        considered: Callable[[], Sequence[Candidate]] = found.candidates
+        excluded = found.excluded
+        if excluded:
+            scored, instances = considered, found.ready.instances
+            considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
+        return Dispatch(request.id, lease, policy.name, considered)
+
+    # --- explaining ---
+
+    def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
+        """Every instance of the request's model with all its terms, in file order, and which is chosen.
+
+        Nothing is booked. Terms that the policy does not use are filled with the paper's (they are what
+        the ledger would book). A policy that draws at random draws here too.
+        """
+        ready = self._fleet.ready.get(request.model)
+        if ready is None:
+            return [], None
+        able, excluded, availabilities = self.able(request, ready, now)
+        ctx = self.context(request, predicted, self._queue.waiting(request.model), now, availabilities)
+        scored = self.policy.score(ctx, able) if able else []
+        candidates = with_excluded(scored, ready.instances, excluded)
+        for instance, candidate in zip(ready.instances, candidates, strict=True):
+            if candidate.ideal_batch is None:
+                terms = paper_terms(instance, request, predicted, self.policy.params)
+                candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
+                candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
+        chosen = best(candidates)
+        return candidates, None if chosen is None else candidates[chosen].instance
