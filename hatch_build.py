@@ -27,9 +27,10 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "connection", "connection_states", "driver", "ends", "engine_pools", "exchange",
-            "exchange_states", "kv_handovers", "limits", "prefix_keys", "realtime", "router",
-            "scheduler_driver", "scheduling", "shared_driver", "token_estimator", "upstream",
+            "client_response", "connection", "connection_states", "driver", "ends", "engine_pools",
+            "exchange", "exchange_states", "kv_handovers", "limits", "prefix_keys", "realtime", "router",
+            "scheduler_driver", "scheduling", "shared_driver", "streamed_answer", "token_estimator",
+            "upstream",
         )
     ),
     *(

@@ -694,9 +694,10 @@ class Instance:
     def learn_sample(self, sample: EngineSample, now: float) -> None:
         """Take over what a scrape says.
 
-        Who makes others wait while its KV cache has room runs all it can. One scrape may have caught a
-        request between arriving and running: two in a row that say the same are believed. A scrape that
-        lacks a figure (or has an absurd one) is no news while the last one that had it is fresh.
+        An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take
+        all tokens of its iterations. One scrape may have caught a request between arriving and running: two
+        in a row that say the same are believed. A scrape that lacks a figure (or has an absurd one) is no
+        news while the last one that had it is fresh.
         """
         last, last_at = self.sample, self.sample_at
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
@@ -728,7 +729,7 @@ class Instance:
         running = sample.running or 0
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
-        full = running if sample.waiting and room else 0
+        full = running if sample.waiting and room and not self._fills_iterations(running) else 0
         if full and full == self._waiting_seen:
             self.max_num_seqs = full
             self._update_parameters()
@@ -736,6 +737,22 @@ class Instance:
         if running > self.max_num_seqs:
             self.max_num_seqs = running
             self._update_parameters()
+
+    def _fills_iterations(self, running: int) -> bool:
+        """True if the prompts of so many sequences, its oldest, take all tokens of an iteration.
+
+        Then others wait for tokens, not for a place. An answer that is no stream does not show when its
+        prompt has been read: only prefill legs and streams are looked at.
+        """
+        unread, left = 0, running
+        for lease in self.leases.values():
+            if left <= 0:
+                break
+            if not lease.incoming:
+                left -= lease.request.sequences
+                if lease.first_token_at is None and (lease.request.streamed or lease.decode is not None):
+                    unread += lease.unread_tokens
+        return unread + running >= self.token_budget * self.engines
 
     def _take_finished(self, sequences: int) -> None:
         """So many sequences have ended of requests that have not: at most all but one of each."""

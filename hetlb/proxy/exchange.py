@@ -11,43 +11,40 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
 from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request
 from hetlb.proxy import ends
+from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.exchange_states import (
-    COMMITTED,
     DECODE_UNDER_WAY,
     DISPATCHED,
     ENDED,
     FIRST_BYTE,
-    HEARTBEAT,
     PREFILL_DISPATCHED,
     PREFILL_REFUSED,
     PREFILLED,
     RECONNECTING,
     RETRIED,
-    STREAM_FOLLOWS,
     TURNED_AWAY,
     WRITTEN,
     Phase,
-    Response,
 )
 from hetlb.proxy.handover import HandOver, fresh_salt, with_field
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.error_responses import Answer
-from hetlb.proxy.http.forward_headers import ForwardRules, response_lines
+from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.http.sse import TAIL_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
 from hetlb.proxy.kv_handovers import KvHandOvers
-from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
+from hetlb.proxy.streamed_answer import StreamedAnswer
+from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.upstream import Carried, EngineConnection, Upstream
 
@@ -77,19 +74,6 @@ class DriverSide(Protocol):
     def stood_still_since(self, then: float) -> bool: ...
 
 
-class ClientSide(Protocol):
-    """Interface of an exchange's client connection."""
-
-    @property
-    def http11(self) -> bool: ...
-    @property
-    def write(self) -> Callable[[bytes], None]: ...
-    def upgraded(self, take: Callable[[bytes], None]) -> None: ...
-    def hold(self, held: bool) -> None: ...
-    def end(self, *, keep: bool) -> None: ...
-    def break_off(self) -> None: ...
-
-
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
@@ -104,13 +88,8 @@ _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _CHAT: Final = Kind.CHAT
 _RESPONSES: Final = Kind.RESPONSES
-_HEARTBEAT: Final = b": waiting\n\n"
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
-_NOTHING: Final = Response.NOTHING
-_HEARTBEATS: Final = Response.HEARTBEATS
-_STARTED: Final = Response.STARTED
-
 
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
@@ -121,10 +100,9 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_answer_head", "_answer_length", "_beat_at", "_body", "_body_bytes", "_call", "_chunked_out",
-        "_client", "_closes", "_deadline_at", "_driver", "_dropped", "_engine", "_engine_label", "_fine",
-        "_handover", "_head", "_held_s", "_held_since", "_now", "_tail", "_text_at", "_text_beginning",
-        "_watcher", "_write", "end", "phase", "response", "since",
+        "_answer_head", "_answer_length", "_body", "_body_bytes", "_call", "_deadline_at",
+        "_driver", "_dropped", "_engine", "_engine_label", "_handover", "_head", "_now", "_stream", "_tail",
+        "end", "phase", "response", "since",
     )  # fmt: skip
 
     def __init__(
@@ -147,36 +125,27 @@ class Exchange(RequestRecord):
         )
         self._driver = driver
         self._now = driver.now
-        self._client = client
-        self._write = client.write
         self._head = head
         self._call = call
         self._body = body
         self._body_bytes = request.body_bytes
         self._engine_label = (label if engine_label is None else engine_label).encode("ascii")
         self.phase = _QUEUED
-        self.response = _NOTHING
+        self.response = ClientResponse(client, head, label, head.path, now)
         #: Since when this phase lasts, or when last something came.
-        self.since = self._beat_at = self._text_at = now
+        self.since = now
         self._engine: EngineConnection | None = None
         self._answer_head: ResponseHead | None = None
         self._answer_length: int | None = None
-        self._watcher: SseWatcher | None = None
-        #: Counts of the times between the tokens of this stream.
-        self._fine: list[int] | None = None
+        self._stream: StreamedAnswer | None = None
         #: Time from which it is of no use to wait; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
-        #: `_dropped`: an engine dropped it and may have run it. `_closes`: the client was told that the
-        #: connection ends with this answer.
-        self._dropped = self._chunked_out = self._closes = False
+        #: True if an engine dropped it and may have run it.
+        self._dropped = False
+        #: Last bytes of an answer that is no stream.
         self._tail = b""
-        #: Since when the client does not read, and for how long it did not before.
-        self._held_since: float | None = None
-        self._held_s = 0.0
         #: End of its last lease.
         self.end: End | None = None
-        #: First bytes of the events of this stream; those that do go on as the engine framed them.
-        self._text_beginning: bytes | None = None
         #: The two legs of a split request, until the first token of the second.
         self._handover: HandOver | None = None
 
@@ -334,7 +303,7 @@ class Exchange(RequestRecord):
         handover = self._handover
         assert handover is not None
         payload, good, why = handover.first(
-            payload, self._now(), self.status, self._watcher is not None, whole
+            payload, self._now(), self.status, self._stream is not None, whole
         )
         if why:
             self.handover_failed(why)
@@ -360,7 +329,7 @@ class Exchange(RequestRecord):
         lease = self.lease
         assert lease is not None
         self._stop_engine()
-        self.lease = self._answer_head = self._answer_length = self._watcher = None
+        self.lease = self._answer_head = self._answer_length = self._stream = None
         self.prefill_instance = None
         self.status = 0
         self.retries += 1
@@ -480,34 +449,26 @@ class Exchange(RequestRecord):
             if _NUMBER.fullmatch(again) is not None:
                 self._driver.busy(self, lease, float(again))
         elif head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
-            self._watcher = SseWatcher(self._call.hold_usage)
+            # The first event of a chat only says who speaks: it is no text.
+            self._stream = StreamedAnswer(self._call.hold_usage, self.kind is _CHAT)
 
     def engine_events(self, chunks: bytes) -> bool:
         """A read of a stream between two chunks: passed on as it stands if it is whole events of text.
 
         False where it takes a closer look, and nothing was done.
         """
-        beginning = self._text_beginning
-        if beginning is None:
+        stream = self._stream
+        if stream is None or not stream.is_text(chunks):
             return False
-        events = text_events(chunks, beginning)
-        if not events:
-            return False
-        self._write(chunks)
-        self._watcher.events += events  # type: ignore[union-attr]
-        now, fine = self._now(), self._fine
-        if fine is not None:
-            ms = int((now - self._text_at) * 1e3 + 0.5)
-            if ms < FINE_MS:
-                fine[ms] += 1
-            else:
-                self._long_gap(now)
-        self.since = self._text_at = now
+        self.response.write(chunks)
+        now = self._now()
+        stream.text_came(now)
+        self.since = now
         return True
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
-        watcher = self._watcher
+        stream, response = self._stream, self.response
         if self.first_byte_at is None:
             if self._handover is not None:
                 first = self._first_of_decode(payload, whole=False)
@@ -515,28 +476,21 @@ class Exchange(RequestRecord):
                     return
                 payload = first
             self._first_byte(payload)
-        self.since = self._now()
-        if watcher is not None:
-            before = watcher.events
-            payload = watcher.feed(payload)
-            if watcher.events != before:
-                self._text_came(before)
+        self.since = now = self._now()
+        if stream is not None:
+            payload = stream.read(payload, now)
             if not payload:
                 return
         else:
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-            if self.response is _HEARTBEATS:
+            if response.state is HEARTBEATS:
                 return  # no part of a stream: an event reports it when it is whole
-        if self.response is _NOTHING:
-            payload = self._commit() + self._frame(payload)
-        elif self._chunked_out:
-            payload = b"%x\r\n%b\r\n" % (len(payload), payload)
-        self._write(payload)
-        # The first event of a chat only says who speaks: it is no text.
-        if watcher is not None and self._chunked_out and watcher.between and watcher.events > 1:
-            self._text_beginning = text_beginning(payload[:-2])
+        if response.state is NOTHING:
+            response.write(self._commit() + response.frame(payload))
         else:
-            self._text_beginning = None
+            response.write(response.frame(payload))
+        if stream is not None and response.chunked:
+            stream.learn_beginning(payload)
 
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
@@ -546,29 +500,27 @@ class Exchange(RequestRecord):
             if first is None:
                 return
             payload = first
-        watcher = self._watcher
-        if watcher is not None:
+        stream, response = self._stream, self.response
+        if payload and self.first_byte_at is None:
+            self._first_byte(payload)
+        if stream is not None:
             if payload:
-                if self.first_byte_at is None:
-                    self._first_byte(payload)
-                payload = watcher.feed(payload)
-            if not watcher.done and not watcher.failed and self.kind in _WITH_END:
+                payload = stream.feed(payload)
+            if not stream.done and not stream.failed and self.kind in _WITH_END:
                 self._break(ends.BROKEN, "the stream ended without [DONE]", payload)
                 return
-            payload += watcher.flush()
+            payload += stream.flush()
         elif payload:
-            if self.first_byte_at is None:
-                self._first_byte(payload)
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-        if self.response is _HEARTBEATS:
-            self._answered_late(watcher)
+        if response.state is HEARTBEATS:
+            self._answered_late(stream)
             return
-        out = b"" if self.response is not _NOTHING else self._commit()
-        out += self._frame(payload) + b"0\r\n\r\n" if self._chunked_out else payload
+        out = self._commit() if response.state is NOTHING else b""
+        out += response.last(payload)
         if out:
-            self._write(out)
+            response.write(out)
         self._take_usage()
-        self._finish(self._whole, keep=self._delimited)
+        self._finish(self._whole)
 
     def answered_unseen(self) -> None:
         """A gateway has passed on the whole answer and showed nothing of its body."""
@@ -576,16 +528,17 @@ class Exchange(RequestRecord):
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
+        response = self.response
         self._engine = None
         if self._handover is not None and self.first_byte_at is None and end is not ends.LOCAL:
             self._decode_failed(end, detail)
-        elif self.response is _STARTED or (self.response is _HEARTBEATS and self._held_up):
+        elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
             self._answer(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
         elif end is not ends.JUNK and self._unbegun:
             # vLLM sends the head of a stream before it has read the prompt: no answer has begun.
-            self._answer_head = self._answer_length = self._watcher = None
+            self._answer_head = self._answer_length = self._stream = None
             self.status = 0
             self._try_again(ends.DROPPED)
         elif end is ends.JUNK or end is ends.UNREAD or self._answer_head is not None:
@@ -600,9 +553,9 @@ class Exchange(RequestRecord):
     @property
     def _whole(self) -> End:
         """The end of the lease of a whole answer."""
-        watcher = self._watcher
-        if watcher is not None and watcher.failed:
-            return ends.REFUSED_IN_STREAM if watcher.refused else ends.ERROR_EVENT
+        stream = self._stream
+        if stream is not None and stream.failed:
+            return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if self.status < 400:
             return ends.ANSWERED
         head = self._answer_head
@@ -625,22 +578,17 @@ class Exchange(RequestRecord):
     @property
     def _unbegun(self) -> bool:
         """True if the engine has sent the head of a stream and not one byte of it."""
-        return self._watcher is not None and self.status == 200 and self.first_byte_at is None
+        return self._stream is not None and self.status == 200 and self.first_byte_at is None
 
     @property
     def tokens_so_far(self) -> int:
         """Output tokens of a stream until now, 0 of another answer: its lease has the number at the end."""
-        return 0 if self._watcher is None else self._watcher.events
+        return 0 if self._stream is None else self._stream.events
 
     @property
     def plain(self) -> bool:
         """True if what comes of the answer is passed on as it stands."""
-        return self._watcher is None
-
-    @property
-    def events(self) -> int:
-        """Number of events with text of a stream so far."""
-        return 0 if self._watcher is None else self._watcher.events
+        return self._stream is None
 
     # --- from the client's connection ---
 
@@ -652,17 +600,14 @@ class Exchange(RequestRecord):
 
     def pause(self) -> None:
         """The client reads too slowly: the engine is not read either, and its silence is not its own."""
-        if self._held_since is None:
-            self._held_since = self._now()
+        self.response.pause(self._now())
         if self._engine is not None:
             self._engine.pause()
 
     def resume(self) -> None:
         """The client has caught up."""
-        if self._held_since is not None:
-            now = self._now()
-            self._held_s += now - self._held_since
-            self._held_since = None
+        now = self._now()
+        if self.response.resume(now):
             self.since = now
         if self._engine is not None:
             self._engine.resume()
@@ -676,13 +621,14 @@ class Exchange(RequestRecord):
             detail = "No instance became free in the time that the client waits."
             self._answer(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
-        if self._held_since is not None:
+        response = self.response
+        if response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
         handover = self._handover
         if handover is not None and self.first_byte_at is None and now > handover.until:
             self.handover_failed("late")
             return
-        if heartbeat_s and self.first_byte_at is None and now - self._beat_at >= heartbeat_s:
+        if heartbeat_s and self.first_byte_at is None and now - response.beat_at >= heartbeat_s:
             self._beat(now)
         if self.phase is Phase.SENT and now - self.since > first_byte_s:
             self._stop_engine()
@@ -697,22 +643,12 @@ class Exchange(RequestRecord):
     def shut_down(self) -> None:
         """The grace period is over."""
         self._stop_engine()
-        if self.response is _STARTED:
+        if self.response.state is STARTED:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self._answer(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
 
     # --- inside ---
-
-    @property
-    def _delimited(self) -> bool:
-        """True if the client can tell where the answer ended without the connection closing."""
-        return self._chunked_out or self._answer_length is not None
-
-    @property
-    def _held_up(self) -> bool:
-        """True if the client did not read for so long that the answer may have broken off for it."""
-        return self._held_since is not None or self._held_s >= ends.HELD_UP_S
 
     @property
     def _may_have_run(self) -> bool:
@@ -724,10 +660,6 @@ class Exchange(RequestRecord):
         self.phase = transition.after
         self.since = now
 
-    def _respond(self, transition: Transition[Response]) -> None:
-        assert self.response in transition.before, f"{self.response}: {transition.event}"
-        self.response = transition.after
-
     def _first_byte(self, payload: bytes) -> None:
         now = self._now()
         self.first_byte_at = now
@@ -736,31 +668,15 @@ class Exchange(RequestRecord):
             self._driver.first_token(self.lease, now)
             if self.kind is _RESPONSES and (made := _RESPONSE_ID.search(payload)) is not None:
                 self._driver.remember_response(made[1].decode("ascii"), self.lease.instance, self.tenant)
-        if self._watcher is not None:
-            if self.response is _HEARTBEATS:
-                self._respond(STREAM_FOLLOWS)
+        if self._stream is not None:
+            self.response.stream_follows()
             if self.request.sequences == 1:
-                self._fine = self._driver.gaps(self.request.model).fine
+                self._stream.count_gaps(self._driver.gaps(self.request.model))
         self._enter(FIRST_BYTE, now)
-
-    def _text_came(self, before: int) -> None:
-        """More of a stream's text came, after `before` events of it. Called for about every token."""
-        now, fine = self._now(), self._fine
-        # The first event of a chat only says who speaks.
-        if fine is not None and before > (self.kind is _CHAT):
-            ms = int((now - self._text_at) * 1e3 + 0.5)
-            if ms < FINE_MS:
-                fine[ms] += 1
-            else:
-                self._long_gap(now)
-        self._text_at = now
-
-    def _long_gap(self, now: float) -> None:
-        self._driver.gaps(self.request.model).long(now - self._text_at)
 
     def _too_late(self, now: float) -> bool:
         """True if the client is about to give up waiting."""
-        if self.response is _HEARTBEATS:
+        if self.response.state is HEARTBEATS:
             return False  # heartbeats keep it from that
         if self._deadline_at is None:
             self._deadline_at = self.arrived_at + max(0.0, _patience_s(self._head) - _MARGIN_S)
@@ -768,81 +684,44 @@ class Exchange(RequestRecord):
 
     def _beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this commits the answer."""
-        self._beat_at = now
-        if self.response is not _HEARTBEATS:
-            if not (self._call.stream and self.kind in _SSE_KINDS and self._client.http11):
-                return
-            lines = [
-                b"HTTP/1.1 200 OK",
-                b"content-type: text/event-stream; charset=utf-8",
-                b"cache-control: no-cache",
-                b"x-request-id: " + self.label.encode("ascii"),
-                b"transfer-encoding: chunked",
-            ]
-            if not self._head.keep_alive:
-                lines.append(b"connection: close")
-            self.status = 200
-            self._respond(HEARTBEAT)
-            self._chunked_out = True
-            self._write(b"\r\n".join(lines) + b"\r\n\r\n")
-        self._write(self._frame(_HEARTBEAT))
+        if self._call.stream and self.kind in _SSE_KINDS and self.response.may_beat:
+            if self.response.state is NOTHING:
+                self.status = 200
+            self.response.beat(now)
 
-    def _answered_late(self, watcher: SseWatcher | None) -> None:
+    def _answered_late(self, stream: StreamedAnswer | None) -> None:
         """A whole answer came, but no stream, and the client has the head of one: an event must say it."""
-        if watcher is None and self.status >= 400:
+        response = self.response
+        if stream is None and self.status >= 400:
             event = error_responses.upstream_error_event(self.status, self._tail, self.path)
+            response.write(response.frame(event))
         else:
-            event = error_responses.error_event(
-                error_responses.BAD_UPSTREAM, "The instance did not answer with a stream.", self.path
-            )
-        end = self._whole if self.status >= 400 else ends.REFUSED if watcher is None else ends.BROKEN
+            text = "The instance did not answer with a stream."
+            response.error_event(error_responses.BAD_UPSTREAM, text)
+        end = self._whole if self.status >= 400 else ends.REFUSED if stream is None else ends.BROKEN
         self.status = 200
-        self._write(self._frame(event))
         # A whole answer of another kind may be what the request asked for: no failure of the instance.
         self._finish(end, broken=True)
 
     def _commit(self) -> bytes:
         """The client's response head. From here on the answer is what it is."""
-        head, length, asked = self._answer_head, self._answer_length, self._head
+        head, lease = self._answer_head, self.lease
         assert head is not None, "expected a head before a body"
-        assert self.lease is not None
-        self._respond(COMMITTED)
-        out = b"%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
-            response_lines(head),
-            self.lease.instance.encode("ascii"),
-            self.label.encode("ascii"),
-        )
+        assert lease is not None
+        lines = b"x-hetlb-instance: %b\r\n" % lease.instance.encode("ascii")
         if self.ticket is not None:
-            out += self.ticket.headers(self._now())
+            lines += self.ticket.headers(self._now())
         if self.prefill_instance is not None:
-            out += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
-        if length is not None:
-            if asked.method == b"HEAD":
-                out += b"content-length: %b\r\n" % head.fields.get(b"content-length", b"0")
-            elif head.status not in (204, 304):
-                out += b"content-length: %d\r\n" % length
-        elif asked.http11:
-            self._chunked_out = True
-            out += b"transfer-encoding: chunked\r\n"
-        if not asked.keep_alive or not self._delimited:
-            self._closes = True
-            out += b"connection: close\r\n"
-        elif not asked.http11:
-            out += b"connection: keep-alive\r\n"
-        return out + b"\r\n"
-
-    def _frame(self, payload: bytes) -> bytes:
-        if self._chunked_out and payload:
-            return b"%x\r\n%b\r\n" % (len(payload), payload)
-        return payload
+            lines += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
+        return self.response.head(head, self._answer_length, lines)
 
     def _take_usage(self) -> None:
         """Exact counts in place of estimates, where the engine gave them."""
-        watcher, lease = self._watcher, self.lease
+        stream, lease = self._stream, self.lease
         assert lease is not None
-        if watcher is not None:
-            completion, prompt = watcher.completion_tokens, watcher.prompt_tokens
-            cached = watcher.cached_tokens
+        if stream is not None:
+            completion, prompt = stream.completion_tokens, stream.prompt_tokens
+            cached = stream.cached_tokens
         else:
             completion, prompt, cached = usage_in_tail(self._tail)
         if completion is not None and 0 <= completion <= 1 << 31:
@@ -896,45 +775,32 @@ class Exchange(RequestRecord):
         lines: bytes = b"",
     ) -> None:
         """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
-        assert self.response is not _STARTED, "expected an answer before the response began"
-        if self.response is _HEARTBEATS:
+        response = self.response
+        assert response.state is not STARTED, "expected an answer before the response began"
+        if response.state is HEARTBEATS:
             self.status = 200
-            self._write(self._frame(error_responses.error_event(answer, message, self.path)))
+            response.error_event(answer, message)
             self._finish(end, answer.outcome, broken=True)
             return
         if answer.should_retry and self._may_have_run:
             answer = replace(answer, should_retry=False)
         self.status = answer.status
-        self._write(
-            error_responses.response(
-                answer.status,
-                error_responses.error_body(answer, message, self.path),
-                headers=(
-                    *error_responses.refusal_headers(answer, retry_after_s),
-                    (b"x-request-id", self.label.encode("ascii")),
-                    *error_responses.header_pairs(lines),
-                ),
-                close=not self._head.keep_alive,
-                head_only=self.method == b"HEAD",
-            )
-        )
+        response.refuse(answer, message, retry_after_s, lines)
         self._finish(end, answer.outcome)
 
     def _break(self, end: End, detail: str, rest: bytes = b"") -> None:
         """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
-        if end is not ends.STOPPED and self._held_up:
+        stream, response = self._stream, self.response
+        if end is not ends.STOPPED and response.held_up:
             end = ends.HELD_UP
-        if self.response is _NOTHING:
-            self._write(self._commit())
-        if self._watcher is not None:
-            rest += self._watcher.cut()
+        if response.state is NOTHING:
+            response.write(self._commit())
+        if stream is not None:
+            rest += stream.cut()
         if rest:
-            self._write(self._frame(rest))
-        if self._watcher is not None or self.response is _HEARTBEATS:
-            event = error_responses.error_event(
-                error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.", self.path
-            )
-            self._write(self._frame(event))
+            response.write(response.frame(rest))
+        if stream is not None or response.state is HEARTBEATS:
+            response.error_event(error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.")
         self._finish(end, broken=True)
 
     def _finish(
@@ -942,7 +808,6 @@ class Exchange(RequestRecord):
         end: End | None,
         outcome: Outcome | None = None,
         *,
-        keep: bool = True,
         broken: bool = False,
         client_gone: bool = False,
     ) -> None:
@@ -952,18 +817,18 @@ class Exchange(RequestRecord):
         self._enter(ENDED, self.ended_at)
         self.end = end
         self.outcome = outcome if end is None else end.outcome
-        watcher, lease = self._watcher, self.lease
-        self.streamed = watcher is not None
-        if watcher is not None and lease is not None and not lease.output_tokens:
-            lease.output_tokens = watcher.events
+        stream, lease = self._stream, self.lease
+        self.streamed = stream is not None
+        if stream is not None and lease is not None and not lease.output_tokens:
+            lease.output_tokens = stream.events
         self._body, self._tail = [], b""
         self._driver.finished(self)
         if client_gone:
             return
         if broken:
-            self._client.break_off()
+            self.response.break_off()
         else:
-            self._client.end(keep=keep and not self._closes)
+            self.response.end()
 
 
 def _patience_s(head: RequestHead) -> float:

@@ -145,19 +145,19 @@ class Session(Exchange):
         self.status, self._answer_head = 101, head
         self.first_byte_at = self._heard_at = now
         self._enter(FIRST_BYTE, now)
-        self._respond(COMMITTED)
+        self.response.enter(COMMITTED)
         assert self.lease is not None
         out = b"%b%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
             response_lines(head), _AGREED, self.lease.instance.encode("ascii"), self.label.encode("ascii"),
         )  # fmt: skip
         if self.ticket is not None:
             out += self.ticket.headers(now)
-        self._write(out + b"\r\n")
+        self.response.write(out + b"\r\n")
         self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
         self._spoken = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
         self._open = True
         self._to_engine = engine.relay(self._engine_has_room)
-        self._client.upgraded(self.client_data)
+        self.response.client.upgraded(self.client_data)
 
     def engine_body(self, payload: bytes) -> None:
         """Pass on what the engine says."""
@@ -170,7 +170,7 @@ class Session(Exchange):
         except ProtocolError as error:
             self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
             return
-        self._write(payload)
+        self.response.write(payload)
         for opcode, message in messages:
             if opcode == CLOSE:
                 self._closed = close_code(message)
@@ -198,7 +198,7 @@ class Session(Exchange):
     def _engine_has_room(self, room: bool) -> None:
         self._full_since = None if room else self._now()
         if self.phase is not Phase.DONE:
-            self._client.hold(not room)
+            self.response.client.hold(not room)
 
     # --- from the client's connection ---
 
@@ -233,7 +233,7 @@ class Session(Exchange):
         """End what has waited for too long."""
         if not self._open:
             super().sweep(now, first_byte_s, idle_s, heartbeat_s)
-        elif self._held_since is not None:
+        elif self.response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
         elif self._full_since is not None and now - self._full_since > idle_s:
             self._stop_engine()
@@ -266,13 +266,13 @@ class Session(Exchange):
         self._drop_engine()
         if whole:
             self._close_client(BAD_GATEWAY, detail)
-        self._finish(ends.HELD_UP if self._held_up else end, broken=True)
+        self._finish(ends.HELD_UP if self.response.held_up else end, broken=True)
 
     def _close_client(self, code: int, reason: str) -> None:
         """Send a Close frame, unless there was one or it would stand inside a frame."""
         if self._closed is None and self._frames.between:
             self._closed = code
-            self._write(close_frame(code, reason))
+            self.response.write(close_frame(code, reason))
 
     def _count(self, message: bytes) -> None:
         """Count the tokens of `transcription.done`."""

@@ -20,8 +20,9 @@ from hetlb.core.block_index import PromptBlocks, block_digests
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import Request
 from hetlb.proxy.access import Tenant
+from hetlb.proxy.client_response import ClientSide
 from hetlb.proxy.driver import ExchangeDriver
-from hetlb.proxy.exchange import ClientSide, Exchange
+from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response

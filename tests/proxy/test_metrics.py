@@ -222,7 +222,7 @@ async def test_the_times_between_tokens(start: Callable[..., Any]) -> None:
         for number in range(4):
             await turns_until(
                 lambda number=number: (
-                    [each.events for each in proxy.driver.exchanges.values()] == [number + 1]
+                    [each.tokens_so_far for each in proxy.driver.exchanges.values()] == [number + 1]
                 )
             )
             assert counted.figures()[1][-1] == number

@@ -1,0 +1,188 @@
+"""Response to one client: its head, its framing, heartbeats before it, and answers in hetlb's own words.
+
+Nothing goes out before the first byte of the engine's body, so that until then a failure is an honest status.
+Only where heartbeats are asked for a head goes out before; what fails then is an error event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from hetlb.core.transition import Transition
+from hetlb.proxy import ends
+from hetlb.proxy.exchange_states import COMMITTED, HEARTBEAT, STREAM_FOLLOWS, Response
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.error_responses import Answer
+from hetlb.proxy.http.forward_headers import response_lines
+from hetlb.proxy.http.http1 import RequestHead, ResponseHead
+
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+NOTHING: Final = Response.NOTHING
+HEARTBEATS: Final = Response.HEARTBEATS
+STARTED: Final = Response.STARTED
+_HEARTBEAT: Final = b": waiting\n\n"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+class ClientSide(Protocol):
+    """Interface of an exchange's client connection."""
+
+    @property
+    def http11(self) -> bool: ...
+    @property
+    def write(self) -> Callable[[bytes], None]: ...
+    def upgraded(self, take: Callable[[bytes], None]) -> None: ...
+    def hold(self, held: bool) -> None: ...
+    def end(self, *, keep: bool) -> None: ...
+    def break_off(self) -> None: ...
+
+
+class ClientResponse:
+    """Everything that one client is sent in answer to one request, and whether it reads it."""
+
+    __slots__ = (
+        "_closes", "_head", "_held_s", "_label", "_path", "beat_at", "chunked", "client", "held_since",
+        "state", "write",
+    )  # fmt: skip
+
+    def __init__(self, client: ClientSide, head: RequestHead, label: str, path: str, now: float) -> None:
+        """`head` is that of the request, `label` its `x-request-id` and `path` its path."""
+        self.client = client
+        self._head = head
+        self._label = label
+        self._path = path
+        #: Sends bytes to the client.
+        self.write = client.write
+        self.state = NOTHING
+        #: Time of the last heartbeat.
+        self.beat_at = now
+        #: True if the body goes out in chunks.
+        self.chunked = False
+        #: True if the client was told that the connection ends with this answer.
+        self._closes = False
+        #: Since when the client does not read, and for how long it did not before.
+        self.held_since: float | None = None
+        self._held_s = 0.0
+
+    def enter(self, transition: Transition[Response]) -> None:
+        """Take a row of `exchange_states.RESPONSE_TRANSITIONS`."""
+        assert self.state in transition.before, f"{self.state}: {transition.event}"
+        self.state = transition.after
+
+    # --- the engine's answer ---
+
+    def head(self, answer: ResponseHead, length: int | None, lines: bytes) -> bytes:
+        """The head. From here on the answer is what it is.
+
+        `answer` is the engine's, `length` that of its body where it is known, `lines` are of hetlb's own.
+        """
+        asked, delimited = self._head, True
+        self.enter(COMMITTED)
+        out = b"%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self._label.encode("ascii"))
+        if length is not None:
+            if asked.method == b"HEAD":
+                out += b"content-length: %b\r\n" % answer.fields.get(b"content-length", b"0")
+            elif answer.status not in (204, 304):
+                out += b"content-length: %d\r\n" % length
+        elif asked.http11:
+            self.chunked = True
+            out += b"transfer-encoding: chunked\r\n"
+        else:
+            delimited = False  # the client can tell where the answer ends by the end of the connection alone
+        if not asked.keep_alive or not delimited:
+            self._closes = True
+            out += b"connection: close\r\n"
+        elif not asked.http11:
+            out += b"connection: keep-alive\r\n"
+        return out + b"\r\n"
+
+    def frame(self, payload: bytes) -> bytes:
+        """A part of the body as it is written."""
+        if self.chunked and payload:
+            return b"%x\r\n%b\r\n" % (len(payload), payload)
+        return payload
+
+    def last(self, payload: bytes) -> bytes:
+        """The last part of the body as it is written."""
+        return self.frame(payload) + _LAST_CHUNK if self.chunked else payload
+
+    def stream_follows(self) -> None:
+        """After heartbeats the engine's stream begins."""
+        if self.state is HEARTBEATS:
+            self.enter(STREAM_FOLLOWS)
+
+    # --- in hetlb's own words ---
+
+    @property
+    def may_beat(self) -> bool:
+        """True if heartbeats have begun, or the client understands an answer of unknown length."""
+        return self.state is HEARTBEATS or self.client.http11
+
+    def beat(self, now: float) -> None:
+        """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
+        self.beat_at = now
+        if self.state is not HEARTBEATS:
+            lines = [
+                b"HTTP/1.1 200 OK",
+                b"content-type: text/event-stream; charset=utf-8",
+                b"cache-control: no-cache",
+                b"x-request-id: " + self._label.encode("ascii"),
+                b"transfer-encoding: chunked",
+            ]
+            if not self._head.keep_alive:
+                lines.append(b"connection: close")
+            self.enter(HEARTBEAT)
+            self.chunked = True
+            self.write(b"\r\n".join(lines) + b"\r\n\r\n")
+        self.write(self.frame(_HEARTBEAT))
+
+    def error_event(self, answer: Answer, message: str) -> None:
+        """Say in a stream that has begun what went wrong."""
+        self.write(self.frame(error_responses.error_event(answer, message, self._path)))
+
+    def refuse(self, answer: Answer, message: str, retry_after_s: float | None, lines: bytes) -> None:
+        """A whole answer with an error; `lines` are header lines of it."""
+        self.write(
+            error_responses.response(
+                answer.status,
+                error_responses.error_body(answer, message, self._path),
+                headers=(
+                    *error_responses.refusal_headers(answer, retry_after_s),
+                    (b"x-request-id", self._label.encode("ascii")),
+                    *error_responses.header_pairs(lines),
+                ),
+                close=not self._head.keep_alive,
+                head_only=self._head.method == b"HEAD",
+            )
+        )
+
+    # --- the client's reading ---
+
+    def pause(self, now: float) -> None:
+        """The client reads too slowly."""
+        if self.held_since is None:
+            self.held_since = now
+
+    def resume(self, now: float) -> bool:
+        """The client has caught up. True if it had not read for a while."""
+        if self.held_since is None:
+            return False
+        self._held_s += now - self.held_since
+        self.held_since = None
+        return True
+
+    @property
+    def held_up(self) -> bool:
+        """True if the client did not read for so long that the answer may have broken off for it."""
+        return self.held_since is not None or self._held_s >= ends.HELD_UP_S
+
+    # --- the end ---
+
+    def end(self) -> None:
+        """The answer is out."""
+        self.client.end(keep=not self._closes)
+
+    def break_off(self) -> None:
+        """The answer must not look complete."""
+        self.client.break_off()
