@@ -114,24 +114,40 @@ def _traffic_name(case: dict[str, Any]) -> str:
     return f"{kind}, {rest[1]}" if kind == "shared" else str(kind)
 
 
-def _mean_of(rows: Sequence[dict[str, Any]], key: str) -> str:
-    return f"{statistics.mean(row[key] for row in rows):.1f}"
+#: Figures of mishaps: heading, the least or the largest is the worst, and the figure of a row.
+_MISHAPS: tuple[tuple[str, Callable[[Iterable[float]], float], Callable[[dict[str, Any]], float]], ...] = (
+    ("slowed: throughput, of that without", min, lambda r: r["slowed_throughput"]),
+    (
+        "slowed: p99 E2E later, over that without correction",
+        max,
+        lambda r: r["slowed_p99_s"] / r["slowed_uncorrected_p99_s"],
+    ),
+    ("slowed: p99 E2E later, over `paper`'s", max, lambda r: r["slowed_p99_s"] / r["slowed_paper_p99_s"]),
+    ("burst: p99 TTFT, over `paper`'s", max, lambda r: r["burst_p99_ttft"] / r["burst_paper_p99_ttft"]),
+)
 
 
-#: Headings of the figures of a decision, as recorded.
-_DECISION = {
-    "arrival_us": "an arrival (us)",
-    "choice_us": "of it the policy (us)",
-    "end_us": "the end of an answer (us)",
-}
+def _mishap_rows(rows: Sequence[dict[str, Any]]) -> Iterable[Sequence[str]]:
+    """Median and worst over the fleets, of each the mean over its traces."""
+    fleets = {
+        fleet: {
+            key: statistics.mean(row[key] for row in found)
+            for key in found[0]
+            if key not in ("fleet", "trace")
+        }
+        for fleet, found in _grouped(rows, lambda row: str(row["fleet"])).items()
+    }
+    for heading, worst, figure in _MISHAPS:
+        values = {fleet: figure(means) for fleet, means in fleets.items()}
+        at = worst(values.values())
+        where = next(fleet for fleet, value in values.items() if value == at)
+        yield heading, f"{statistics.median(values.values()):.2f}", f"{at:.2f}", where
 
 
 def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
     """The tables, by the name of their place on the page."""
     moderate = _grouped(document["moderate"], lambda row: f"{row['rate']:.0%}")
-    mishaps = _grouped(document["mishaps"], lambda row: str(row["fleet"]))
     kinds = _grouped(traffic["cases"], _traffic_name)
-    timed = [key for key in _DECISION if key in document["decisions"][0]]
     return {
         "verdicts": table(("asked", "measured"), verdicts(document)),
         "at once": table(
@@ -165,31 +181,7 @@ def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
                 for kind, cases in kinds.items()
             ),
         ),
-        "mishaps": table(
-            (
-                "fleet", "wrong profiles",
-                "slowed: throughput", "p99 E2E later (s)", "uncorrected", "`paper`",
-                "burst: p99 TTFT (s)", "`paper`",
-            ),
-            (
-                (
-                    fleet,
-                    f"{min(min(row['wrong_up'], row['wrong_down']) for row in rows):.3f}",
-                    f"{statistics.mean(row['slowed_throughput'] for row in rows):.3f}",
-                    *(
-                        _mean_of(rows, key)
-                        for key in (
-                            "slowed_p99_s",
-                            "slowed_uncorrected_p99_s",
-                            "slowed_paper_p99_s",
-                            "burst_p99_ttft",
-                            "burst_paper_p99_ttft",
-                        )
-                    ),
-                )
-                for fleet, rows in mishaps.items()
-            ),
-        ),
+        "mishaps": table(("", "median", "worst", "there"), _mishap_rows(document["mishaps"])),
         "ablations": table(
             ("without", "mean", "least", "wrong profiles: mean", "least", "p99 TTFT", "p99 E2E", "mean E2E"),
             (
@@ -202,13 +194,6 @@ def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
                     *(f"{r[k]:.2f} x" for k in ("p99_ttft", "p99_e2el", "mean_e2el")),
                 ]
                 for r in document["ablations"]
-            ),
-        ),
-        "decisions": table(
-            ("instances", "load", *(_DECISION[key] for key in timed)),
-            (
-                [r["instances"], r["load"], *(f"{r[key]:.0f}" for key in timed)]
-                for r in document["decisions"]
             ),
         ),
     }  # fmt: skip

@@ -80,14 +80,16 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `kv_cache_tokens` and `all_slots` are those of all `engines`,
-    `latency_bound` is a lower bound of `latency`, `read_bound` one of the seconds to read a prompt (see
-    `LatencyModel.read_bound`). It is never changed.
+    `next_step_s + next_token_s * C`, and `next_over` sequences wait for a slot then, if above 0.
+    `kv_cache_tokens` and `all_slots` are those of all `engines`, `latency_bound` is a lower bound of
+    `latency`, `read_bound` one of the seconds to read a prompt (see `LatencyModel.read_bound`). It is never
+    changed.
     """
 
     __slots__ = (
         "all_slots", "batch", "budget", "context_share", "engines", "kv_cache_tokens", "latency",
-        "latency_bound", "next_step_s", "next_token_s", "read_bound", "slots", "step_s", "token_s",
+        "latency_bound", "next_over", "next_step_s", "next_token_s", "read_bound", "slots", "step_s",
+        "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -108,6 +110,7 @@ class EngineLoad:
             self.batch = batch = self.slots
         self.step_s, self.token_s = latency.step_line(batch)
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+        self.next_over = sequences / instance.engines + 1.0 - self.slots
 
     def own_batch(self, sequences: float) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
@@ -694,9 +697,10 @@ class Instance:
     def learn_sample(self, sample: EngineSample, now: float) -> None:
         """Take over what a scrape says.
 
-        Who makes others wait while its KV cache has room runs all it can. One scrape may have caught a
-        request between arriving and running: two in a row that say the same are believed. A scrape that
-        lacks a figure (or has an absurd one) is no news while the last one that had it is fresh.
+        An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take
+        all tokens of its iterations. One scrape may have caught a request between arriving and running: two
+        in a row that say the same are believed. A scrape that lacks a figure (or has an absurd one) is no
+        news while the last one that had it is fresh.
         """
         last, last_at = self.sample, self.sample_at
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
@@ -728,7 +732,7 @@ class Instance:
         running = sample.running or 0
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
-        full = running if sample.waiting and room else 0
+        full = running if sample.waiting and room and not self._fills_iterations(running) else 0
         if full and full == self._waiting_seen:
             self.max_num_seqs = full
             self._update_parameters()
@@ -736,6 +740,22 @@ class Instance:
         if running > self.max_num_seqs:
             self.max_num_seqs = running
             self._update_parameters()
+
+    def _fills_iterations(self, running: int) -> bool:
+        """True if the prompts of so many sequences, its oldest, take all tokens of an iteration.
+
+        Then others wait for tokens, not for a place. An answer that is no stream does not show when its
+        prompt has been read: only prefill legs and streams are looked at.
+        """
+        unread, left = 0, running
+        for lease in self.leases.values():
+            if left <= 0:
+                break
+            if not lease.incoming:
+                left -= lease.request.sequences
+                if lease.first_token_at is None and (lease.request.streamed or lease.decode is not None):
+                    unread += lease.unread_tokens
+        return unread + running >= self.token_budget * self.engines
 
     def _take_finished(self, sequences: int) -> None:
         """So many sequences have ended of requests that have not: at most all but one of each."""

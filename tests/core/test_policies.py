@@ -223,6 +223,21 @@ def test_how_much_an_engine_runs_at_once_is_seen_when_it_lets_others_wait() -> N
     assert instance.max_num_seqs == 48
 
 
+def test_an_engine_that_reads_long_prompts_lets_others_wait_for_tokens_not_for_places() -> None:
+    scheduler = make_scheduler([spec("a", capacity=Capacity(kv_cache_tokens=100_000))])
+    (instance,) = scheduler.instances
+    waits = EngineSample(running=1, waiting=1, kv_usage=0.1)
+    asked = [request(i, prompt=5000, streamed=True) for i in range(2)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.0)) for each in asked]
+    for now in (1.0, 2.0, 3.0):
+        scheduler.on_scrape("a", waits, now)
+    assert instance.max_num_seqs == 256
+    scheduler.on_first_token(leases[0], 3.5)
+    for now in (4.0, 5.0):
+        scheduler.on_scrape("a", waits, now)
+    assert instance.max_num_seqs == 1, "it decodes, has memory, and lets another one wait"
+
+
 def test_the_memory_baseline_ignores_speed() -> None:
     chosen = shares("paper-memory", 40, spec("a", slower=50.0), spec("b"))
     assert chosen.count("a") == chosen.count("b") == 20
