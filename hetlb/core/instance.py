@@ -80,14 +80,16 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`. `kv_cache_tokens` and `all_slots` are those of all `engines`,
-    `latency_bound` is a lower bound of `latency`, `read_bound` one of the seconds to read a prompt (see
-    `LatencyModel.read_bound`). It is never changed.
+    `next_step_s + next_token_s * C`, and `next_over` sequences wait for a slot then, if above 0.
+    `kv_cache_tokens` and `all_slots` are those of all `engines`, `latency_bound` is a lower bound of
+    `latency`, `read_bound` one of the seconds to read a prompt (see `LatencyModel.read_bound`). It is never
+    changed.
     """
 
     __slots__ = (
         "all_slots", "batch", "budget", "context_share", "engines", "kv_cache_tokens", "latency",
-        "latency_bound", "next_step_s", "next_token_s", "read_bound", "slots", "step_s", "token_s",
+        "latency_bound", "next_over", "next_step_s", "next_token_s", "read_bound", "slots", "step_s",
+        "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -108,6 +110,7 @@ class EngineLoad:
             self.batch = batch = self.slots
         self.step_s, self.token_s = latency.step_line(batch)
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+        self.next_over = sequences / instance.engines + 1.0 - self.slots
 
     def own_batch(self, sequences: float) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
