@@ -25,9 +25,9 @@ BIN := .venv/bin
 JOBS ?= $(shell expr $$(nproc) + 1)
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
-# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, simulator.
+# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances.
 COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py \
-  tests/sim/test_fleet.py tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
+  tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: What every request and every token touches. Not among them: what reads annotations while it runs
-#: (`proxy/http/openai_fields.py`), and what is called once in a while.
+#: What every request and every token touches, and every event of a simulated fleet: plans are made of many.
+#: Not among them: what reads annotations while it runs (`proxy/http/openai_fields.py`), and what is called
+#: once in a while.
 COMPILED = (
     "core/*.py",
     "core/policies/*.py",
@@ -44,6 +45,7 @@ COMPILED = (
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
     *(f"pick/{name}.py" for name in ("calls", "driver", "grpc_call", "http2", "stream")),
+    *(f"sim/{name}.py" for name in ("adapters", "block_pool", "engine", "fleet", "prefix")),
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

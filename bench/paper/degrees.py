@@ -85,15 +85,16 @@ def show(document: Mapping[str, Any]) -> str:
     """The table, in Markdown."""
     rows = []
     for machine in document["machines"]:
-        orders = [
-            "; ".join(" > ".join(map(str, order(machine, kind, seed))) for seed in document["seeds"])
+        by_seed = [
+            [" > ".join(map(str, order(machine, kind, seed))) for seed in document["seeds"]]
             for kind in ("estimated", "simulated")
         ]
+        orders = ["; ".join(dict.fromkeys(each)) for each in by_seed]
         tau = ", ".join(f"{agreement(machine, seed):.2f}" for seed in document["seeds"])
         rows.append([machine["name"], *orders, tau])
     return "\n\n".join(
         [
-            "Order of the degrees and Kendall's tau, for each of two seeds:",
+            "Order of the degrees (both seeds, where they agree) and Kendall's tau for each of two seeds:",
             table(["machine", "estimated", "simulated", "tau"], rows),
             "![Section 5.1](img/paper-5.1.png)",
         ]

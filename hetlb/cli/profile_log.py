@@ -26,7 +26,10 @@ def from_log(args: argparse.Namespace, path: Path) -> int:
     if len(instances) > 1:
         raise TraceError(f"{path}: expected the log of one server, got {', '.join(instances)}")
     engine = engine_of(start)
-    before = replay(log.requests, engine, args.hash_block_size)
+    try:
+        before = replay(log.requests, engine, args.hash_block_size)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
     if reason := varies_enough(before):
         raise TraceError(
             f"{path}: expected arrivals that vary (as at 2, 8 and 20 requests/s): {reason}, "

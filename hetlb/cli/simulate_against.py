@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hetlb.cli.against_plot import write_against_plot
 from hetlb.config.profile import Profile, load_profile
-from hetlb.errors import ConfigError, ProfileError
+from hetlb.errors import ConfigError, ProfileError, TraceError
 from hetlb.sim.against import Comparison, Engine, compare
 from hetlb.sim.against_logs import Log, read_log
 from hetlb.sim.engine import EngineLimits
@@ -23,7 +23,11 @@ def run_against(args: argparse.Namespace) -> int:
     """Replay, compare and print."""
     log = read_log(args.against)
     profile = load_profile(args.profile) if args.profile is not None else None
-    comparison = compare(log, engines(args.against, log, profile), args.hash_block_size)
+    by_name = engines(args.against, log, profile)
+    try:
+        comparison = compare(log, by_name, args.hash_block_size)
+    except TraceError as error:
+        raise TraceError(f"{args.against}: {error}") from error
     if args.plot is not None:
         write_against_plot(args.plot, comparison)
     if args.json:
@@ -34,21 +38,27 @@ def run_against(args: argparse.Namespace) -> int:
 
 
 def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, Engine]:
-    """The engines of a log: those of its set-up, or one of the profile for all. Raises `InputError`."""
+    """The engines of a log by name: those of its set-up, or of the profile. Raises `InputError`."""
+    names = sorted({each.instance for each in log.requests})
     if profile is not None:
-        return {"": engine_of(profile)}
+        return dict.fromkeys(names, engine_of(profile))
     if log.setup is None:
         raise ConfigError(
             "--against: expected --profile P.yaml, the profile of the server that wrote the log"
         )
+    specs = {spec.name: spec for spec in log.setup.specs}
     found = {}
-    for spec in log.setup.specs:
-        if spec.latency is None:
-            raise ConfigError(f"{path}: {spec.name}: expected a profiled instance, or --profile P.yaml")
+    for name in names:
+        spec = specs.get(name)
+        if spec is None or spec.latency is None:
+            raise ConfigError(
+                f"{path}: {name}: expected an instance that had a profile when the log began, "
+                "or --profile P.yaml for all"
+            )
         try:
-            found[spec.name] = Engine(spec.latency, EngineLimits.from_capacity(spec.capacity))
+            found[name] = Engine(spec.latency, EngineLimits.from_capacity(spec.capacity))
         except ValueError as error:
-            raise ConfigError(f"{path}: {spec.name}: {error}") from error
+            raise ConfigError(f"{path}: {name}: {error}") from error
     return found
 
 

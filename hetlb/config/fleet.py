@@ -215,8 +215,10 @@ class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
 
     With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
-    signed. `fallbacks` are named behind the chosen instance, for the gateway's own retries. `objectives` are
-    priorities by the names in `x-gateway-inference-objective`: the higher goes first, below 0 does not wait.
+    signed. `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
+    Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.
+    `objectives` are priorities by the names in `x-gateway-inference-objective`: the higher goes first, below
+    0 does not wait.
     """
 
     host: str = "127.0.0.1"
@@ -224,6 +226,7 @@ class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tls: TlsTable | None = None
     client_ca_file: str | None = None
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    buffer_bytes: PositiveInt = 8 << 20
     objectives: dict[str, int] = msgspec.field(default_factory=dict)
     shared: SharedTable | None = None
 

@@ -8,9 +8,7 @@ that a burst, which waits in the queue and is counted there, is not also taken f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, islice
 from typing import Final
 
 from hetlb.core.instance import Instance, Parameters
@@ -47,12 +45,19 @@ def size_of(request: Request, predicted_output: float) -> float:
 class _Slots:
     """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
 
-    __slots__ = ("_rate", "_slot", "_sums", "bounded", "least", "most", "nothing_in", "taken", "width_s")
+    __slots__ = (
+        "_rate", "_slot", "_sums", "bounded", "counted", "filled", "least", "most", "nothing_in", "taken",
+        "width_s",
+    )  # fmt: skip
 
     def __init__(self, horizon_s: float) -> None:
         self.width_s = horizon_s / SLOTS
         self._slot = 0
         self._sums = [0.0] * SLOTS
+        #: Number of slots in which something arrived.
+        self.filled = 0
+        #: The newest slot, if that is known to be one of them.
+        self.counted = -1
         self._rate: float | None = 0.0  # None when it must be computed again
         #: Number of the arrivals kept by `Demand` that are counted here.
         self.taken = 0
@@ -67,36 +72,41 @@ class _Slots:
         taken, count = self.taken, len(times)
         if taken == count:
             return
-        width_s, sums, slot = self.width_s, self._sums, self._slot
-        if int(times[-1] / width_s) <= slot:  # all in one slot: added up one after the other all the same
-            index = slot % SLOTS
-            sums[index] = deque(accumulate(islice(sizes, taken, None), initial=sums[index]), 1)[0]
-        else:
-            for i in range(taken, count):
-                if int(times[i] / width_s) > slot:
-                    self.advance(times[i])
-                    slot = self._slot
-                sums[slot % SLOTS] += sizes[i]
+        width_s, sums = self.width_s, self._sums
+        index = self._slot % SLOTS
+        before = total = sums[index]
+        for i in range(taken, count):
+            if int(times[i] / width_s) > self._slot:
+                self._fill(index, before, total)
+                self.advance(times[i])
+                index = self._slot % SLOTS
+                before = total = sums[index]
+            total += sizes[i]
+        self._fill(index, before, total)
         self.taken = count
         self._rate = None
+
+    def _fill(self, index: int, before: float, total: float) -> None:
+        """A slot had `before` and has `total`."""
+        self._sums[index] = total
+        if before == 0.0 and total > 0.0:
+            self.filled += 1
 
     def advance(self, now: float) -> None:
         slot = int(now / self.width_s)
         if slot > self._slot:
             for step in range(min(SLOTS, slot - self._slot)):
-                self._sums[(slot - step) % SLOTS] = 0.0
+                index = (slot - step) % SLOTS
+                if self._sums[index] > 0.0:
+                    self._sums[index] = 0.0
+                    self.filled -= 1
             self._slot = slot
             self._rate = None
-
-    @property
-    def filled(self) -> int:
-        """Number of slots in which something arrived."""
-        return SLOTS - self._sums.count(0.0)
 
     def rate(self) -> float:
         if self._rate is None:
             self._rate = self._steady_rate()
-            if self._rate == 0.0 and self._sums.count(0.0) > SLOTS // 2 + 1:
+            if self._rate == 0.0 and self.filled < SLOTS // 2 - 1:
                 self.nothing_in = self._slot
         return self._rate
 
@@ -183,17 +193,17 @@ class Fleet:
     """
 
     __slots__ = (
-        "changes", "costs", "faster", "first_token_s", "group_count", "groups", "instances", "members",
-        "order", "reads_alike", "speed", "token_read_s",
+        "changes", "costs", "counter", "faster", "first_token_s", "group_count", "groups", "instances",
+        "members", "order", "reads_alike", "speed", "token_read_s",
     )  # fmt: skip
 
-    def __init__(self, instances: Sequence[Instance], changes: int, costs: Sequence[Costs]) -> None:
+    def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
         #: The same as a list, which compiled code goes through faster.
         self.members = list(instances)
-        self.changes = changes
-        self.costs = costs
-        self.speed = sum([cost.speed for cost in costs])
+        self.counter = instances[0].changes
+        self.changes = self.counter.count
+        self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         #: For each the speed of those before it in `order`.
         self.faster = [0.0] * len(costs)
@@ -201,6 +211,7 @@ class Fleet:
         for i in self.order:
             self.faster[i] = speed
             speed += costs[i].speed
+        self.speed = speed
         self.first_token_s = min([cost.first_token_s for cost in costs])
         reading = [cost.token_read_s for cost in costs]
         self.token_read_s = min(reading)
@@ -227,8 +238,8 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_residual_weight", "booked", "count",
-        "long", "output", "prompt", "read", "residual", "split_share",
+        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "_residual_weight",
+        "booked", "count", "long", "output", "prompt", "read", "residual", "split_share",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -246,6 +257,8 @@ class Mix:
         self._measured_at: dict[Parameters, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, Fleet] = {}
+        #: That of the last decision.
+        self._newest: Fleet | None = None
 
     def add(self, prompt: float, output: float, long: float, residual: float) -> None:
         """One more request, as predicted."""
@@ -273,6 +286,7 @@ class Mix:
             self._costs.clear()
             self._measured_at.clear()
             self._fleets.clear()
+            self._newest = None
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
         """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
@@ -292,12 +306,15 @@ class Mix:
 
     def fleet(self, instances: Sequence[Instance]) -> Fleet:
         """Facts about all of them together. The sequence is known again by its identity: do not change it."""
-        known, changes = self._fleets.get(id(instances)), instances[0].changes.count
-        if known is None or known.instances is not instances or known.changes != changes:
+        known = self._newest
+        if known is None or known.instances is not instances:
+            known = self._fleets.get(id(instances))
+        if known is None or known.instances is not instances or known.changes != known.counter.count:
             costs = [self.costs(instance) for instance in instances]
             if len(self._fleets) >= _MOST_FLEETS:
                 self._fleets.clear()
-            known = self._fleets[id(instances)] = Fleet(instances, changes, costs)
+            known = self._fleets[id(instances)] = Fleet(instances, costs)
+        self._newest = known
         return known
 
     def costs(self, instance: Instance) -> Costs:
@@ -385,11 +402,10 @@ class Demand:
 
     def rate(self, horizon_s: float, now: float) -> float:
         """Size arriving per second, judged by about the last `horizon_s` seconds and the silence since."""
-        rate = self._slot_rate(horizon_s, now)
+        rate = self._slot_rate(self._slots(horizon_s), now)
         return 0.0 if self._silent(rate, now) else rate
 
-    def _slot_rate(self, horizon_s: float, now: float) -> float:
-        slots = self._slots(horizon_s)
+    def _slot_rate(self, slots: _Slots, now: float) -> float:
         if slots.nothing_in == int(now / slots.width_s):
             return 0.0
         slots.take(self._times, self._sizes)
@@ -421,15 +437,32 @@ class Demand:
         The rate of a longer time does not show it yet. A burst comes in one slot or two.
         """
         slots = self._horizons[0]
-        slots.take(self._times, self._sizes)
-        slots.advance(now)
+        slot = int(now / slots.width_s)
+        # More in the same slot changes nothing.
+        if slots.counted != slot:
+            slots.take(self._times, self._sizes)
+            slots.advance(now)
+            if int(self.newest_s / slots.width_s) == slot:
+                slots.counted = slot
         return slots.filled >= _BEGINNING
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
         """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""
-        slots = self._slots(horizon_s)
+        return self._bounds(self._slots(horizon_s), now)
+
+    def most_rate(self, horizon_s: float, now: float) -> float:
+        """An upper bound of `rate` over any horizon not shorter."""
+        shortest, highest = self._slots(horizon_s), 0.0
+        for slots in self._horizons:
+            if slots.width_s >= shortest.width_s:
+                most = self._bounds(slots, now)[1]
+                if most > highest:
+                    highest = most
+        return highest
+
+    def _bounds(self, slots: _Slots, now: float) -> tuple[float, float]:
         if slots.bounded != int(now / slots.width_s):
-            self._slot_rate(horizon_s, now)
+            self._slot_rate(slots, now)
             slots.bound()
         least, most = slots.least, slots.most
         if self._silent(most, now):

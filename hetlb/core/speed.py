@@ -16,7 +16,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.core.pickle_by_fields import PickleByFields
 
 #: Evidence this old counts 1/e, in seconds.
@@ -139,12 +139,15 @@ class SpeedTracker:
         if running < 1.0:
             running = 1.0
         tokens = (self._token_s - since.token_s) / engine_s
-        expected_s = steps * model.step_s(running, tokens)
+        step_s = model.step_s(running, tokens)
+        expected_s = steps * step_s
         prompts = self._prompts - since.prompts
         delay_s = 0.0
         if prompts > 0:
             mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
-            delay_s = prompts / self.engines * model.read_delay_s(mean_prompt, 0.0, running, tokens, budget)
+            read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget)
+            delay_s = delay_of_reading_s(read_s, max(1.0, mean_prompt), running, step_s, budget)
+            delay_s *= prompts / self.engines
             expected_s += delay_s
         self.last_expected_s = expected_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s

@@ -103,7 +103,7 @@ def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
         "suspect": [
             (_name(run), run["client"]["reasons"]) for run in runs if run["client"]["verdict"] == SUSPECT
         ],
-        "policies": _policies(comparisons),
+        "policies": _policies(comparisons, runs),
         "rounds": comparisons[0]["rounds"] if comparisons else 0,
         "confidence": percent(comparisons[0]["confidence"]) if comparisons else "",
         "search": _search(search) if search else None,
@@ -132,7 +132,9 @@ def _row(*texts: str, verdict: str = VALID) -> Row:
     return Row([Cell(text) for text in texts], verdict)
 
 
-def _policies(comparisons: Sequence[Mapping[str, Any]]) -> list[tuple[str, Table]]:
+def _policies(
+    comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, Table]]:
     """Every policy beside the first: a table for each rate."""
     by_rate: dict[str, list[Mapping[str, Any]]] = {}
     for each in comparisons:
@@ -141,7 +143,9 @@ def _policies(comparisons: Sequence[Mapping[str, Any]]) -> list[tuple[str, Table
     for rate, found in by_rate.items():
         baseline = found[0]["figures"]
         first = [Cell(show(baseline[key]["baseline_mean"]), "") for key, _, show in _GLANCE]
-        rows = [Row([Cell(found[0]["baseline"]), *first])]
+        name = found[0]["baseline"]
+        own = verdict_of(run for run in runs if run["policy"] == name and rate_text(run) == rate)
+        rows = [Row([Cell(name), *first], own)]
         rows += [
             Row(
                 [Cell(each["policy"]), *(_against(each["figures"][key], show) for key, _, show in _GLANCE)],

@@ -36,7 +36,8 @@ def runs_table(
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
     failures = any(run["failed"] for run in (*alone, *runs))
     table = _table(title)
-    table.caption = "tokens/s: prompt and output"
+    table.show_edge = False  # two instances fit on 80 columns
+    table.caption = "\ntokens/s: prompt and output"
     table.add_column("policy")
     table.add_column("tokens/s", justify="right")
     if steady_tok_s:

@@ -49,7 +49,7 @@ class ProcessCall(GrpcCall):
         stream = self._stream
         try:
             stream.receive(messages.ProcessingRequest.FromString(data))
-            if stream.ended:
+            if stream.ended or stream.complete:
                 self.finish()
         except DecodeError:
             self.finish(INVALID_ARGUMENT, "expected a ProcessingRequest")

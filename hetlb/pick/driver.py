@@ -86,7 +86,7 @@ class PickDriver(SharedDriver):
         live = LiveLease(
             lease.request, instance, lease.work_ns, lease.predicted_output, lease.dispatched_at, False
         )
-        if all(each.name != instance for each in self.scheduler.instances):
+        if instance not in self.scheduler.fleet.instances:
             return  # outside the fleet: the lease stays where it was booked
         view = self.view
         if view is not None:

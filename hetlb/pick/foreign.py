@@ -40,7 +40,7 @@ class ForeignLoad:
         """An engine's figures were read, by the scheduler before: book or give back what they say."""
         if sample.running is None and sample.waiting is None:
             return []
-        instance = next((each for each in self._scheduler.instances if each.name == name), None)
+        instance = self._scheduler.fleet.instances.get(name)
         if instance is None:
             return self.gone(name, now)
         booked = self._leases.setdefault(name, [])

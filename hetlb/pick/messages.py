@@ -56,6 +56,7 @@ def _present(name: str) -> bytes:
 
 
 REQUEST_HEADERS_GO_ON: Final = _present("request_headers")
+REQUEST_BODY_GO_ON: Final = _present("request_body")
 RESPONSE_HEADERS_GO_ON: Final = _present("response_headers")
 RESPONSE_BODY_GO_ON: Final = _present("response_body")
 REQUEST_TRAILERS_GO_ON: Final = _present("request_trailers")
@@ -98,8 +99,18 @@ def streamed_body(part: str, body: bytes, *, end: bool) -> bytes:
     return bytes(response.SerializeToString())
 
 
-def replaced_body(body: bytes) -> bytes:
-    """Another piece of a response's body in place of the one that came."""
+def replaced_body(part: str, body: bytes) -> bytes:
+    """Another piece of a body in place of the one that came; `part` as in `streamed_body`."""
     response = ProcessingResponse()
-    response.response_body.response.body_mutation.body = body
+    getattr(response, part).response.body_mutation.body = body
     return bytes(response.SerializeToString())
+
+
+def _cleared() -> bytes:
+    response = ProcessingResponse()
+    response.request_body.response.body_mutation.clear_body = True
+    return bytes(response.SerializeToString())
+
+
+#: A piece of a request's body is dropped.
+REQUEST_BODY_CLEAR: Final = _cleared()

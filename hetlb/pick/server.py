@@ -224,6 +224,8 @@ class PickServer:
         now = self._driver.loop.time()
         for gateway in list(self.gateways):
             gateway.sweep(now)
+        for stream in list(self.state.streams):
+            stream.sweep(_SWEEP_S)
         if self.tls is not None and (stamps := _stamps(self._fleet)) != self._files:
             self._files = stamps
             try:

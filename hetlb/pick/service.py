@@ -30,6 +30,8 @@ from hetlb.proxy.telemetry.prometheus import SharedFigures
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
+#: Names that are looked up at once: a name server that does not answer holds up a start by 5 s for so many.
+_LOOKUPS: Final = 32
 
 
 class PickService(Service):
@@ -46,6 +48,7 @@ class PickService(Service):
             msgspec.structs.replace(fleet, listen=Listen(host=pick.host, port=pick.port)), event_log
         )
         self._resolver: asyncio.Task[None] | None = None
+        self._lookups = asyncio.Semaphore(_LOOKUPS)
         #: The lease of the picker that serves, where Kubernetes keeps it.
         self._lease = lease_of(fleet)
 
@@ -110,14 +113,20 @@ class PickService(Service):
             await asyncio.sleep(_RESOLVE_S)
             await self._resolve()
 
+    async def _look_up(self, url: str) -> str | None:
+        async with self._lookups:
+            return await _looked_up(url)
+
     async def _resolve(self) -> None:
         """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
         state, found = self.server.state, {}
-        for instance in self.scheduler.instances:
-            known = state.addresses.get(instance.name)
-            address = _literal(instance.spec.url) or await _looked_up(instance.spec.url) or known
+        urls = {each.name: each.spec.url for each in self.scheduler.instances}
+        named = {url for url in urls.values() if _literal(url) is None}
+        looked_up = dict(zip(named, await asyncio.gather(*map(self._look_up, named)), strict=True))
+        for name, url in urls.items():
+            address = _literal(url) or looked_up[url] or state.addresses.get(name)
             if address is not None:
-                found[instance.name] = address
+                found[name] = address
         if found != state.addresses:
             state.set_addresses(found)
 

@@ -8,6 +8,7 @@ has left, or the answer was broken off, and the exchange ends.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -25,7 +26,10 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import Carried, Upstream
+
+logger = logging.getLogger("hetlb.pick")
 
 ENDPOINT: Final = "x-gateway-destination-endpoint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
@@ -36,6 +40,10 @@ OBJECTIVE: Final = b"x-gateway-inference-objective"
 FAIRNESS: Final = "x-gateway-inference-fairness-id"
 #: Larger pieces than this are not sent in full duplex mode (Envoy's recommendation).
 _PIECE: Final = 64 << 10
+#: A body of which nothing came in so many seconds has stopped.
+_BODY_STOP_S: Final = 10
+#: A gateway that does not reach an instance is named this often.
+_STRAYED_S: Final = 60.0
 #: Headers of an own answer that Envoy makes itself.
 _FRAMING = frozenset({b"content-length", b"connection"})
 #: Keys of clients: not for engines where they are checked here, or where the engine has its own.
@@ -77,11 +85,24 @@ class PickerState:
         self.largest = 0
         #: Bytes of requests that have not come whole yet.
         self.held_bytes = 0
+        #: When a gateway was last said not to reach an instance.
+        self._strayed_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
+        self._strayed_at.clear()
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
+
+    def strayed(self, instance: str, served: str) -> None:
+        """A request for `instance` reached an address that the gateway was not told."""
+        now = self.driver.now()
+        if now - self._strayed_at.get(instance, -math.inf) < _STRAYED_S:
+            return
+        self._strayed_at[instance] = now
+        address = self.addresses.get(instance, "-")
+        message = "requests for %s reach %s: the gateway has no healthy endpoint %s"
+        tell(logger, Event.GATEWAY_ELSEWHERE, message, instance, served, address, instance=instance)
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
         """The cluster's objectives from now on; the file's go before them."""
@@ -93,6 +114,7 @@ class HttpStream(Upstream):
 
     __slots__ = (
         "_body",
+        "_chunks",
         "_committed",
         "_exchange",
         "_extended",
@@ -106,10 +128,15 @@ class HttpStream(Upstream):
         "_response_seen",
         "_send",
         "_state",
+        "_stopped_s",
         "_subset",
+        "_swept_chunks",
+        "_taken_s",
         "_tenant",
+        "_told",
         "_trailers",
         "body_bytes",
+        "complete",
         "ended",
         "reading",
     )  # fmt: skip
@@ -126,13 +153,20 @@ class HttpStream(Upstream):
         #: Bytes of the body so far; True until the request is whole.
         self.body_bytes = 0
         self.reading = True
+        #: Messages that the body came in, and what `sweep` knows of them.
+        self._chunks = self._swept_chunks = -1
+        self._taken_s = self._stopped_s = 0.0
         self._original = b""
+        #: Addresses that Envoy was told, in order.
+        self._told: list[str] = []
         self._trailers = False
         self._exchange: Exchange | None = None
         self._extended = self._response_seen = self._committed = self._feeding = False
         self._out = b""
         #: True once Envoy was given an answer in place of an engine's: it sends nothing more.
         self.ended = False
+        #: True once the engine's answer was seen to its end: no message follows.
+        self.complete = False
 
     # --- from Envoy ---
 
@@ -153,11 +187,14 @@ class HttpStream(Upstream):
         elif kind == "response_trailers":
             self._feed(b"", last=True)
             self._reply(messages.RESPONSE_TRAILERS_GO_ON)
+            self.complete = True
 
     def closed(self) -> None:
         """Envoy's stream has ended, with or without a word."""
         exchange = self._exchange
         self.ended = True
+        # No cycle is left: what was allocated goes now, not in a pause of the garbage collector.
+        self._exchange, self._send = None, _unsent
         if exchange is None or exchange.phase is Phase.DONE:
             return
         if self._response_mode == messages.NONE and self._response_seen:
@@ -197,19 +234,28 @@ class HttpStream(Upstream):
             self._request_mode = messages.NONE
             self._serve(None)
             return
-        if self._request_mode not in (messages.BUFFERED, messages.FULL_DUPLEX):
+        if self._request_mode not in (messages.BUFFERED, messages.FULL_DUPLEX) and not (
+            self._request_mode == messages.STREAMED
+            and message.protocol_config.send_body_without_waiting_for_header_response
+        ):
             raise GateError(
-                500, "request_body_mode: expected FULL_DUPLEX_STREAMED or BUFFERED in Envoy's configuration."
+                500,
+                "request_body_mode: expected FULL_DUPLEX_STREAMED, BUFFERED, or STREAMED beside"
+                " send_body_without_waiting_for_header_response, in Envoy's configuration.",
             )
         self._form = router.form(head)
+        self._chunks = 0
         if self._request_mode == messages.BUFFERED:
             self._reply(messages.REQUEST_HEADERS_GO_ON)
 
     def _request_body(self, part: Any) -> None:
         piece: bytes = part.body
         self.body_bytes += len(piece)
+        self._chunks += 1
         table = self._state.driver.table
         limit = table.max_body_bytes if self._form is None else table.max_multipart_bytes
+        if self._request_mode == messages.STREAMED:
+            limit = min(limit, self._state.table.buffer_bytes)
         if self.body_bytes > limit:
             raise GateError(413, f"The request body is larger than {limit} bytes.")
         if piece:
@@ -218,6 +264,20 @@ class HttpStream(Upstream):
                 self._form.feed(piece)
         if part.end_of_stream or self._request_mode == messages.BUFFERED:
             self._serve(None)
+
+    def sweep(self, passed_s: float) -> None:
+        """Answer a body that has stopped, and keep Envoy waiting for one that has not; each `passed_s`."""
+        if not self.reading or self.ended or self._chunks < 0 or self._request_mode == messages.BUFFERED:
+            return
+        self._taken_s += passed_s
+        moved = self._chunks != self._swept_chunks
+        self._swept_chunks = self._chunks
+        self._stopped_s = 0.0 if moved else self._stopped_s + passed_s
+        table = self._state.driver.table
+        if self._stopped_s > _BODY_STOP_S or self._taken_s > table.body_timeout_s:
+            self.refuse(GateError(408, "The request body took too long."))
+        elif moved and self._request_mode == messages.STREAMED:
+            self._reply(messages.go_on_for(table.body_timeout_s))
 
     def _serve(self, _: object) -> None:
         """The request is whole. Raises `GateError`."""
@@ -270,7 +330,8 @@ class HttpStream(Upstream):
         name = taken.lease.instance
         taken.sent_by_gateway()
         wanted = [name, *state.driver.fallbacks(state.table.fallbacks)]
-        endpoint = ",".join(state.addresses[each] for each in wanted if each in state.addresses)
+        self._told = [state.addresses[each] for each in wanted if each in state.addresses]
+        endpoint = ",".join(self._told)
         if name not in state.addresses:
             taken.engine_failed(ends.LOCAL, "its address is not known")
             return
@@ -288,7 +349,7 @@ class HttpStream(Upstream):
         body = self._original
         if self._response_mode != messages.NONE and taken.body_for_engine is not None:
             body = taken.body_for_engine
-        if buffered and body is not self._original:
+        if buffered and body != self._original:
             common.body_mutation.body = body
             headers.append(("content-length", b"%d" % len(body)))
         messages.set_headers(mutation, headers)
@@ -297,6 +358,8 @@ class HttpStream(Upstream):
         self._reply(response.SerializeToString())
         if self._request_mode == messages.FULL_DUPLEX:
             self._send_body(body)
+        elif self._request_mode == messages.STREAMED:
+            self._release_body(body)
         if self._trailers:
             self._reply(messages.REQUEST_TRAILERS_GO_ON)
         self._original = b""
@@ -308,6 +371,16 @@ class HttpStream(Upstream):
             piece = body[at : at + _PIECE]
             end = last and at + _PIECE >= len(body)
             self._reply(messages.streamed_body("request_body", piece, end=end))
+
+    def _release_body(self, body: bytes) -> None:
+        """Let go of the pieces that Envoy keeps; another body goes in the place of the last one."""
+        if body == self._original:
+            for _ in range(self._chunks):
+                self._reply(messages.REQUEST_BODY_GO_ON)
+            return
+        for _ in range(self._chunks - 1):
+            self._reply(messages.REQUEST_BODY_CLEAR)
+        self._reply(messages.replaced_body("request_body", body))
 
     def cancel(self, exchange: Carried) -> None:
         """The exchange ends before Envoy was told of an instance: nothing to stop."""
@@ -324,6 +397,8 @@ class HttpStream(Upstream):
         state = self._state
         if served := _field(message.metadata_context.filter_metadata, _LB_SPACE, SERVED):
             name = state.names.get(served)
+            if served not in self._told:
+                state.strayed(exchange.lease.instance, served)
             if name is not None and name != exchange.lease.instance:
                 state.driver.served_elsewhere(exchange, name)
         local = _local_reply(message, head)
@@ -343,6 +418,7 @@ class HttpStream(Upstream):
         self._reply(response.SerializeToString())
         if message.response_headers.end_of_stream:
             self._feed(b"", last=True)
+            self.complete = True
         elif self._response_mode == messages.NONE:
             self._feed(b"", last=False)
             exchange.since = math.inf  # nothing more of it is seen here
@@ -356,7 +432,9 @@ class HttpStream(Upstream):
         elif out == piece:
             self._reply(messages.RESPONSE_BODY_GO_ON)
         else:
-            self._reply(messages.replaced_body(out))
+            self._reply(messages.replaced_body("response_body", out))
+        if last:
+            self.complete = True
 
     def _feed(self, piece: bytes, *, last: bool) -> bytes:
         """Give a part of the answer to the exchange; returns what the client gets of it."""
@@ -431,6 +509,10 @@ class HttpStream(Upstream):
             kept.append(("content-type", b"application/json"))
         self._reply(messages.immediate(status, kept, body, "hetlb"))
         self.ended = True
+
+
+def _unsent(_: bytes) -> None:
+    """Nothing can be said on a stream that is closed."""
 
 
 def _passes(access: EngineAccess | None) -> bool:

@@ -31,7 +31,7 @@ from hetlb.sim import block_pool as kvcache
 from hetlb.sim import engine as engine_module
 from hetlb.sim import fleet as fleet_module
 from hetlb.sim.alone import batch_of, full_part
-from hetlb.sim.engine import EngineLimits, EngineModel
+from hetlb.sim.engine import EngineLimits
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
@@ -104,7 +104,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
     rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
-    model = EngineModel(spec.latency, limits, IterationRule.TOKEN)
+    model = spec.model(IterationRule.TOKEN)
     part = full_part(model, [EngineSequence(prompt, output) for prompt, output in rows], batch)
     return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
 
@@ -162,9 +162,15 @@ def _engine_digest() -> str:
     """The source of the engine model and of what it computes with: a change of it forgets all results."""
     digest = hashlib.sha256()
     for module in (alone_module, engine_module, fleet_module, latency, kvcache):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    digest.update(Path(__file__).read_bytes())
+        digest.update(source_of(str(module.__file__)))
+    digest.update(source_of(__file__))
     return digest.hexdigest()
+
+
+def source_of(file: str) -> bytes:
+    """The source of a module: a compiled one has it beside its library, which is the same in all versions."""
+    path = Path(file)
+    return path.with_name(f"{path.name.partition('.')[0]}.py").read_bytes()
 
 
 def default_cache() -> Path:

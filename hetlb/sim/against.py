@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -167,13 +167,6 @@ def _load(model: EngineModel) -> float:
 
 # --- errors -----------------------------------------------------------------------------------------------
 
-METRICS: dict[str, Callable[[Any], float | None]] = {
-    "queue": lambda each: each.queue_s,
-    "ttft": lambda each: each.ttft_s,
-    "tpot": lambda each: each.tpot_s,
-    "e2e": lambda each: each.e2e_s,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class MetricError:
@@ -215,23 +208,16 @@ def metric_error(pairs: Sequence[tuple[float, float]]) -> MetricError | None:
 
 def errors(requests: Sequence[Measured], simulated: Sequence[Simulated]) -> dict[str, MetricError]:
     """The error of every metric that the log holds."""
-    found = {}
-    for name, value in METRICS.items():
-        pairs = []
-        for request, said in zip(requests, simulated, strict=True):
-            if name == "tpot":
-                if request.output_tokens < 2:
-                    continue
-                steps = request.output_tokens - 1
-                pairs.append((request.tpot_s, (said.e2e_s - said.ttft_s) / steps))
-                continue
-            measured, seconds = value(request), value(said)
-            if measured is not None and seconds is not None:
-                pairs.append((measured, seconds))
-        error = metric_error(pairs)
-        if error is not None:
-            found[name] = error
-    return found
+    pairs: dict[str, list[tuple[float, float]]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
+    for request, said in zip(requests, simulated, strict=True):
+        if request.queue_s is not None:
+            pairs["queue"].append((request.queue_s, said.queue_s))
+        pairs["ttft"].append((request.ttft_s, said.ttft_s))
+        if request.output_tokens > 1:
+            tpot_s = (said.e2e_s - said.ttft_s) / (request.output_tokens - 1)
+            pairs["tpot"].append((request.tpot_s, tpot_s))
+        pairs["e2e"].append((request.e2e_s, said.e2e_s))
+    return {name: error for name, each in pairs.items() if (error := metric_error(each)) is not None}
 
 
 # --- corrections ------------------------------------------------------------------------------------------
@@ -356,16 +342,16 @@ class Comparison:
 
 
 def compare(log: Log, engines: dict[str, Engine], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Comparison:
-    """Hold a log against the engines that served it, by name; one named "" serves all."""
+    """Hold a log against the engines that served it, by name ("" where the log names none)."""
     measured: list[Measured] = []
     simulated: list[Simulated] = []
     kv: list[tuple[float, float]] = []
     preemptions = 0
     split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
     found = Corrections()
-    for name in sorted({each.instance if each.instance in engines else "" for each in log.requests}):
+    for name in sorted({each.instance for each in log.requests}):
         engine = engines[name]
-        requests = [each for each in log.requests if each.instance == name or name == ""]
+        requests = [each for each in log.requests if each.instance == name]
         run = replay(requests, engine, hash_block_tokens)
         found = fit_corrections(requests, engine, hash_block_tokens)
         before = run.requests
@@ -450,6 +436,8 @@ def varies_enough(run: Replay) -> str:
     """
     decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
     total_s = sum(decoding.values())
+    if total_s <= 0.0:
+        return "no answer has a second token"
     ends, elapsed_s = [], 0.0
     for batch in sorted(decoding):
         elapsed_s += run.batches[batch]

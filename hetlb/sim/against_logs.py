@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from hetlb.workload.traces import Row, read_trace
 
 #: Fewer requests say little about anything.
 LEAST_REQUESTS = 10
+#: Beyond these a value is a mistake: tokens of a sequence, seconds of an answer, seconds on any clock.
+_MOST_TOKENS, _LONGEST_S, _LATEST_S = 1 << 31, 1e8, 1e12
+_GZIP = b"\x1f\x8b"
 _BENCH = "vllm bench serve --save-result --save-detailed"
 
 
@@ -61,13 +64,19 @@ class Log:
 def read_log(path: Path) -> Log:
     """Read a log, whatever kind it is. Raises `TraceError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as caught:
         raise TraceError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    if content.startswith(_GZIP):
+        raise TraceError(f"{path}: expected text, got a gzip file: unpack it first")
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as caught:
         raise TraceError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    if not text.strip():
+        raise TraceError(f"{path}: expected the log of a server, got an empty file")
     log = _reader(path, text)(path, text)
-    usable = [each for each in log.requests if each.e2e_s > 0.0 and each.output_tokens > 0]
+    usable = [each for each in log.requests if each.ttft_s > 0.0 and each.output_tokens > 0]
     if len(usable) < LEAST_REQUESTS:
         raise TraceError(
             f"{path}: expected at least {LEAST_REQUESTS} requests that ended well, got {len(usable)}"
@@ -76,21 +85,8 @@ def read_log(path: Path) -> Log:
     if all(each.ttft_s >= each.e2e_s for each in usable):
         raise TraceError(f"{path}: expected times to the first token, got whole answers only (not streamed)")
     first_s = usable[0].arrival_s
-    shifted = tuple(_shifted(each, first_s) for each in usable)
+    shifted = tuple(replace(each, arrival_s=each.arrival_s - first_s) for each in usable)
     return Log(log.kind, shifted, log.failed + len(log.requests) - len(usable), log.setup)
-
-
-def _shifted(each: Measured, first_s: float) -> Measured:
-    return Measured(
-        each.arrival_s - first_s,
-        each.input_tokens,
-        each.output_tokens,
-        each.ttft_s,
-        each.e2e_s,
-        each.queue_s,
-        each.instance,
-        each.row,
-    )
 
 
 def _reader(path: Path, text: str) -> Callable[[Path, str], Log]:
@@ -116,48 +112,70 @@ def _reader(path: Path, text: str) -> Callable[[Path, str], Log]:
 
 
 def _read_bench(path: Path, text: str) -> Log:
-    try:
-        document = json.loads(text)
-    except ValueError as caught:
-        raise TraceError(f"{path}: expected JSON: {caught}") from caught
-    if isinstance(document, dict) and isinstance(document.get("runs"), list) and document["runs"]:
-        document = document["runs"][0]
-    names = ("start_times", "input_lens", "output_lens", "ttfts", "itls")
+    document = _json(str(path), text)
+    if isinstance(document, dict) and isinstance(runs := document.get("runs"), list) and runs:
+        if len(runs) > 1:
+            raise TraceError(f"{path}: runs: expected one run, got {len(runs)} (one rate and seed a log)")
+        document = runs[0]
+    names: tuple[str, ...] = ("start_times", "input_lens", "output_lens", "ttfts", "itls")
     missing = [name for name in names if not isinstance(document, dict) or not document.get(name)]
     if missing:
         raise TraceError(f"{path}: expected {', '.join(names)} ({_BENCH}), missing {', '.join(missing)}")
     columns = [document[name] for name in names]
-    if len({len(column) for column in columns}) != 1:
-        raise TraceError(f"{path}: expected lists of one length, got {[len(each) for each in columns]}")
-    errors = document.get("errors") or [""] * len(columns[0])
-    requests, failed = [], 0
-    for (start_s, prompt, output, ttft_s, gaps), error in zip(
-        zip(*columns, strict=True), errors, strict=False
-    ):
-        if error or not output or not ttft_s:
+    if errors := document.get("errors"):
+        names, columns = (*names, "errors"), [*columns, errors]
+    lengths = [len(column) if isinstance(column, list) else None for column in columns]
+    if None in lengths or len(set(lengths)) != 1:
+        raise TraceError(f"{path}: {', '.join(names)}: expected lists of one length, got {lengths}")
+    read, requests, failed = _Fields(str(path)), [], 0
+    for index, (start_s, prompt, output, ttft_s, gaps, *error) in enumerate(zip(*columns, strict=True)):
+        if any(error) or not output or not ttft_s:
             failed += 1
             continue
-        e2e_s = float(ttft_s) + math.fsum(gaps)
-        requests.append(Measured(float(start_s), int(prompt), int(output), float(ttft_s), e2e_s))
+        first_s = read.seconds(f"ttfts[{index}]", ttft_s)
+        try:
+            gaps_s = math.fsum(gaps)
+        except (TypeError, ValueError, OverflowError):
+            gaps_s = math.nan
+        requests.append(
+            Measured(
+                read.moment(f"start_times[{index}]", start_s),
+                read.tokens(f"input_lens[{index}]", prompt),
+                read.tokens(f"output_lens[{index}]", output),
+                first_s,
+                first_s + read.seconds(f"sum of itls[{index}]", gaps_s),
+            )
+        )
     return Log("bench", tuple(requests), failed)
 
 
 def _read_aiperf(path: Path, text: str) -> Log:
     requests, failed = [], 0
     for number, raw in _json_lines(path, text):
+        read = _Fields(f"{path}: line {number}")
         metrics, metadata = raw.get("metrics") or {}, raw.get("metadata") or {}
+        if not isinstance(metrics, dict) or not isinstance(metadata, dict):
+            raise TraceError(f"{read.where}: expected metrics and metadata to be objects")
         if raw.get("error") or metadata.get("was_cancelled"):
             failed += 1
             continue
-        found = {name: _metric(metrics, names) for name, names in _AIPERF.items()}
-        start_ns = metadata.get("request_start_ns")
-        missing = [_AIPERF[name][0] for name, value in found.items() if value is None]
-        if start_ns is None:
+        found = {name: next((n for n in names if n in metrics), None) for name, names in _AIPERF.items()}
+        missing = [_AIPERF[name][0] for name, key in found.items() if key is None]
+        if metadata.get("request_start_ns") is None:
             missing.append("request_start_ns")
-        if missing or start_ns is None:
-            raise TraceError(f"{path}: line {number}: expected {', '.join(missing)}, but it is missing")
-        prompt, output, ttft_s, e2e_s = (found[name] or 0.0 for name in _AIPERF)
-        requests.append(Measured(start_ns / 1e9, int(prompt), int(output), ttft_s, e2e_s))
+        if missing:
+            raise TraceError(f"{read.where}: expected {', '.join(missing)}, but it is missing")
+        value = {name: read.metric(str(key), metrics[key]) for name, key in found.items()}
+        ttft_s = read.seconds(str(found["ttft_s"]), value["ttft_s"])
+        requests.append(
+            Measured(
+                read.moment("request_start_ns", metadata["request_start_ns"], 1e-9),
+                read.tokens(str(found["prompt"]), value["prompt"]),
+                read.tokens(str(found["output"]), value["output"]),
+                ttft_s,
+                read.seconds(str(found["e2e_s"]), value["e2e_s"], ttft_s),
+            )
+        )
     return Log("aiperf", tuple(requests), failed)
 
 
@@ -168,20 +186,12 @@ _AIPERF = {
     "ttft_s": ("time_to_first_token",),
     "e2e_s": ("request_latency",),
 }
-_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
-
-
-def _metric(metrics: dict[str, Any], names: Sequence[str]) -> float | None:
-    for name in names:
-        found = metrics.get(name)
-        if isinstance(found, dict) and isinstance(found.get("value"), int | float):
-            return float(found["value"]) * _UNITS.get(str(found.get("unit")), 1.0)
-    return None
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "tokens": 1.0}
 
 
 def _read_csv(path: Path, _: str) -> Log:
     rows = read_trace(path)
-    columns = rows[0].extra.keys() if rows else set()
+    columns = rows[0].extra.keys()
     names = {
         name: next((each for each in (name, f"measured_{name}") if each in columns), None)
         for name in ("ttft_s", "e2e_s", "queue_s")
@@ -192,25 +202,22 @@ def _read_csv(path: Path, _: str) -> Log:
         )
     requests = []
     for number, row in enumerate(rows, start=2):
+        read = _Fields(f"{path}: line {number}")
         if row.arrival_s is None:
-            raise TraceError(f"{path}: line {number}: arrival_s: expected seconds, got none")
-        times = {}
-        for name, column in names.items():
-            try:
-                times[name] = float(row.extra[column]) if column is not None else math.nan
-            except ValueError:
-                raise TraceError(
-                    f"{path}: line {number}: {column}: expected seconds, got {row.extra[column or '']!r}"
-                ) from None
-        queue_s = None if math.isnan(times["queue_s"]) else times["queue_s"]
+            raise TraceError(f"{read.where}: arrival_s: expected seconds, got none")
+        times = {
+            name: read.seconds(column, _float(row.extra[column]))
+            for name, column in names.items()
+            if column is not None
+        }
         requests.append(
             Measured(
-                row.arrival_s,
+                read.moment("arrival_s", row.arrival_s),
                 row.input_tokens,
                 row.output_tokens,
                 times["ttft_s"],
-                times["e2e_s"],
-                queue_s,
+                read.seconds("e2e_s", times["e2e_s"], times["ttft_s"]),
+                times.get("queue_s"),
                 row=row,
             )
         )
@@ -221,15 +228,16 @@ def _read_events(path: Path, text: str) -> Log:
     lines = text.splitlines()
     try:
         setup = decode_setup(lines[0])
-    except ValueError as caught:
-        raise TraceError(f"{path}: line 1: {caught}") from caught
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
+        raise TraceError(f"{path}: line 1: expected the set-up of an event log: {caught}") from caught
     arrivals: dict[int, dict[str, Any]] = {}
     placed: dict[int, tuple[int, str, float]] = {}
     first: dict[int, float] = {}
     requests, failed = [], 0
     for number, fact in _json_lines(path, "\n".join(lines[1:]), start=2):
+        read = _Fields(f"{path}: line {number}")
         try:
-            now, kind = float(fact["t"]), fact["kind"]
+            now, kind = read.moment("t", fact["t"]), fact["kind"]
             if kind == "arrival":
                 arrivals[fact["request"]["id"]] = fact["request"]
             elif kind == "first_token":
@@ -241,26 +249,82 @@ def _read_events(path: Path, text: str) -> Log:
                 if fact.get("outcome") != "ok" or not output or fact["lease"] not in first:
                     failed += 1
                 else:
-                    ttft_s, prompt = first[fact["lease"]] - began, request["prompt_tokens"]
-                    requests.append(Measured(began, prompt, output, ttft_s, now - began, None, instance))
+                    ttft_s = read.seconds("first_token", first[fact["lease"]] - began)
+                    requests.append(
+                        Measured(
+                            began,
+                            read.tokens("prompt_tokens", request["prompt_tokens"]),
+                            read.tokens("output_tokens", output),
+                            ttft_s,
+                            read.seconds("lease_ended", now - began, ttft_s),
+                            None,
+                            instance,
+                        )
+                    )
             for command in fact["out"]:
                 if command[0] == "dispatch":
                     placed[command[2]] = (command[1], command[3], now)
-        except (KeyError, TypeError, ValueError, IndexError) as caught:
-            raise TraceError(
-                f"{path}: line {number}: expected a fact of hetlb's event log: {caught!r}"
-            ) from caught
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as caught:
+            raise TraceError(f"{read.where}: expected a fact of hetlb's event log: {caught!r}") from caught
     return Log("events", tuple(requests), failed, setup)
+
+
+# --- values ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Checks of the values at one place of a log; each raises `TraceError` with place, key and value."""
+
+    where: str
+
+    def tokens(self, key: str, value: object) -> int:
+        """A number of tokens."""
+        return int(self._number(key, value, "tokens", 0, _MOST_TOKENS))
+
+    def seconds(self, key: str, value: object, least: float = 0.0) -> float:
+        """A time that something took; by a rounding error it may be below `least`."""
+        return max(least, self._number(key, value, "seconds", least * (1.0 - 1e-6), _LONGEST_S))
+
+    def moment(self, key: str, value: object, unit: float = 1.0) -> float:
+        """A point in time on any clock, in units of so many seconds."""
+        return self._number(key, value, "a time", -_LATEST_S / unit, _LATEST_S / unit) * unit
+
+    def metric(self, key: str, raw: object) -> float:
+        """The value of a metric of AIPerf, in seconds or tokens."""
+        value, unit = (raw.get("value"), raw.get("unit")) if isinstance(raw, dict) else (raw, None)
+        if not isinstance(unit, str) or unit not in _UNITS:
+            raise TraceError(f"{self.where}: {key}: expected a unit of {', '.join(_UNITS)}, got {unit!r:.40}")
+        return self._number(key, value, unit, 0.0, _LATEST_S) * _UNITS[unit]
+
+    def _number(self, key: str, value: object, words: str, least: float, most: float) -> float:
+        """A number within bounds. NaN is in none, and a whole number may have any number of digits."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+            return float(value)
+        got = f"{value!r:.40}"
+        raise TraceError(f"{self.where}: {key}: expected {words} from {least:g} to {most:g}, got {got}")
+
+
+def _float(text: str) -> object:
+    """The number that a cell holds, or its text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as caught:
+        raise TraceError(f"{where}: expected JSON: {caught}") from caught
 
 
 def _json_lines(path: Path, text: str, start: int = 1) -> Iterable[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(text.splitlines(), start=start):
         if not line.strip():
             continue
-        try:
-            raw = json.loads(line)
-        except ValueError as caught:
-            raise TraceError(f"{path}: line {number}: expected JSON: {caught}") from caught
+        raw = _json(f"{path}: line {number}", line)
         if not isinstance(raw, dict):
             raise TraceError(f"{path}: line {number}: expected a JSON object")
         yield number, raw

@@ -43,9 +43,7 @@ class Alone:
 
 def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> Alone:
     """All requests of a plan that fit the engine, at once and in order, to the end of the last answer."""
-    model = EngineModel(
-        spec.latency, spec.limits, rule, prefix_cache=spec.prefix_cache, adapter_load_s=spec.adapter_load_s
-    )
+    model = spec.model(rule)
     requests = tokens = 0
     for planned in plan:
         if spec.fits(planned):
@@ -130,8 +128,6 @@ def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: It
     """Prompt and output tokens/s while the engine is full."""
     sequences = [each for planned in plan if spec.fits(planned) for each in sequences_of(planned)]
     sums = list(accumulate((each.prompt_tokens + each.output_tokens for each in sequences), initial=0))
-    model = EngineModel(
-        spec.latency, spec.limits, rule, prefix_cache=spec.prefix_cache, adapter_load_s=spec.adapter_load_s
-    )
+    model = spec.model(rule)
     part = full_part(model, sequences, mean_batch(spec, plan))
     return (sums[part.last] - sums[part.first]) / part.seconds if part.seconds > 0 else 0.0

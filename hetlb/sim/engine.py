@@ -41,23 +41,48 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, KeysView
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from hetlb.core.adapters import DEFAULT_SLOTS
-from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.latency import IterationRule
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Capacity
 from hetlb.sim.adapters import LoadedAdapters
 from hetlb.sim.block_pool import BlockPool, blocks_for
 from hetlb.sim.prefix import PrefixCache, PrefixContent, TokenSpan
 
 #: vLLM's own defaults (`vllm serve` without the flags), for capacities that do not say.
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_BLOCK_SIZE: Final = 16
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+
+
+class IterationTimes(Protocol):
+    """Times of an engine's iterations: those of a `LatencyModel`, or measured ones. Seconds."""
+
+    def step_s(self, batch: float, kv_tokens: float) -> float:
+        """One decode step."""
+
+    def step_growth_s(self, batch: float) -> float:
+        """Growth of a step when each of its sequences has one more token."""
+
+    def iteration_s(
+        self,
+        prefill_tokens: float,
+        prompts: float,
+        longest: float,
+        batch: float,
+        kv_tokens: float,
+        attended: float,
+        rule: IterationRule,
+    ) -> float:
+        """An iteration with prompt tokens in it, as `LatencyModel.iteration_s` has it."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
+class EngineLimits(PickleByFields):
     """Limits of one engine: tokens, blocks of `block_size` tokens, sequences; and two of its switches.
 
     `enable_prefix_caching` (on by default): freed blocks keep their content.
@@ -142,12 +167,13 @@ class SequenceState(StrEnum):
 
 
 #: Members of an `Enum` are looked up by a function; these are read in every iteration.
-_WAITING = SequenceState.WAITING
-_PREFILL = SequenceState.PREFILL
-_DECODE = SequenceState.DECODE
-_FINISHED = SequenceState.FINISHED
+_WAITING: Final = SequenceState.WAITING
+_PREFILL: Final = SequenceState.PREFILL
+_DECODE: Final = SequenceState.DECODE
+_FINISHED: Final = SequenceState.FINISHED
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Sequence:
     """One sequence: a prompt and as many output tokens as it will have. `tag` is the driver's own.
 
@@ -225,17 +251,24 @@ class Sequence:
         return f"Sequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"
 
 
-class IterationRun(NamedTuple):
+@mypyc_attr(acyclic=True)
+class IterationRun:
     """`steps` iterations one after the other. Step j (from 0) takes `first_s + j * increment_s` seconds.
 
     `decodes` sequences get one token at the end of every step. A stretch of one step may hold prefill
-    work too; a longer one never does.
+    work too; a longer one never does. Never changed: a shorter one takes its place.
     """
 
-    steps: int
-    first_s: float
-    increment_s: float
-    decodes: int
+    __slots__ = ("decodes", "first_s", "increment_s", "steps")
+
+    def __init__(self, steps: int, first_s: float, increment_s: float, decodes: int) -> None:
+        self.steps = steps
+        self.first_s = first_s
+        self.increment_s = increment_s
+        self.decodes = decodes
+
+    def __repr__(self) -> str:
+        return f"IterationRun({self.steps}, {self.first_s}, {self.increment_s}, {self.decodes})"
 
     def elapsed_s(self, steps: int) -> float:
         """Seconds from the start to the end of the first `steps` steps."""
@@ -275,7 +308,7 @@ class IterationRun(NamedTuple):
         return steps if self.elapsed_s(steps) <= elapsed_s else steps - 1
 
 
-class Ended(NamedTuple):
+class Ended:
     """Results of the iterations that just ended.
 
     In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
@@ -284,11 +317,21 @@ class Ended(NamedTuple):
     that ended here, at the end. `finished` are complete. `preempted` lost their place when it began.
     """
 
-    stretch: IterationRun
-    first: tuple[Sequence, ...]
-    resumed: tuple[Sequence, ...]
-    finished: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
+    __slots__ = ("finished", "first", "preempted", "resumed", "stretch")
+
+    def __init__(
+        self,
+        stretch: IterationRun,
+        first: tuple[Sequence, ...],
+        resumed: tuple[Sequence, ...],
+        finished: tuple[Sequence, ...],
+        preempted: tuple[Sequence, ...],
+    ) -> None:
+        self.stretch = stretch
+        self.first = first
+        self.resumed = resumed
+        self.finished = finished
+        self.preempted = preempted
 
 
 class EngineModel:
@@ -341,7 +384,7 @@ class EngineModel:
 
     def __init__(
         self,
-        latency: LatencyModel,
+        latency: IterationTimes,
         limits: EngineLimits,
         rule: IterationRule = IterationRule.TOKEN,
         *,
@@ -620,7 +663,7 @@ class EngineModel:
         if steps == 1 or until_s <= stretch.first_s:
             return stretch
         steps = 1 + self._affordable_steps(steps - 1)
-        _, first_s, increment_s, decodes = stretch
+        first_s, increment_s, decodes = stretch.first_s, stretch.increment_s, stretch.decodes
         if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
             return stretch  # constants that predict no time: step, where each is clamped
         stretch = IterationRun(steps, first_s, increment_s, decodes)
@@ -640,7 +683,8 @@ class EngineModel:
         if for_arrival and self.limits.async_scheduling:
             steps += 1
         if steps < stretch.steps:
-            self._stretch = stretch = stretch._replace(steps=steps)
+            stretch = IterationRun(steps, stretch.first_s, stretch.increment_s, stretch.decodes)
+            self._stretch = stretch
         return stretch
 
     def end_iteration(self) -> Ended:
@@ -651,7 +695,7 @@ class EngineModel:
         decoding = self._decoding
         decodes = len(decoding)
         if decodes != stretch.decodes:  # the others were aborted in the meantime and got nothing
-            stretch = stretch._replace(decodes=decodes)
+            stretch = IterationRun(stretch.steps, stretch.first_s, stretch.increment_s, decodes)
         if stretch.steps > 1:
             more = stretch.steps - 1
             self.pool.take(self._block_demand(self._step, more))
@@ -771,12 +815,10 @@ class EngineModel:
             self.kv_peak_blocks = self.pool.used_blocks
         latency = self.latency
         batch, cached = decodes + self._joining, self._decode_tokens + self._joining_tokens
-        if not tokens:
-            first_s = latency.step_s(batch, cached)
-        elif self.rule is IterationRule.TOKEN:
-            first_s = latency.mixed_step_s(tokens, prompts, longest, batch, cached, attended)
-        else:
+        if tokens:
             first_s = latency.iteration_s(tokens, prompts, longest, batch, cached, attended, self.rule)
+        else:
+            first_s = latency.step_s(batch, cached)
         if self._loads and self._adapters is not None:
             self._adapters.evict()
             first_s += self._loads * self.adapter_load_s
@@ -903,10 +945,10 @@ class EngineModel:
         while waiting and budget > 0 and places > 0:
             head = next(iter(waiting))
             if adapters is not None:
-                found_one = next((each for each in waiting if adapters.admits(each.adapter)), None)
-                if found_one is None:
+                admitted = self._first_admitted(adapters)
+                if admitted is None:
                     break
-                head = found_one
+                head = admitted
             if head.remote_tokens:
                 if not self._begin_fetch(head):
                     break
@@ -940,6 +982,13 @@ class EngineModel:
                 longest = part
             attended += part * (part + 2 * found)
         return tokens, prompts, longest, attended
+
+    def _first_admitted(self, adapters: LoadedAdapters) -> Sequence | None:
+        """The first waiting sequence whose adapter the batch can hold."""
+        for each in self._waiting:
+            if adapters.admits(each.adapter):
+                return each
+        return None
 
     def _admit(self, sequence: Sequence, computed: int, *, last: bool) -> None:
         """Put a sequence into the batch; `last`: this part completes its prompt."""

@@ -14,9 +14,12 @@ import heapq
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
+
+from mypy_extensions import mypyc_attr
 
 from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -43,7 +46,7 @@ from hetlb.workload.content import UNSHARED, Span
 from hetlb.workload.records import Gaps, RequestResult, summarize
 
 #: Simulated engines are scraped as often as real ones by default.
-SCRAPE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S: Final = 1.0
 
 #: Outcome of a request that the scheduler rejects; any other reason is the request's own fault.
 _REJECTED = {
@@ -54,13 +57,22 @@ _REJECTED = {
 
 # Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
 # requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
-_END, _FETCHED, _EXPIRED, _ARRIVAL, _CHANGE, _SUBMIT, _RESTART, SHARED, _SCRAPE, _TICK, _BEGIN, _LOOK = range(
-    12
-)
+_END: Final = 0
+_FETCHED: Final = 1
+_EXPIRED: Final = 2
+_ARRIVAL: Final = 3
+_CHANGE: Final = 4
+_SUBMIT: Final = 5
+_RESTART: Final = 6
+SHARED: Final = 7
+_SCRAPE: Final = 8
+_TICK: Final = 9
+_BEGIN: Final = 10
+_LOOK: Final = 11
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
+class EngineSpec(PickleByFields):
     """One simulated engine: how fast it is and what it holds.
 
     `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
@@ -77,6 +89,16 @@ class EngineSpec:
     prefix_cache: bool = False
     max_model_len: int | None = None
     adapter_load_s: float = 0.0
+
+    def model(self, rule: IterationRule) -> EngineModel:
+        """An engine that has done nothing yet."""
+        return EngineModel(
+            self.latency,
+            self.limits,
+            rule,
+            prefix_cache=self.prefix_cache,
+            adapter_load_s=self.adapter_load_s,
+        )
 
     def fits(self, planned: PlannedRequest) -> bool:
         """True if it can run every sequence of a request to its end."""
@@ -207,13 +229,7 @@ class _Engine:
     def __init__(self, name: str, spec: EngineSpec, rule: IterationRule) -> None:
         self.name = name
         self.spec = spec
-        self.model = EngineModel(
-            spec.latency,
-            spec.limits,
-            rule,
-            prefix_cache=spec.prefix_cache,
-            adapter_load_s=spec.adapter_load_s,
-        )
+        self.model = spec.model(rule)
         self.started_s = 0.0
         self.version = 0
         self.begin_pending = False
@@ -224,6 +240,7 @@ class _Engine:
         return model.kv_used_blocks_at(now - self.started_s) / model.kv_total_blocks
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
 

@@ -79,7 +79,7 @@ def spans_of(hash_ids: Iterable[str], tokens: int, block_tokens: int) -> list[tu
 def read_trace(path: Path) -> list[Row]:
     """Every row of the trace in file order. Raises `TraceError`; a trace without rows is an error too."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             return _parse(path, csv.reader(file))
     except OSError as caught:
         raise TraceError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught

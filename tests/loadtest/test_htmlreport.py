@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
 from loadtest.test_metrics import record, result
 
+from hetlb.loadtest import htmlreport
 from hetlb.loadtest.compare import FIGURES, comparisons
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.metrics import run_figures
@@ -85,18 +87,31 @@ def test_a_page_of_runs_without_an_answer() -> None:
     assert "failed: 10 of 10 requests (10 x timeout)" in text
 
 
-def compared(rounds: int, *, spread: float, suspect: bool = False) -> Balanced:
+def rounds_of(rounds: int, spread: float, suspect: str) -> list[dict[str, Any]]:
     """`p2c` gives 10 % more than `rr` (100) in every figure, give or take `spread` from round to round."""
-    runs = [
+    return [
         {
             "policy": policy, "round": number, "request_rate": 2.0,
-            "client": {"verdict": "SUSPECT" if suspect and policy == "p2c" else "VALID"},
+            "client": {"verdict": "SUSPECT" if policy == suspect else "VALID"},
             **dict.fromkeys(FIGURES, 100.0 if policy == "rr" else 110.0 + spread * (-1) ** number),
         }
         for policy in ("rr", "p2c")
         for number in range(1, rounds + 1)
     ]  # fmt: skip
-    return page(comparison=comparisons(runs, ["rr", "p2c"]))
+
+
+def compared(rounds: int, *, spread: float) -> Balanced:
+    return page(comparison=comparisons(rounds_of(rounds, spread, ""), ["rr", "p2c"]))
+
+
+@pytest.mark.parametrize(("suspect", "marked"), [("", []), ("p2c", ["p2c"]), ("rr", ["rr", "p2c"])])
+def test_a_policy_is_marked_where_its_own_runs_or_the_first_ones_are_suspect(
+    suspect: str, marked: list[str]
+) -> None:
+    runs = rounds_of(2, 1.0, suspect)
+    [(rate, table)] = htmlreport._policies(comparisons(runs, ["rr", "p2c"]), runs)
+    assert rate == "2"
+    assert [row.cells[0].text for row in table.rows if row.verdict == "SUSPECT"] == marked
 
 
 def test_policies_are_beside_each_other_and_sure_differences_are_bold() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,13 +18,23 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
 from hetlb.core.eventlog import Replay
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
+from hetlb.pick.calls import ProcessCall
+from hetlb.pick.stream import HttpStream
 
 pytestmark = pytest.mark.envoy
 
 
-@pytest_asyncio.fixture(params=[STATIC, GATEWAY_API], ids=lambda path: path.stem)
+def buffered(envoy: Envoy) -> None:
+    """The mode of the older Envoys: the request's body comes whole, after the answer to its headers."""
+    del envoy.ext_proc["send_body_without_waiting_for_header_response"]
+    envoy.ext_proc["processing_mode"]["request_body_mode"] = "BUFFERED"
+
+
+@pytest_asyncio.fixture(params=["static", "gateway-api", "buffered"])
 async def both(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
-    async with rig(tmp_path, request.param) as made:
+    base = GATEWAY_API if request.param == "gateway-api" else STATIC
+    change = buffered if request.param == "buffered" else lambda envoy: None
+    async with rig(tmp_path, base, change=change) as made:
         yield made
 
 
@@ -53,6 +64,63 @@ async def test_a_long_body_comes_whole(both: Rig) -> None:
     reply = await both.ask(raw=raw)
     assert reply.status == 200
     assert both.engines[0].bodies == [raw]
+
+
+async def test_a_streamed_request_comes_whole_with_the_usage_that_is_asked_for(both: Rig) -> None:
+    prompt = "word " * 10_000
+    reply = await both.ask(prompt=prompt, stream=True)
+    assert (reply.status, reply.body) == (200, TOKEN + TOKEN + DONE)
+    sent = json.loads(both.engines[0].bodies[0])
+    assert sent["prompt"] == prompt
+    assert sent["stream_options"] == {"include_usage": True}
+
+
+async def test_a_body_that_is_too_large_is_refused_and_one_that_fits_is_not(tmp_path: Path) -> None:
+    def small(envoy: Envoy) -> None:
+        envoy.document["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"] = 100_000
+
+    async with rig(tmp_path, change=small, pick={"buffer_bytes": 100_000}) as made:
+        empty = len(made.body(prompt=""))
+        largest = made.body(prompt="x" * (100_000 - empty))
+        assert (await made.ask(raw=largest)).status == 200
+        assert made.engines[0].bodies == [largest]
+        assert (await made.ask(raw=largest + b" ")).status == 413
+
+
+async def test_a_body_that_comes_slowly_is_waited_for_and_one_that_stops_is_not(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:  # Envoy waits 2 s for the picker, unless it asks for more
+        streams, body = made.picker.server.state.streams, made.body()
+
+        async def begun() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            """A request of which the picker has the first part of the body."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.envoy.port)
+            head = "POST /v1/completions HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:5])
+            await turns_until(lambda: [each.body_bytes for each in streams] == [5])
+            return reader, writer
+
+        reader, writer = await begun()
+        next(iter(streams)).sweep(1.0)
+        seen = made.picker.now()
+        await turns_until(lambda: made.picker.now() > seen + 3.0)
+        writer.write(body[5:])
+        assert b" 200 " in await reader.readline()
+        assert made.engines[0].bodies == [body]
+        writer.transport.abort()
+        reader, writer = await begun()
+        next(iter(streams)).sweep(1000.0)
+        assert b" 408 " in await reader.readline()
+        writer.transport.abort()
+    assert made.outcomes == ["ok"]
+
+
+async def test_a_mode_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    def waits(envoy: Envoy) -> None:
+        del envoy.ext_proc["send_body_without_waiting_for_header_response"]
+
+    async with rig(tmp_path, change=waits) as made:
+        reply = await made.ask()
+        assert (reply.status, "request_body_mode" in reply.json["error"]["message"]) == (500, True)
 
 
 async def test_answers_of_our_own_have_the_bodies_of_the_proxy(both: Rig) -> None:
@@ -288,6 +356,40 @@ async def test_health_checks_say_who_should_get_requests(tmp_path: Path) -> None
             assert [await status(each) for each in services] == [SERVING, NOT_SERVING, NOT_SERVING]
             with pytest.raises(grpc.aio.AioRpcError):
                 await status("other")
+
+
+async def test_a_request_leaves_nothing_to_the_garbage_collector(both: Rig) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(8):
+            assert (await both.ask(stream=n % 2 == 0)).status == 200
+        assert (await both.ask(model="other")).status == 404
+        await both.settled()
+        gateways = both.picker.server.gateways
+        await turns_until(lambda: not any(each.http2.streams for each in gateways))
+        both.picker.driver.settle()  # requests that ended are counted together
+        left = [each for each in gc.get_objects() if isinstance(each, HttpStream | ProcessCall)]
+        assert not left
+    finally:
+        gc.enable()
+
+
+async def test_a_gateway_that_does_not_have_an_instance_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lacks_the_first(envoy: Envoy) -> None:
+        del envoy.cluster("engines")["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
+
+    async with rig(tmp_path, change=lacks_the_first, pick={"fallbacks": 0}) as made:
+        for _ in range(4):  # rr: every second is for i0
+            assert (await made.ask()).headers["x-hetlb-instance"] == "i1"
+        said = [each for each in caplog.records if getattr(each, "event", "") == "gateway_elsewhere"]
+        assert len(said) == 1
+        first, second = made.engines
+        assert said[0].getMessage() == (
+            f"requests for i0 reach {second.address}: the gateway has no healthy endpoint {first.address}"
+        )
 
 
 async def test_a_stream_of_many_tokens_is_counted(both: Rig) -> None:

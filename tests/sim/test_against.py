@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import request, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hetlb.cli.simulate_against import engines
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Dispatch, Health, Lease, Outcome
-from hetlb.errors import TraceError
+from hetlb.errors import ConfigError, TraceError
 from hetlb.sim.against import Corrections, Engine, compare, errors, fit_corrections, replay, varies_enough
 from hetlb.sim.against_logs import Log, Measured, read_log
 from hetlb.sim.engine import EngineLimits
@@ -100,8 +106,7 @@ def test_corrections_of_a_right_model_are_none() -> None:
 # --- logs ------------------------------------------------------------------------------------------------
 
 
-def bench_document() -> dict[str, object]:
-    part = LOG.requests
+def bench_document(part: tuple[Measured, ...] = LOG.requests) -> dict[str, Any]:
     return {
         "start_times": [1000.0 + each.arrival_s for each in part],
         "input_lens": [each.input_tokens for each in part],
@@ -112,7 +117,7 @@ def bench_document() -> dict[str, object]:
     }
 
 
-def aiperf_lines() -> list[str]:
+def aiperf_lines(part: tuple[Measured, ...] = LOG.requests) -> list[str]:
     return [
         json.dumps(
             {
@@ -126,23 +131,24 @@ def aiperf_lines() -> list[str]:
                 "error": None,
             }
         )
-        for each in LOG.requests
+        for each in part
     ]
 
 
-def write_csv(path: Path) -> None:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["arrival_s", "input_tokens", "output_tokens", "ttft_s", "e2e_s"])
-        for each in LOG.requests:
-            rows.writerow([each.arrival_s, each.input_tokens, each.output_tokens, each.ttft_s, each.e2e_s])
+def csv_text(part: tuple[Measured, ...] = LOG.requests) -> str:
+    file = io.StringIO()
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(["arrival_s", "input_tokens", "output_tokens", "ttft_s", "e2e_s"])
+    for each in part:
+        rows.writerow([each.arrival_s, each.input_tokens, each.output_tokens, each.ttft_s, each.e2e_s])
+    return file.getvalue()
 
 
 def test_every_kind_of_log_tells_the_same(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("bench.json", "profile_export.jsonl", "log.csv")]
     paths[0].write_text(json.dumps(bench_document()))
     paths[1].write_text("\n".join(aiperf_lines()) + "\n")
-    write_csv(paths[2])
+    paths[2].write_text(csv_text())
     first_s = LOG.requests[0].arrival_s
     for path, kind in zip(paths, ("bench", "aiperf", "csv"), strict=True):
         log = read_log(path)
@@ -154,20 +160,20 @@ def test_every_kind_of_log_tells_the_same(tmp_path: Path) -> None:
             assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-6)
 
 
-def write_events(path: Path) -> None:
-    """The requests of `LOG` as a recording scheduler in front of one instance writes them."""
+def event_lines(part: tuple[Measured, ...] = LOG.requests) -> list[str]:
+    """Requests as a recording scheduler in front of one instance writes them."""
     setup = SchedulerSetup(
         (spec("a"),), "least-requests", PolicyParams(), QueueLimits(), initial_health=Health.UP
     )
     lines = [encode_setup(setup)]
     scheduler = RecordingScheduler(setup, write=lines.append)
     facts: list[tuple[float, int, int]] = []
-    for number, each in enumerate(LOG.requests):
+    for number, each in enumerate(part):
         moments = (each.arrival_s, each.arrival_s + each.ttft_s, each.arrival_s + each.e2e_s)
         facts += [(now, kind, number) for kind, now in enumerate(moments)]
     leases: dict[int, Lease] = {}
     for now, kind, number in sorted(facts):
-        each = LOG.requests[number]
+        each = part[number]
         if kind == 0:
             [command] = scheduler.on_arrival(request(number, prompt=each.input_tokens, max_tokens=300), now)
             assert isinstance(command, Dispatch)
@@ -177,12 +183,12 @@ def write_events(path: Path) -> None:
         else:
             leases[number].output_tokens = each.output_tokens
             scheduler.on_lease_ended(leases[number], Outcome.OK, now)
-    path.write_text("\n".join(lines) + "\n")
+    return lines
 
 
 def test_an_event_log_tells_the_same_as_what_it_recorded(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    write_events(path)
+    path.write_text("\n".join(event_lines()) + "\n")
     log = read_log(path)
     assert (log.kind, log.failed, len(log.requests)) == ("events", 0, len(LOG.requests))
     assert log.setup is not None
@@ -192,6 +198,17 @@ def test_an_event_log_tells_the_same_as_what_it_recorded(tmp_path: Path) -> None
         assert got.arrival_s == pytest.approx(expected.arrival_s - first_s, abs=1e-6)
         assert (got.input_tokens, got.output_tokens) == (expected.input_tokens, expected.output_tokens)
         assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-5)
+
+
+def test_an_instance_without_a_profile_when_the_log_began_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(event_lines()) + "\n")
+    log = read_log(path)
+    assert list(engines(path, log, None)) == ["a"]
+    assert compare(log, engines(path, log, None)).requests == len(LOG.requests)
+    added = replace(log, requests=(*log.requests, replace(log.requests[0], instance="b")))
+    with pytest.raises(ConfigError, match=r"events\.jsonl: b: expected an instance that had a profile"):
+        engines(path, added, None)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +224,18 @@ def test_an_event_log_tells_the_same_as_what_it_recorded(tmp_path: Path) -> None
             "arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,soon,0.2\n",
             "line 2: ttft_s: expected seconds",
         ),
+        (" \n", "got an empty file"),
+        ("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,nan,0.2\n", "ttft_s: .* got nan"),
+        (
+            "arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,0.3,0.2\n",
+            "e2e_s: expected seconds from 0.3",
+        ),
+        (json.dumps({"runs": [bench_document(), bench_document()]}), "runs: expected one run, got 2"),
+        (json.dumps({**bench_document(), "errors": [""]}), "errors: expected lists of one length"),
+        (json.dumps({**bench_document(), "ttfts": "soon"}), "expected lists of one length"),
+        ("[" * 100_000, "expected the document of"),
+        ('{"a":' * 100_000, "expected JSON"),
+        ('{"kind": "setup", "setup": 1}\n', "line 1: expected the set-up of an event log"),
     ],
 )
 def test_a_log_with_too_little_in_it_says_what_is_missing(tmp_path: Path, text: str, message: str) -> None:
@@ -223,3 +252,92 @@ def test_whole_answers_tell_no_first_token(tmp_path: Path) -> None:
     path.write_text("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n" + rows)
     with pytest.raises(TraceError, match="not streamed"):
         read_log(path)
+
+
+def test_an_archive_and_another_encoding_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(gzip.compress(csv_text().encode()))
+    with pytest.raises(TraceError, match="got a gzip file: unpack it first"):
+        read_log(path)
+    path.write_text(csv_text(), encoding="utf-16")
+    with pytest.raises(TraceError, match="expected UTF-8 text"):
+        read_log(path)
+    path.write_text(csv_text(), encoding="utf-8-sig")  # as spreadsheets write it
+    assert len(read_log(path).requests) == len(LOG.requests)
+
+
+def test_the_order_of_lines_does_not_matter_and_repeated_requests_count(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    header, *rows = csv_text().splitlines()
+    path.write_text("\n".join([header, *rows]))
+    expected = read_log(path).requests
+    random.Random(1).shuffle(rows)
+    path.write_text("\n".join([header, *rows]))
+    assert [replace(each, row=None) for each in read_log(path).requests] == [
+        replace(each, row=None) for each in expected
+    ]
+    path.write_text("\n".join([header, *rows, *rows]))
+    assert len(read_log(path).requests) == 2 * len(expected)
+
+
+def test_answers_of_one_token_tell_no_parts_apart() -> None:
+    requests = [Measured(float(i), 500, 1, 0.0, 0.0) for i in range(30)]
+    assert varies_enough(replay(requests, ENGINE)) == "no answer has a second token"
+    found = compare(log_of(ENGINE, requests), {"": ENGINE})
+    assert "tpot" not in found.errors or found.errors["tpot"].requests == 0
+    assert found.verdict == "right within 1 %"
+
+
+#: What no log should hold, and JSON can.
+hostile = st.sampled_from(
+    [None, True, "", "x", -1, -0.5, 0, 1e-320, 1e300, 10**400, float("nan"), float("inf"), [], [None], {}]
+)
+FEW = LOG.requests[:12]
+
+
+def broken(value: Any, draw: st.DrawFn) -> Any:
+    """The same with one of its values replaced, at any depth."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 4)):
+        key = draw(st.sampled_from(sorted(value)))
+        return {**value, key: broken(value[key], draw)}
+    if isinstance(value, list) and value and draw(st.integers(0, 4)):
+        index = draw(st.integers(0, len(value) - 1))
+        return [*value[:index], broken(value[index], draw), *value[index + 1 :]]
+    return draw(hostile)
+
+
+@st.composite
+def broken_logs(draw: st.DrawFn) -> str:
+    """A log of any kind with one value broken."""
+    kind = draw(st.sampled_from(["bench", "aiperf", "csv", "events"]))
+    if kind == "bench":
+        return json.dumps(broken(bench_document(FEW), draw))
+    lines = {"aiperf": aiperf_lines, "events": event_lines, "csv": lambda part: csv_text(part).splitlines()}[
+        kind
+    ](FEW)
+    number = draw(st.integers(0, len(lines) - 1))
+    if kind == "csv":
+        cells = lines[number].split(",")
+        cells[draw(st.integers(0, len(cells) - 1))] = str(draw(hostile))
+        lines[number] = ",".join(cells)
+    else:
+        lines[number] = json.dumps(broken(json.loads(lines[number]), draw))
+    return "\n".join(lines) + "\n"
+
+
+@given(text=broken_logs())
+@settings(max_examples=300, deadline=None)
+def test_a_broken_value_is_one_line_or_does_not_matter(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("broken") / "log"
+    path.write_text(text)
+    message = ""
+    try:
+        log = read_log(path)
+        assert len(log.requests) >= 10
+        replay(log.requests, ENGINE)
+    except TraceError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 1000

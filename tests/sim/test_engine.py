@@ -522,7 +522,7 @@ def test_an_abort_in_flight_frees_at_once_and_gets_no_token() -> None:
     assert engine.generated(decode) == 1
     assert (engine.running, engine.waiting, engine.kv_used_blocks) == (0, 0, 0)
     ended = engine.end_iteration()
-    assert ended[1:] == ((), (), (), ())
+    assert (ended.first, ended.resumed, ended.finished, ended.preempted) == ((), (), (), ())
     assert ended.stretch.decodes == 0
     assert engine.begin_iteration() is None
     engine.abort(decode)  # twice is harmless

@@ -156,7 +156,7 @@ def test_without_anything_in_common_and_with_room_it_changes_nothing(requests: l
             engine.submit(Sequence(ask.prompt, ask.output))
         took = []
         while (stretch := engine.begin_run()) is not None:
-            took.append(stretch)
+            took.append((stretch.steps, stretch.first_s, stretch.increment_s, stretch.decodes))
             engine.end_iteration()
         durations.append(took)
         assert engine.prefix_hit_tokens == 0

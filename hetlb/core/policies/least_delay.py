@@ -5,10 +5,10 @@ not which is fast. Every figure is a time in seconds from the latency model, or 
 
 Four questions, in this order:
 
-1. Room: fewer sequences than an engine runs at once (and a fiftieth), KV cache expected in use below a mark
-   with one more mean request. What this request itself needs is left out: else a full instance would be left
-   with small requests only, and one of many sequences would wait for ever; what does not fit at once waits in
-   the engine for a slot.
+1. Room: fewer sequences than an engine runs at once (and as many as end in one step), KV cache expected in
+   use below a mark with one more mean request. What this request itself needs is left out: else a full
+   instance would be left with small requests only, and one of many sequences would wait for ever; what does
+   not fit at once waits in the engine for a slot.
 2. Cost: the request's own time there (its first token counted many times over, since people wait for it, and
    more so where it comes late by the standard of the fleet), and the time by which it delays those that run
    there (the externality): their steps get longer while it runs, and wait while its prompt is read. The own
@@ -55,7 +55,7 @@ from hetlb.core.types import Candidate, Role, pair_name
 _OVERBOOK_STEPS: Final = 1.0
 #: Shorter answers than this count as so many tokens there.
 _OVERBOOK_TOKENS: Final = 8.0
-#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+#: Of the KV cache, what may be expected in use: above it vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
@@ -75,8 +75,12 @@ _MUCH_LATER: Final = 2.5
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
+#: Scores are compared by bounds alone where the others are so many times higher.
+_APART: Final = 1.3
 #: A lower bound is compared with a score with this allowance for rounding.
 _CLOSE: Final = 1.0 + 1e-9
+#: A share of a batch is rounded down to so many parts of it for a lower bound: then it seldom changes.
+_SHARES: Final = 64.0
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -131,17 +135,10 @@ class _Group:
         self.now_s = self.step_s = self.growth_s = self.others_s = 0.0
         self.grade = _GUESSED
 
-    def add(self, load: EngineLoad, context: float) -> None:
-        """Count one more instance; `batch` and `context` are sums until all are counted."""
-        self.load = load
-        self.count += 1
-        self.batch += load.batch
-        self.context += context
-
 
 @mypyc_attr(acyclic=True)
 class _InstanceScore:
-    """One instance in one evaluation, looked at closely.
+    """One instance in one evaluation: its `state`, and its score as far as it is known.
 
     As it was at the time, per engine: its `load`, `context` tokens of what decodes, `pending` prompt tokens,
     `own` sequences of the request with `prompts` prompts to be read; `cached` tokens of each, and how many it
@@ -149,34 +146,33 @@ class _InstanceScore:
     with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
     has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
     there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
-    what it costs in all.
+    what it costs in all. `LatencyModel.lower_bound` reads the prompt in `early_s`, below 0 while unknown,
+    and what is to be paid for, alone with those that run there, in `beside_s`.
+    Where it is passed over, the faster ones are done with all in `done_s` at most.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "adapter_s", "cached", "charged_s", "context", "decode_s", "first_s", "grade", "group", "last_s",
-        "late_s", "load", "now_s", "others_s", "own", "paid", "pending", "prompts", "score", "step_s",
+        "adapter_s", "beside_s", "cached", "charged_s", "context", "decode_s", "done_s", "early_s", "first_s",
+        "grade", "group", "index", "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending",
+        "prompts", "score", "seen", "state", "step_s",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        seen: Occupancy,
-        group: _Group | None,
-        own: float,
-        prompts: float,
-        steps: tuple[float, float, float, float],
-    ) -> None:
+    def __init__(self, index: int, seen: Occupancy) -> None:
+        self.index = index
+        self.seen = seen
         self.load = seen.load
         self.pending = seen.pending
-        self.group = group
-        self.own = own
-        self.prompts = prompts
-        self.context, self.now_s, self.step_s, self.decode_s = steps
-        self.cached = self.paid = 0.0
+        self.group: _Group | None = None
+        self.state = _ROOM
         self.grade = _GUESSED
-        self.last_s = self.late_s = self.adapter_s = 0.0
-        self.first_s = self.others_s = self.charged_s = self.score = 0.0
+        self.own = self.prompts = 1.0
+        self.context = self.now_s = self.step_s = self.decode_s = 0.0
+        self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = 0.0
+        self.first_s = self.others_s = self.charged_s = self.score = self.done_s = 0.0
+        self.beside_s = 0.0
+        self.early_s = -1.0
 
 
 @mypyc_attr(acyclic=True)
@@ -201,14 +197,14 @@ class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
     Every instance gets a rough lower bound of its score at first; only those whose bound is below the score
-    of the best get an `_InstanceScore` and are looked at closely. What changes with the instances and the
-    demand is kept as it was at the time.
+    of the best are rated. What changes with the instances and the demand is kept as it was at the time.
     """
 
     __slots__ = (
-        "_booked", "_bounds", "_ctx", "_fleet", "_groups", "_half_grown", "_output", "_overbooked",
-        "_own_context", "_own_weight", "_passed_over", "_prompt", "_prompts", "_scores", "_seen",
-        "_sequences", "_share", "_shortest_s", "_states", "_thinned", "_thinning", "_todo", "instances",
+        "_booked", "_ctx", "_fleet", "_half_grown", "_late_s", "_late_weight", "_long_context", "_most_rate",
+        "_now", "_output", "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores",
+        "_sequences", "_share", "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo",
+        "instances",
     )  # fmt: skip
 
     def __init__(
@@ -220,13 +216,16 @@ class _Evaluation:
     ) -> None:
         """`share`: of what is asked for, what these instances are there for."""
         self._ctx = ctx
+        self._now = ctx.now
         self._share = share
         self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
         self._sequences = float(request.sequences)
         #: Prompts to be read where samples of one share its blocks.
-        self._prompts = float(-(-request.sequences // request.samples))
+        self._prompts = self._sequences
+        if request.samples > 1:
+            self._prompts = float(-(-request.sequences // request.samples))
         self._prompt = float(request.prompt_tokens)
         self._output = output = ctx.predicted_output
         self._own_context = self._prompt + output / 2.0
@@ -242,201 +241,194 @@ class _Evaluation:
         if weight > _FIRST_TOKEN_WEIGHT:
             weight = _FIRST_TOKEN_WEIGHT
         self._own_weight = weight if weight > 1.0 else 1.0
-        #: Seconds that a long answer takes there, and in which the faster ones are done with all.
-        self._passed_over: dict[int, tuple[float, float]] | None = None
-        self._todo = self._thinning = self._thinned = 0.0
-        self._shortest_s = -1.0
-        self._seen = [instance.occupancy for instance in self._fleet.members]
-        self._states = [self._room(seen) for seen in self._seen]
-        self._scores: list[_InstanceScore | None] = [None] * len(self._seen)
-        self._groups: list[_Group] | None = None
-        if self._fleet.group_count:
-            self._look_at_groups()
-        #: Scores by their grade, of those with room: lower bounds, unless looked at closely.
-        self._bounds = [self._rough_score(i, seen) for i, seen in enumerate(self._seen)]
+        #: A first token is late beyond so many seconds, which weigh so much.
+        self._late_s = _LATE * self._fleet.first_token_s
+        self._late_weight = 0.0 if self._late_s <= 0.0 else _LATE * _FIRST_TOKEN_WEIGHT / self._late_s
+        # Known from the first question on whether an instance is to be passed over.
+        self._todo = self._thinning = self._thinned = self._thinned_least = self._long_context = 0.0
+        self._shortest_s = self._most_rate = -1.0
+        self._scores: list[_InstanceScore] = []
+        room = self._look()
         if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
-            self._look_closely()
-        if may_pass_over and len(instances) > 1:
-            self._pass_over()
+            room = self._look_closely()
+        if room and may_pass_over and len(self._scores) > 1:
+            self._pass_over(room)
 
     def lowest(self, among: list[int] | None = None) -> int | None:
         """The index of the instance with room and the lowest score, the first of several.
 
         `among` are the indices of those that count; all where it is None.
         """
-        indices = self._fleet.order if among is None else among
-        index = self._nearest(indices)
-        if index < 0:
-            for i in indices:
-                self._state(i)
-            index = self._nearest(indices)
-            if index < 0:
+        scores = self._scores if among is None else [self._scores[i] for i in among]
+        best = self._nearest(scores)
+        if best is None:
+            for each in scores:
+                self._settle(each)
+            best = self._nearest(scores)
+            if best is None:
                 return None
-        bounds = self._bounds
-        each = self._score(index)
-        self._rate(each, _EXACT)
-        least = each.score
-        for i in indices:
-            if bounds[i] <= least * _CLOSE and i != index and self._state(i) == _ROOM:
-                each = self._score(i)
+        # Mostly an upper bound of its score is enough to tell that no other is lower.
+        least = self._at_most(best, scores)
+        for each in scores:
+            if each.score <= least and each is not best and self._settle(each) == _ROOM:
                 self._rate(each, _BOUNDED)
-                if each.score <= least * _CLOSE:
+                if each.score <= least and best.grade < _EXACT:
+                    self._rate(best, _EXACT)
+                    least = best.score * _CLOSE
+                if each.score <= least:
                     self._rate(each, _EXACT)
-                    if each.score < least or (each.score == least and i < index):
-                        index, least = i, each.score
-        return index
+                    if each.score < best.score or (each.score == best.score and each.index < best.index):
+                        best, least = each, each.score * _CLOSE
+        return best.index
+
+    def _at_most(self, best: _InstanceScore, scores: list[_InstanceScore]) -> float:
+        """An upper bound of the nearest one's score: itself where others are close, below 0 if alone."""
+        alone, near = True, best.group is not None
+        close = _APART * best.score
+        for each in scores:
+            if each is not best and (each.state == _ROOM or each.state == _UNDECIDED):
+                alone = False
+                near = near or each.score < close
+                if near:
+                    break
+        if alone:
+            return -1.0
+        self._rate(best, _EXACT if near else _BOUNDED)
+        most = best.score
+        if best.grade == _BOUNDED:
+            load = best.load
+            more = load.most_over_bound - 1.0
+            first_s = best.first_s + more * best.early_s
+            most += _FIRST_SHARE * more * best.early_s - best.late_s
+            most += self._sequences / best.own * load.batch * more * best.beside_s
+            if first_s > self._late_s:
+                most += self._late_weight * first_s * (first_s - self._late_s)
+        return most * _CLOSE
 
     def preferred(self, index: int) -> int:
         """The best of the instances that the request prefers, or `index`, the best of all."""
-        request = self._ctx.request
+        request, scores = self._ctx.request, self._scores
         among = [i for i, each in enumerate(self.instances) if each.name in request.preferred]
         found = self.lowest(among)
-        most = (1.0 + request.preferred_within) * self._score(index).score
-        return index if found is None or self._score(found).score > most else found
+        if found is None:
+            return index
+        for i in (index, found):
+            self._rate(scores[i], _EXACT)
+        return (
+            index if scores[found].score > (1.0 + request.preferred_within) * scores[index].score else found
+        )
 
-    def _nearest(self, indices: list[int]) -> int:
-        """Of instances that certainly have room the one with the lowest bound, -1 if there is none."""
-        bounds, states = self._bounds, self._states
-        index = -1
+    def _nearest(self, scores: list[_InstanceScore]) -> _InstanceScore | None:
+        """Of instances that certainly have room the one with the lowest bound."""
+        found: _InstanceScore | None = None
         least = math.inf
-        for i in indices:
-            bound = bounds[i]
-            if bound < least and states[i] == _ROOM:
-                index, least = i, bound
-        return index
+        for each in scores:
+            if each.score < least and each.state == _ROOM:
+                found, least = each, each.score
+        return found
 
-    def _context(self, seen: Occupancy) -> float:
-        """Tokens in context of what decodes on each engine of an instance."""
-        return (seen.prompt_tokens + seen.running * self._half_grown) * seen.load.context_share
+    def _look(self) -> int:
+        """Find who has room, with a lower bound of the score by a few additions; their number."""
+        scores, grouped = self._scores, self._fleet.group_count > 0
+        room = 0
+        for index, instance in enumerate(self._fleet.members):
+            each = _InstanceScore(index, instance.occupancy)
+            scores.append(each)
+            self._find_steps(each)
+            if not each.seen.empty:
+                each.state = self._room(each)
+            if each.state == _ROOM:
+                room += 1
+                if not grouped:
+                    self._guess(each)
+        if grouped:
+            self._look_at_groups()
+            for each in scores:
+                if each.state == _ROOM:
+                    self._guess(each)
+        return room
 
-    def _steps(self, seen: Occupancy, own: float) -> tuple[float, float, float, float]:
-        """Tokens in context; seconds of a step now, of one with the request, and of decoding it whole."""
-        load = seen.load
-        context = self._context(seen)
-        now_s = load.step_s + load.token_s * context
-        if own == 1.0:
-            step_s = load.next_step_s + load.next_token_s * (context + self._own_context)
+    def _find_steps(self, each: _InstanceScore) -> None:
+        """Steps now and with the request, seconds of decoding it whole, what it brings to each engine."""
+        seen, load, sequences = each.seen, each.load, self._sequences
+        each.context = context = (seen.prompt_tokens + seen.running * self._half_grown) * load.context_share
+        each.now_s = load.step_s + load.token_s * context
+        if sequences <= load.engines:
+            own = 1.0
+            each.step_s = step_s = load.next_step_s + load.next_token_s * (context + self._own_context)
+            over = load.next_over
         else:
-            step_s = load.latency.step_s(load.batch + own, context + own * self._own_context)
-        decode_s = self._output * step_s
-        over = seen.running / load.engines + own - load.slots
+            each.own = each.prompts = own = load.own_batch(sequences)
+            if self._prompts < sequences and self.instances[each.index].caches_prefixes:
+                each.prompts = load.own_batch(self._prompts)
+            each.step_s = step_s = load.latency.step_s(load.batch + own, context + own * self._own_context)
+            over = load.next_over + own - 1.0
+        each.decode_s = decode_s = self._output * step_s
         if over > 0.0:
             # Sequences without a slot wait for one: slots come free at the rate at which answers end.
-            decode_s += over / load.slots * self._output * step_s
-        return context, now_s, step_s, decode_s
+            each.decode_s = decode_s + over / load.slots * self._output * step_s
 
-    def _group(self, i: int) -> _Group | None:
-        """The group of an instance, None for one without an equal."""
-        groups = self._groups
-        if groups is None:
-            return None
-        number = self._fleet.groups[i]
-        return None if number < 0 else groups[number]
-
-    def _state(self, i: int) -> int:
-        """State of an instance: room, or the reason why not."""
-        states = self._states
-        if states[i] == _UNDECIDED:
-            states[i] = _ROOM
-            self._faster_done(i, self._fleet.faster[i], self._early_s(i))
-        return states[i]
-
-    def _room(self, seen: Occupancy) -> int:
-        """Room of an instance, apart from what is special about the request."""
-        if seen.empty:
-            return _ROOM
-        load = seen.load
+    def _room(self, each: _InstanceScore) -> int:
+        """Room of an instance that is not empty, apart from what is special about the request."""
+        seen, load = each.seen, each.load
         running, booked = seen.running, self._booked
         if seen.incoming > 0.0:
-            left = self._left_by_then(seen)
+            left = self._left_by_then(each)
             running -= left
             booked -= left * self._booked
         if running >= load.all_slots * self._overbooked:
             return _NO_SLOT
-        used = seen.expected_kv_tokens(self._ctx.now) + booked
+        used = seen.expected_kv_tokens(self._now) + booked
         return _NO_MEMORY if used > _KV_MARK * load.kv_cache_tokens else _ROOM
 
-    def _left_by_then(self, seen: Occupancy) -> float:
+    def _left_by_then(self, each: _InstanceScore) -> float:
         """Answers that will have ended when a prompt that is prefilled elsewhere from now on comes to decode.
 
         The oldest of those on their way shows how long that takes; at most as many end as are on their way.
         """
-        load, incoming = seen.load, seen.incoming
-        step_s = load.step_s + load.token_s * self._context(seen)
-        answer_s = step_s * max(1.0, self._ctx.demand.mix.output)
-        there = (seen.running - incoming) * load.context_share
-        ended = there * (self._ctx.now - seen.oldest_at) / answer_s * load.engines
-        return ended if ended < incoming else incoming
+        load, seen = each.load, each.seen
+        answer_s = each.now_s * max(1.0, self._ctx.demand.mix.output)
+        there = (seen.running - seen.incoming) * load.context_share
+        ended = there * (self._now - seen.oldest_at) / answer_s * load.engines
+        return ended if ended < seen.incoming else seen.incoming
 
-    def _rough_score(self, i: int, seen: Occupancy) -> float:
-        """A lower bound of the score of an instance by a few additions; infinity where it has no room."""
-        if self._states[i] != _ROOM:
-            return math.inf
-        load = seen.load
-        own = load.own_batch(self._sequences)
-        _, now_s, step_s, decode_s = self._steps(seen, own)
-        first_s = self._least_first_s(seen, self._prompts_at(i, seen, own), now_s, self._prompt)
-        return self._bound(load.batch, self._group(i), own, first_s, decode_s, step_s - now_s)
+    def _guess(self, each: _InstanceScore) -> None:
+        """Lower bounds by a few additions: the own time, and what steps get longer for those that run there.
 
-    def _prompts_at(self, i: int, seen: Occupancy, own: float) -> float:
-        """Prompts that each engine reads: one for all its samples where prefixes are cached."""
-        if self._prompts < self._sequences and self.instances[i].caches_prefixes:
-            return seen.load.own_batch(self._prompts)
-        return own
-
-    def _least_first_s(self, seen: Occupancy, prompts: float, now_s: float, unread: float) -> float:
-        """A lower bound of the time to the first token where `unread` tokens of each prompt are computed."""
-        fixed_s, floor_s, token_s = seen.load.read_bound
-        read_s = token_s * (seen.pending + prompts * (unread if unread >= 1.0 else 1.0))
-        return fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * now_s
-
-    def _bound(
-        self, batch: float, group: _Group | None, own: float, first_s: float, decode_s: float, growth_s: float
-    ) -> float:
-        """A lower bound of a score: the own time, and what steps get longer for those that run there."""
-        bound = _FIRST_SHARE * first_s + self._own_weight * decode_s
-        if group is not None:
+        What is known to be read from a cache is not computed.
+        """
+        load, unread = each.load, self._prompt - each.cached
+        fixed_s, floor_s, token_s = load.read_bound
+        read_s = token_s * (each.pending + each.prompts * (unread if unread >= 1.0 else 1.0))
+        each.charged_s = first_s = fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * each.now_s
+        bound = _FIRST_SHARE * first_s + self._own_weight * each.decode_s
+        if first_s > self._late_s:
+            bound += self._late_weight * first_s * (first_s - self._late_s)
+        group = each.group
+        if group is None:
+            batch, growth_s = load.batch, each.step_s - each.now_s
+        else:
             batch, growth_s = group.batch, group.growth_s
         if growth_s > 0.0:
-            bound += self._sequences / own * batch * self._output * growth_s
-        return bound
+            bound += self._sequences / each.own * batch * self._output * growth_s
+        each.score = bound
 
-    def _score(self, i: int) -> _InstanceScore:
-        """The close look at an instance, with the lower bound of its score at first."""
-        each = self._scores[i]
-        if each is None:
-            seen = self._seen[i]
-            own = seen.load.own_batch(self._sequences)
-            prompts = self._prompts_at(i, seen, own)
-            each = _InstanceScore(seen, self._group(i), own, prompts, self._steps(seen, own))
-            self._scores[i] = each
-            self._guess(each, seen)
-        return each
-
-    def _guess(self, each: _InstanceScore, seen: Occupancy) -> None:
-        """The lower bounds by a few additions."""
-        first_s = self._least_first_s(seen, each.prompts, each.now_s, self._prompt - each.cached)
-        each.charged_s = first_s
-        growth_s = each.step_s - each.now_s
-        each.score = self._bound(each.load.batch, each.group, each.own, first_s, each.decode_s, growth_s)
-
-    def _look_closely(self) -> None:
-        """Look closely at every instance, since what is special about the request differs between them."""
-        ctx, instances = self._ctx, self.instances
+    def _look_closely(self) -> int:
+        """Look at what is special about the request, which differs between instances. Number with room."""
+        ctx, instances, scores = self._ctx, self._fleet.members, self._scores
         held, availabilities, mix = ctx.held, ctx.availabilities, ctx.demand.mix
-        states = self._states
-        for i, instance in enumerate(instances):
-            each = self._score(i)
+        room = 0
+        for i, each in enumerate(scores):
+            instance = instances[i]
             if held is not None and instance.caches_prefixes:
                 cache_id = instance.tree.cache_id
                 each.cached = float(held.tokens.get(cache_id, 0))
                 each.paid = each.cached + held.credit - held.credits.get(cache_id, 0.0)
-                if each.cached > 0.0:
-                    self._guess(each, self._seen[i])
+            self._guess(each)
             if availabilities is not None:
                 availability = availabilities[i][0]
-                if availability == BLOCKED and states[i] == _ROOM:
-                    states[i] = _HELD_BACK
+                if availability == BLOCKED and each.state == _ROOM:
+                    each.state = _HELD_BACK
                 elif availability == DEPRIORITISED:
                     each.last_s = _LAST_S
                     each.score += _LAST_S
@@ -447,27 +439,32 @@ class _Evaluation:
                 each.score += _FIRST_SHARE * each.adapter_s
             if held is not None and each.group is not None:
                 each.group.paid += each.paid / each.group.count
-        for i in range(len(instances)):
-            each = self._score(i)
+            if each.state == _ROOM:
+                room += 1
+        for each in scores:
             if each.paid > each.cached:
                 self._rate(each, _EXACT)
-            self._bounds[i] = each.score
+        return room
 
     def _look_at_groups(self) -> None:
         """Steps at the mean load of every group, and what they get longer."""
-        fleet = self._fleet
-        groups = self._groups = [_Group() for _ in range(fleet.group_count)]
-        numbers = fleet.groups
-        for i, seen in enumerate(self._seen):
-            number = numbers[i]
+        numbers = self._fleet.groups
+        groups = [_Group() for _ in range(self._fleet.group_count)]
+        for each in self._scores:
+            number = numbers[each.index]
             if number >= 0:
-                groups[number].add(seen.load, self._context(seen))
+                each.group = group = groups[number]
+                group.load = load = each.load
+                group.count += 1
+                # Sums until all are counted.
+                group.batch += load.batch
+                group.context += each.context
         for group in groups:
-            load = group.load
-            if load is not None and group.batch > 0.0:
+            kind = group.load
+            if kind is not None and group.batch > 0.0:
                 group.batch = batch = group.batch / group.count
                 group.context = context = group.context / group.count
-                own, latency = load.own_batch(self._sequences), load.latency
+                own, latency = kind.own_batch(self._sequences), kind.latency
                 group.now_s = now_s = latency.step_s(batch, context)
                 group.step_s = step_s = latency.step_s(batch + own, context + own * self._own_context)
                 group.growth_s = step_s - now_s if step_s > now_s else 0.0
@@ -480,21 +477,23 @@ class _Evaluation:
         if each.grade >= grade:
             return
         each.grade = grade
-        load = each.load
-        latency = load.latency if grade == _EXACT else load.latency_bound
-        batch, prompt = load.batch, self._prompt
-        read_s = latency.first_token_s(
-            prompt, each.cached, each.pending, batch, each.context, load.budget, each.prompts
-        )
+        load, prompt = each.load, self._prompt
+        if grade == _EXACT:
+            latency = load.latency
+            read_s = latency.first_token_s(
+                prompt, each.cached, each.pending, load.batch, each.context, load.budget, each.prompts
+            )
+        else:
+            latency = load.latency_bound
+            read_s = self._early_read_s(each)
         # What is left of the running iteration comes first.
-        each.first_s = first_s = read_s + 0.5 * each.now_s if batch else read_s
+        each.first_s = first_s = read_s + 0.5 * each.now_s
         each.others_s = others_s = self._others_s(each, latency, read_s)
         if each.paid > each.cached:
             first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
         each.charged_s = first_s
-        usual_s = self._fleet.first_token_s
-        if first_s > _LATE * usual_s > 0.0:
-            each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+        if first_s > self._late_s:
+            each.late_s = self._late_weight * first_s * (first_s - self._late_s)
         each.score = (
             (_FIRST_TOKEN_WEIGHT + 1.0) * (first_s + each.adapter_s)
             + self._own_weight * each.decode_s
@@ -519,6 +518,7 @@ class _Evaluation:
                 read_s = latency.first_token_s(
                     prompt, each.paid, 0.0, batch, each.context, load.budget, prompts
                 )
+            each.beside_s = read_s
             return self._delay_s(each, batch, each.paid, read_s, each.now_s, each.step_s)
         if group.grade < each.grade and group.batch > 0.0:
             group.grade = each.grade
@@ -544,7 +544,7 @@ class _Evaluation:
             delay_s += self._output * (step_s - now_s)
         return self._sequences / each.own * batch * delay_s
 
-    def _pass_over(self) -> None:
+    def _pass_over(self, room: int) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
@@ -552,14 +552,10 @@ class _Evaluation:
         instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
         Where the answer matters to no other instance, it is left open until this one is to be chosen.
         """
-        ctx, states = self._ctx, self._states
-        room = states.count(_ROOM)
-        if not room:
-            return
-        demand, now, costs = ctx.demand, ctx.now, self._fleet.costs
-        part = self._share
-        ending = demand.ended(_LULL_SHARE * self._fleet.speed / part, _LULL_S, now)
-        if not ending and room == len(states):
+        ctx, scores, fleet = self._ctx, self._scores, self._fleet
+        demand, now, costs, part = ctx.demand, self._now, fleet.costs, self._share
+        ending = demand.ended(_LULL_SHARE * fleet.speed / part, _LULL_S, now)
+        if not ending and room == len(scores):
             return
         availabilities = ctx.availabilities
         self._todo = ctx.waiting * part + size_of(ctx.request, ctx.predicted_output)
@@ -567,97 +563,122 @@ class _Evaluation:
         fresh = ctx.waiting == 0 and demand.newest_s == now
         speed = 0.0
         soonest_s = least_decode_s = math.inf
-        for i in self._fleet.order:
-            if states[i] == _ROOM:
-                left_open = ending and speed > 0.0 and availabilities is None
-                if left_open and not (fresh and self._may_be_sooner(i, soonest_s, least_decode_s)):
-                    states[i] = _UNDECIDED
+        for i in fleet.order:
+            each = scores[i]
+            if each.state == _ROOM:
+                # It may count for slower ones, or be kept because of its first token.
+                matters = fresh and (each.decode_s < least_decode_s or each.charged_s < soonest_s)
+                if ending and speed > 0.0 and availabilities is None and not matters:
+                    each.state = _UNDECIDED
                 else:
-                    seen = self._seen[i]
-                    decode_s = self._steps(seen, seen.load.own_batch(self._sequences))[3]
-                    first_s = self._early_s(i)
-                    sooner = fresh and first_s * _FAR_SOONER < soonest_s < math.inf
-                    kept = speed <= 0.0 or (sooner and decode_s <= _MUCH_LATER * least_decode_s)
-                    if kept or not self._faster_done(i, speed, first_s):
+                    kept = speed <= 0.0 or (
+                        each.charged_s * _FAR_SOONER < soonest_s < math.inf
+                        and each.decode_s <= _MUCH_LATER * least_decode_s
+                        and self._early_s(each) * _FAR_SOONER < soonest_s
+                    )
+                    if kept or not self._faster_done(each, speed):
                         if not ending:
                             return  # the fastest with room: the slower ones are as good as their scores
-                        if first_s < soonest_s:
-                            soonest_s = first_s
-                        if decode_s < least_decode_s:
-                            least_decode_s = decode_s
+                        if fresh and each.charged_s < soonest_s:
+                            soonest_s = min(soonest_s, self._early_s(each))
+                        if each.decode_s < least_decode_s:
+                            least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += costs[i].speed
 
-    def _may_be_sooner(self, i: int, soonest_s: float, least_decode_s: float) -> bool:
-        """False if neither the first token nor decoding comes before those of others, by lower bounds."""
-        each = self._scores[i]
-        if each is not None:
-            return each.decode_s < least_decode_s or each.charged_s < soonest_s
-        seen = self._seen[i]
-        own = seen.load.own_batch(self._sequences)
-        _, now_s, _, decode_s = self._steps(seen, own)
-        if decode_s < least_decode_s:
-            return True
-        prompts = self._prompts_at(i, seen, own)
-        return self._least_first_s(seen, prompts, now_s, self._prompt) < soonest_s
+    def _settle(self, each: _InstanceScore) -> int:
+        """State of an instance: room, or the reason why not."""
+        if each.state == _UNDECIDED:
+            each.state = _ROOM
+            self._faster_done(each, self._fleet.faster[each.index])
+        return each.state
 
-    def _early_s(self, i: int) -> float:
+    def _early_read_s(self, each: _InstanceScore) -> float:
+        """Seconds to read the prompt, behind those that wait, by `LatencyModel.lower_bound`."""
+        read_s = each.early_s
+        if read_s < 0.0:
+            load = each.load
+            each.early_s = read_s = load.latency_bound.first_token_s(
+                self._prompt, each.cached, each.pending, load.batch, each.context, load.budget, each.prompts
+            )
+        return read_s
+
+    def _early_s(self, each: _InstanceScore) -> float:
         """`first_s` by `LatencyModel.lower_bound`; itself where what counts of it has no bound."""
-        each, seen = self._scores[i], self._seen[i]
-        if each is not None and each.paid > each.cached:
+        if each.paid > each.cached:
             return each.first_s
-        load, context = seen.load, self._context(seen)
-        cached = 0.0 if each is None else each.cached
-        prompts = self._prompts_at(i, seen, load.own_batch(self._sequences))
-        read_s = load.latency_bound.first_token_s(
-            self._prompt, cached, seen.pending, load.batch, context, load.budget, prompts
-        )
-        return read_s + 0.5 * (load.step_s + load.token_s * context)
+        return self._early_read_s(each) + 0.5 * each.now_s
 
-    def _faster_done(self, i: int, speed: float, first_s: float) -> bool:
+    def _look_at_long_answers(self) -> None:
+        """Facts about long answers that hold for all instances."""
+        ctx = self._ctx
+        mix, long = ctx.demand.mix, ctx.long_output
+        self._long_context = self._prompt + long / 2.0
+        # Nothing comes behind the last one on the fastest.
+        fastest = self._scores[self._fleet.order[0]]
+        self._thinned = share = _thinned_share(mix, long)
+        self._shortest_s = self._early_s(fastest) + self._long_answer_s(fastest, long, share)
+        self._thinning = thinning = long if long < mix.long else mix.long
+        if thinning < long:
+            self._thinned = _thinned_share(mix, thinning)
+        self._thinned_least = math.floor(_SHARES * self._thinned) / _SHARES
+
+    def _faster_done(self, each: _InstanceScore, speed: float) -> bool:
         """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
-        ctx, mix, part = self._ctx, self._ctx.demand.mix, self._share
         if self._shortest_s < 0.0:
-            long = ctx.long_output
-            # Nothing comes behind the last one on the fastest.
-            fastest = self._fleet.order[0]
-            share = _thinned_share(mix, long)
-            self._shortest_s = self._long_answer_s(fastest, self._early_s(fastest), long, share)
-            self._thinning = long if long < mix.long else mix.long
-            self._thinned = _thinned_share(mix, self._thinning)
-        long_s = self._long_answer_s(i, first_s, self._thinning, self._thinned)
-        # The rate is asked for only where it can matter: first at its best, then as it is.
-        done_s = self._done_s(speed)
+            self._look_at_long_answers()
+        # Mostly bounds will do: of what a long answer takes, and of the rate over any horizon.
+        long_s = each.charged_s + self._least_long_answer_s(each)
+        done_s = self._done_s(speed) * _CLOSE
         if done_s < long_s:
-            done_s = self._done_s(speed - ctx.demand.bounds(long_s, ctx.now)[0] * part)
-        if done_s < long_s:
-            done_s = self._done_s(speed - ctx.demand.rate(long_s, ctx.now) * part)
-        if done_s >= long_s:
-            return False
-        if self._passed_over is None:
-            self._passed_over = {}
-        self._passed_over[i] = (long_s, done_s)
-        self._states[i] = _PASSED_OVER
+            if self._most_rate < 0.0:
+                # It takes longer than the shortest, if it is passed over.
+                most_rate = self._ctx.demand.most_rate(self._shortest_s, self._now)
+                self._most_rate = most_rate * self._share
+            if self._most_rate > 0.0:
+                done_s = self._done_s(speed - self._most_rate) * _CLOSE
+        if not done_s < long_s:
+            ctx, part = self._ctx, self._share
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
+            # The rate is asked for only where it can matter: first at its best, then as it is.
+            done_s = self._done_s(speed)
+            if done_s < long_s:
+                done_s = self._done_s(speed - ctx.demand.bounds(long_s, self._now)[0] * part)
+            if done_s < long_s:
+                done_s = self._done_s(speed - ctx.demand.rate(long_s, self._now) * part)
+            if done_s >= long_s:
+                return False
+        each.done_s = done_s
+        each.state = _PASSED_OVER
         return True
 
     def _done_s(self, speed: float) -> float:
         """Seconds in which all that waits is done at a speed."""
         return self._todo / speed + self._shortest_s if speed > 0.0 else math.inf
 
-    def _long_answer_s(self, i: int, first_s: float, thinning: float, share: float) -> float:
-        """Seconds that one long answer takes on an instance from now on, the first token after `first_s`.
+    def _least_long_answer_s(self, each: _InstanceScore) -> float:
+        """A lower bound of `_long_answer_s` by figures that are mostly known."""
+        load, context, own_context, thinning = each.load, each.context, self._long_context, self._thinning
+        if not load.steps_grow:
+            return 0.0
+        step_s = load.thin_step_s(self._thinned_least)
+        step_s += load.next_token_s * (context * self._thinned + own_context)
+        full_s = load.next_step_s + load.next_token_s * (context + own_context)
+        return thinning * step_s + (self._ctx.long_output - thinning) * full_s
+
+    def _long_answer_s(self, each: _InstanceScore, thinning: float, share: float) -> float:
+        """Seconds from its first token that one long answer takes on an instance.
 
         Where lengths are known (`long_output` differs from request to request) shorter ones keep coming
         behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are
         read between its steps; then `share` of the batch runs beside it.
         """
-        ctx, seen = self._ctx, self._seen[i]
-        load, mix, long = seen.load, ctx.demand.mix, ctx.long_output
-        latency, batch, context = load.latency_bound, load.batch, self._context(seen)
-        own_context = self._prompt + long / 2.0
-        seconds = first_s + thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
+        load, mix, long = each.load, self._ctx.demand.mix, self._ctx.long_output
+        latency, batch, context = load.latency_bound, load.batch, each.context
+        own_context = self._long_context
+        seconds = thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
         if long > thinning:
-            full_s = latency.step_s(batch + 1.0, context + own_context)
+            full_s = load.next_step_s + load.next_token_s * (context + own_context)
             delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
             full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
             seconds += (long - thinning) * full_s
@@ -683,7 +704,8 @@ class _Evaluation:
         index = self.lowest(whole)
         if index is None:
             return None
-        each = self._score(index)
+        each = self._scores[index]
+        self._rate(each, _EXACT)
         slowed_s = self._reading_to_come_s(index)[0]
         return index, each.score + slowed_s + self._delay_to_come_s(index, each.decode_s + slowed_s)
 
@@ -698,36 +720,42 @@ class _Evaluation:
         costs = self._fleet.costs
         if mixed and self._ctx.held is None and self._fleet.reads_alike:
             return None
-        instances, output, prompt = self.instances, self._output, self._prompt
+        members, output, prompt = self._fleet.members, self._output, self._prompt
+        reads = decodes = True
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
         source = source_2 = target = target_2 = -1
-        for i in range(len(instances)):
-            if self._state(i) != _ROOM:
+        for each in self._scores:
+            if self._settle(each) != _ROOM:
                 continue
-            each = self._score(i)
-            role = Role.BOTH if mixed else instances[i].spec.role
-            if role is not Role.DECODE:
+            i = each.index
+            if not mixed:
+                role = members[i].spec.role
+                reads, decodes = role is not Role.DECODE, role is not Role.PREFILL
+            if reads:
                 score = _FIRST_SHARE * each.charged_s
                 if score < reading:
                     reading_2, source_2 = reading, source
                     reading, source = score, i
                 elif score < reading_2:
                     reading_2, source_2 = score, i
-            if role is not Role.PREFILL:
+            if decodes:
                 score = _START_WEIGHT * each.step_s + self._own_weight * each.decode_s
                 more_s = each.step_s - each.now_s
                 if more_s > 0.0:
                     score += each.load.batch * output * more_s
                 # Prompts read there meanwhile come first.
-                waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
-                if waits_s > 0.0:
-                    score += _FIRST_SHARE * waits_s
+                if each.pending > 0.0:
+                    waits_s = each.pending * costs[i].token_read_s - prompt * self._fleet.token_read_s
+                    if waits_s > 0.0:
+                        score += _FIRST_SHARE * waits_s
                 if score < decoding:
                     decoding_2, target_2 = decoding, target
                     decoding, target = score, i
                 elif score < decoding_2:
                     decoding_2, target_2 = score, i
+        if reading + decoding >= below:
+            return None
         late: _Pair | None = None
         for i, j, least in (
             (source, target, reading + decoding),
@@ -735,7 +763,7 @@ class _Evaluation:
             (source_2, target, reading_2 + decoding),
             (source_2, target_2, reading_2 + decoding_2),
         ):
-            if least < below and i != j and self._suits(i, j):
+            if least < below and i != j and self._suits(i, j, mixed):
                 pair = self._pair(transfers, i, j, below)
                 if pair is not None:
                     if pair.in_time:
@@ -744,17 +772,17 @@ class _Evaluation:
                         late = pair
         return late
 
-    def _suits(self, i: int, j: int) -> bool:
+    def _suits(self, i: int, j: int, mixed: bool) -> bool:
         """True if one instance, idle, reads the prompt faster than another and decodes no faster, or by role.
 
         Where one is better at both, a transfer would only lighten the load of the moment.
         """
-        source, target = self.instances[i], self.instances[j]
-        if source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE:
+        source, target = self._fleet.members[i], self._fleet.members[j]
+        if not mixed and (source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE):
             return True
         costs = self._fleet.costs
-        unread = self._prompt - self._score(i).cached
-        if costs[i].token_read_s * unread >= costs[j].token_read_s * (self._prompt - self._score(j).cached):
+        unread = self._prompt - self._scores[i].cached
+        if costs[i].token_read_s * unread >= costs[j].token_read_s * (self._prompt - self._scores[j].cached):
             return False
         context = self._own_context
         return target.latency.step_s(1.0, context) <= source.latency.step_s(1.0, context)
@@ -762,7 +790,7 @@ class _Evaluation:
     def _pair(self, transfers: TransferTimes, i: int, j: int, below: float) -> _Pair | None:
         """The pair that reads at one instance and decodes at another, None if its score is not `below`."""
         ctx, instances, prompt = self._ctx, self.instances, self._prompt
-        source, target = self._score(i), self._score(j)
+        source, target = self._scores[i], self._scores[j]
         sent = prompt - cached_at(ctx, instances[j])
         transfer_s = transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
         slowed_s, wait_s = self._reading_to_come_s(j)
@@ -794,7 +822,7 @@ class _Evaluation:
         answer is charged all of that, though one more beside others adds little to it: else answers would
         stay wherever there are some, and no instance would come to read alone.
         """
-        each, mix = self._score(i), self._ctx.demand.mix
+        each, mix = self._scores[i], self._ctx.demand.mix
         instance = self.instances[i]
         prompts_s = instance.speed.read_per_s(self._ctx.now) / (instance.engines * max(1.0, mix.read))
         return _FIRST_SHARE * prompts_s * decode_s * (0.5 * each.step_s + self._fleet.costs[i].beside_s)
@@ -804,7 +832,7 @@ class _Evaluation:
 
         By what was read there lately: for a share of its time each step takes as long as the mean prompt.
         """
-        each, cost = self._score(i), self._fleet.costs[i]
+        each, cost = self._scores[i], self._fleet.costs[i]
         instance = self.instances[i]
         share = instance.speed.read_per_s(self._ctx.now) * cost.token_read_s / instance.engines
         read_s, step_s = cost.read_s, each.step_s
@@ -824,7 +852,7 @@ class _Evaluation:
             min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
             lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
             decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
-            first_s=self._score(pair.source).first_s,
+            first_s=self._scores[pair.source].first_s,
             decode_first_s=pair.start_s,
         )
 
@@ -854,27 +882,31 @@ class _Evaluation:
         assert link is not None, f"{target.name} takes part in no KV transfer"
         return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
+    def __call__(self) -> list[Candidate]:
+        """`candidates`, as a decision hands them on."""
+        return self.candidates()
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
-        for i in range(len(self.instances)):
-            self._state(i)
-            self._rate(self._score(i), _EXACT)
-        return [self._candidate(i) for i in range(len(self.instances))]
+        for each in self._scores:
+            self._settle(each)
+            self._rate(each, _EXACT)
+        return [self._candidate(each) for each in self._scores]
 
-    def _candidate(self, i: int) -> Candidate:
-        instance, each, state = self.instances[i], self._score(i), self._states[i]
+    def _candidate(self, each: _InstanceScore) -> Candidate:
+        instance, state = self.instances[each.index], each.state
         batch, t_s, workload = _paper_work(self._ctx, instance)
         availabilities = self._ctx.availabilities
-        reason = "" if availabilities is None else availabilities[i][1]
+        reason = "" if availabilities is None else availabilities[each.index][1]
         if state == _NO_SLOT:
             reason = f"{FULL}: every slot is taken"
         elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
-        elif state == _PASSED_OVER and self._passed_over is not None:
-            long_s, done_s = self._passed_over[i]
+        elif state == _PASSED_OVER:
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
             reason = (
                 f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
-                f"the faster ones are done with all in {done_s:.3g} s"
+                f"the faster ones are done with all in {each.done_s:.3g} s"
             )
         return Candidate(
             instance=instance.name,
@@ -883,7 +915,7 @@ class _Evaluation:
             reason=reason,
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=self._seen[i].promised_tokens / instance.kv_cache_tokens,
+            kv_utilization=each.seen.promised_tokens / instance.kv_cache_tokens,
             workload=workload,
             terms=_terms(each, self._own_weight),
             weights={"first_token_s": _FIRST_TOKEN_WEIGHT},
@@ -933,7 +965,7 @@ class Hetlb(Policy):
         if ctx.request.preferred and index is not None:
             index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
-        return index, work_s, evaluation.candidates
+        return index, work_s, evaluation
 
     def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The best of two groups or three; of the first other one that has room where those have none."""
