@@ -37,10 +37,9 @@ class Timed:
 
     def _time(self, request: Any, now: float) -> None:
         scheduler = self._scheduler
-        parts, policy = scheduler._ready[request.model].parts, scheduler._policy
-        predicted = scheduler.predictor.predict(request)
-        ctx = scheduler._question(request, predicted, 0, now, None)
-        transfers, mix = scheduler._holds.transfers, ctx.demand.mix
+        placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
+        ctx = placement.context(request, scheduler.predictor.predict(request), 0, now, None)
+        policy, transfers, mix = placement.policy, scheduler._holds.transfers, ctx.demand.mix
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
         share = mix.split_share
         began = time.perf_counter()
