@@ -85,7 +85,7 @@ class PickerState:
         self.largest = 0
         #: Bytes of requests that have not come whole yet.
         self.held_bytes = 0
-        #: When a gateway was last said not to reach an instance.
+        #: Time of the last line about a gateway that does not reach an instance.
         self._strayed_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
