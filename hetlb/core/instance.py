@@ -137,8 +137,8 @@ class Occupancy:
 
     `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
     `prompt_tokens` and `promised_tokens` as in the ledger, `pending` prompt tokens per engine, `kv_tokens`
-    expected in use with one standard deviation of what the answers hold, and `kv_excess` more while
-    `sample_at` is not stale. Prompts of `incoming` of them are elsewhere still, since `oldest_at`.
+    expected in use, and `kv_excess` more while `sample_at` is not stale. Prompts of `incoming` of them are
+    elsewhere still, since `oldest_at`.
     """
 
     __slots__ = (
@@ -154,8 +154,7 @@ class Occupancy:
         self.prompt_tokens = float(instance.prompt_tokens)
         self.promised_tokens = instance.promised_tokens
         self.pending = float(instance.pending_prompt_tokens) / self.load.engines
-        kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
-        self.kv_tokens = kv_tokens + math.sqrt(float(instance.kv_variance))
+        self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
         sample_at = instance.sample_at
         self.kv_excess = instance.kv_excess_tokens
         self.sample_at = -math.inf if sample_at is None else sample_at
@@ -182,7 +181,7 @@ class Occupancy:
         )
 
     def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use, and a standard deviation: see `Instance.expected_kv_tokens`."""
+        """Tokens of the KV cache in use: see `Instance.expected_kv_tokens`."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens
@@ -214,7 +213,6 @@ class Instance:
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
-        "kv_variance",
         "latency",
         "latency_bound",
         "leases",
@@ -309,8 +307,6 @@ class Instance:
         #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
-        #: Of what the answers hold at a random moment, tokens squared.
-        self.kv_variance = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
         #: attention reads in every step; and those of them that are still to be computed.
         self.promised_tokens = 0
@@ -387,14 +383,9 @@ class Instance:
             prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
         )
 
-    def expected_kv_tokens(self, now: float, deviations: float = 0.0) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
-
-        `deviations`: so many standard deviations of what the answers hold are added.
-        """
+    def expected_kv_tokens(self, now: float) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0 - self.finished_kv_tokens
-        if deviations:
-            expected += deviations * math.sqrt(float(self.kv_variance))
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -516,7 +507,6 @@ class Instance:
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.kv_prompt_tokens += lease.kv_prompt_tokens
-        self.kv_variance += lease.kv_variance
         shared = lease.shared
         if shared is not None:
             self.kv_tokens += shared.new_tokens
@@ -610,7 +600,6 @@ class Instance:
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens
-        self.kv_variance -= lease.kv_variance
         self.promised_tokens -= lease.promised_tokens
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
@@ -630,7 +619,6 @@ class Instance:
             self.work_ns < 0
             or self.kv_prompt_tokens < 0
             or self.kv_tokens < self.kv_prompt_tokens
-            or self.kv_variance < 0
             or self.promised_tokens < 0
             or self.prompt_tokens < 0
             or self.pending_prompt_tokens < 0
@@ -693,7 +681,6 @@ class Instance:
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
-        assert self.kv_variance == sum(lease.kv_variance for lease in leases), self.name
         assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
         assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
         unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)

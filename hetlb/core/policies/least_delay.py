@@ -55,7 +55,7 @@ from hetlb.core.types import Candidate, Role, pair_name
 _OVERBOOK_STEPS: Final = 1.0
 #: Shorter answers than this count as so many tokens there.
 _OVERBOOK_TOKENS: Final = 8.0
-#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+#: Of the KV cache, what may be expected in use: above it vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
