@@ -218,9 +218,9 @@ class _Evaluation:
         self._ctx = ctx
         self._now = ctx.now
         self._share = share
-        self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
+        self.instances = self._fleet.members
         self._sequences = float(request.sequences)
         #: Prompts to be read where samples of one share its blocks.
         self._prompts = self._sequences
@@ -331,7 +331,7 @@ class _Evaluation:
         """Find who has room, with a lower bound of the score by a few additions; their number."""
         scores, grouped = self._scores, self._fleet.group_count > 0
         room = 0
-        for index, instance in enumerate(self._fleet.members):
+        for index, instance in enumerate(self.instances):
             each = _InstanceScore(index, instance.occupancy)
             scores.append(each)
             self._find_steps(each)
@@ -415,7 +415,7 @@ class _Evaluation:
 
     def _look_closely(self) -> int:
         """Look at what is special about the request, which differs between instances. Number with room."""
-        ctx, instances, scores = self._ctx, self._fleet.members, self._scores
+        ctx, instances, scores = self._ctx, self.instances, self._scores
         held, availabilities, mix = ctx.held, ctx.availabilities, ctx.demand.mix
         room = 0
         for i, each in enumerate(scores):
@@ -720,7 +720,7 @@ class _Evaluation:
         costs = self._fleet.costs
         if mixed and self._ctx.held is None and self._fleet.reads_alike:
             return None
-        members, output, prompt = self._fleet.members, self._output, self._prompt
+        instances, output, prompt = self.instances, self._output, self._prompt
         reads = decodes = True
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
@@ -730,7 +730,7 @@ class _Evaluation:
                 continue
             i = each.index
             if not mixed:
-                role = members[i].spec.role
+                role = instances[i].spec.role
                 reads, decodes = role is not Role.DECODE, role is not Role.PREFILL
             if reads:
                 score = _FIRST_SHARE * each.charged_s
@@ -777,7 +777,7 @@ class _Evaluation:
 
         Where one is better at both, a transfer would only lighten the load of the moment.
         """
-        source, target = self._fleet.members[i], self._fleet.members[j]
+        source, target = self.instances[i], self.instances[j]
         if not mixed and (source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE):
             return True
         costs = self._fleet.costs
