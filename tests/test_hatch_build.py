@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import HANG_S
 
 import hetlb
 
@@ -89,7 +90,7 @@ def hatchling(*arguments: str, **environment: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
 
 

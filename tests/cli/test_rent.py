@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,16 @@ def write(path: Path, document: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Throughputs that one test has simulated are known to the others, and to none of another run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def rent(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert main(["rent", *flags, "--no-cache", "--time-limit", "600", "--json"]) == 0
+    assert main(["rent", *flags, "--time-limit", "600", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -222,7 +231,7 @@ def test_wrong_input_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     config = write(tmp_path / "market.yaml", market(**changes))
-    assert main(["rent", "--config", config, "--no-cache"]) == 2
+    assert main(["rent", "--config", config]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
@@ -230,14 +239,14 @@ def test_wrong_input_is_one_line(
 
 @pytest.mark.parametrize("flags", [["--keep", "2"], ["--budgets", "a"], ["--budgets", "1", "--replan", "x"]])
 def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    assert main(["rent", "--config", TOY, "--no-cache", *flags]) == 2
+    assert main(["rent", "--config", TOY, *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_file_that_is_no_plan_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{}")
-    assert main(["rent", "--config", TOY, "--no-cache", "--replan", str(path)]) == 2
+    assert main(["rent", "--config", TOY, "--replan", str(path)]) == 2
     assert f"{path}: instances" in capsys.readouterr().err
 
 

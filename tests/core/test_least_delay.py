@@ -93,19 +93,6 @@ def test_an_answer_known_to_be_long_gets_the_shorter_step(tokens: int, chosen: s
     assert dispatched(asked).instance == chosen
 
 
-@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=20))
-def test_what_answers_of_known_lengths_hold_varies_by_their_growth_alone(lengths: list[int]) -> None:
-    oracle = OraclePredictor(dict(enumerate(lengths)))
-    scheduler = make_scheduler([spec("a", kv=10_000_000)], "hetlb", predictor=oracle)
-    for i in range(len(lengths)):
-        dispatched(scheduler.on_arrival(request(i, prompt=1, max_tokens=None), 0.0))
-    [instance] = scheduler.instances
-    variance = sum(length * length / 12.0 for length in lengths)
-    assert instance.kv_variance == pytest.approx(variance, abs=len(lengths))
-    mean = instance.expected_kv_tokens(0.0)
-    assert instance.expected_kv_tokens(0.0, 2.0) == pytest.approx(mean + 2.0 * instance.kv_variance**0.5)
-
-
 @given(
     slower=st.sampled_from((1.0, 3.7)),
     prompt=st.integers(1, 9000),

@@ -42,7 +42,7 @@ def bare(servers: list[Server], tmp_path: Path) -> Iterator[real.Proxy]:
 async def client(proxy: real.Proxy) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client, pointed at hetlb; it retries nothing. When a test is over the fleet is idle."""
     async with openai.AsyncOpenAI(
-        base_url=f"{proxy.url}/v1", api_key="none", max_retries=0, timeout=240.0
+        base_url=f"{proxy.url}/v1", api_key="none", max_retries=0, timeout=600.0
     ) as talking:
         yield talking
     await proxy.idle()
@@ -51,5 +51,5 @@ async def client(proxy: real.Proxy) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest_asyncio.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """For what the official client hides: raw bodies, headers, events."""
-    async with httpx.AsyncClient(timeout=240.0) as talking:
+    async with httpx.AsyncClient(timeout=600.0) as talking:
         yield talking

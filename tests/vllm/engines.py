@@ -85,7 +85,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes]:
+    def get(self, path: str, timeout_s: float = 60.0) -> tuple[int, bytes]:
         """One GET on a connection of its own."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
@@ -158,7 +158,7 @@ def vllm_servers(
     models_dir: Path,
     log_dir: Path,
     *,
-    deadline_s: float = 300.0,
+    deadline_s: float = 600.0,
     python: Path = VENV_PYTHON,
 ) -> Iterator[list[Server]]:
     """Run one server per spec for the length of the block; logs go to ``log_dir/NAME.log``."""

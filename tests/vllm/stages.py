@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
 def make_models() -> Path:
     """The models, made once."""
     script = Path(__file__).parent / "make_stage_models.py"
-    subprocess.run([TORCH_PYTHON, script, "make", MODELS], check=True, env=environment(), timeout=300)
+    subprocess.run([TORCH_PYTHON, script, "make", MODELS], check=True, env=environment(), timeout=600)
     return MODELS
 
 
@@ -43,7 +43,7 @@ def reference(folders: Sequence[Path], prompts: list[list[int]], count: int) -> 
     script = Path(__file__).parent / "make_stage_models.py"
     run = subprocess.run(
         [TORCH_PYTHON, script, "answer", str(count), *folders],
-        input=json.dumps(prompts), capture_output=True, text=True, check=True, env=environment(), timeout=300,
+        input=json.dumps(prompts), capture_output=True, text=True, check=True, env=environment(), timeout=600,
     )  # fmt: skip
     found: list[list[list[int]]] = json.loads(run.stdout)
     return found
@@ -97,7 +97,7 @@ class StageProcess:
 
     def kv_usage(self) -> float:
         """Its report of its KV cache."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as page:
             text = page.read().decode()
         return float(re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.MULTILINE)[0])
 
@@ -115,7 +115,7 @@ class Rig:
         self.url, self.admin, self.stages, self.events = url, admin, stages, events
 
     def fleet(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.admin}/v1/fleet", timeout=10) as reply:
+        with urllib.request.urlopen(f"{self.admin}/v1/fleet", timeout=60) as reply:
             document: dict[str, Any] = json.load(reply)
         return document
 
@@ -128,7 +128,7 @@ class Rig:
         held = [stage.kv_usage() for stage in self.stages.values() if stage.process.poll() is None]
         return not any(booked) and not any(held)
 
-    def wait_idle(self, seconds: float = 30.0) -> None:
+    def wait_idle(self, seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not self.idle():
             assert time.monotonic() < until, self.fleet()

@@ -22,13 +22,13 @@ from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 from hetlb.core.engine_metrics import EngineCounters, parse_counters
 from hetlb.loadtest.processes import helper_processes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 REQUESTS = 500
 #: What two caches of 64 blocks hold is half of what is asked for.
 PREFIXES, PREFIX_TOKENS, BLOCKS = 24, (400, 1200), 64
 AT_ONCE = 8
-READY_S = 450.0
+READY_S = 600.0
 
 
 def spec_of(name: str, folder: str) -> ServerSpec:
@@ -68,7 +68,7 @@ async def send(url: str, bodies: list[list[int]]) -> int:
     """Send all, a few at a time; returns the cached tokens that the answers' usage tells."""
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async with httpx.AsyncClient(timeout=240.0) as client:
+    async with httpx.AsyncClient(timeout=600.0) as client:
 
         async def one(prompt: list[int]) -> int:
             async with limit:

@@ -25,7 +25,7 @@ from engines import SERVED_MODEL_NAME, Server
 from pair import FAST, SLOW
 
 # The first test of a run waits for both servers, so every one may take as long as that.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 HELLO: Any = [{"role": "user", "content": "Hello, tell me a story."}]
 EXACT = {"ignore_eos": True}

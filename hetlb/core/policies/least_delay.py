@@ -55,7 +55,7 @@ from hetlb.core.types import Candidate, Role, pair_name
 _OVERBOOK_STEPS: Final = 1.0
 #: Shorter answers than this count as so many tokens there.
 _OVERBOOK_TOKENS: Final = 8.0
-#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+#: Of the KV cache, what may be expected in use: above it vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
@@ -75,8 +75,12 @@ _MUCH_LATER: Final = 2.5
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
+#: Scores are compared by bounds alone where the others are so many times higher.
+_APART: Final = 1.3
 #: A lower bound is compared with a score with this allowance for rounding.
 _CLOSE: Final = 1.0 + 1e-9
+#: A share of a batch is rounded down to so many parts of it for a lower bound: then it seldom changes.
+_SHARES: Final = 64.0
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -142,15 +146,16 @@ class _InstanceScore:
     with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
     has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
     there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
-    what it costs in all. `LatencyModel.lower_bound` reads the prompt in `early_s`, below 0 while unknown.
+    what it costs in all. `LatencyModel.lower_bound` reads the prompt in `early_s`, below 0 while unknown,
+    and what is to be paid for, alone with those that run there, in `beside_s`.
     Where it is passed over, the faster ones are done with all in `done_s` at most.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "adapter_s", "cached", "charged_s", "context", "decode_s", "done_s", "early_s", "first_s", "grade",
-        "group", "index", "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending",
+        "adapter_s", "beside_s", "cached", "charged_s", "context", "decode_s", "done_s", "early_s", "first_s",
+        "grade", "group", "index", "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending",
         "prompts", "score", "seen", "state", "step_s",
     )  # fmt: skip
 
@@ -166,6 +171,7 @@ class _InstanceScore:
         self.context = self.now_s = self.step_s = self.decode_s = 0.0
         self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = self.done_s = 0.0
+        self.beside_s = 0.0
         self.early_s = -1.0
 
 
@@ -195,9 +201,10 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_fleet", "_half_grown", "_long_context", "_most_rate", "_now", "_output",
-        "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores", "_sequences",
-        "_share", "_shortest_s", "_thinned", "_thinning", "_todo", "instances",
+        "_booked", "_ctx", "_fleet", "_half_grown", "_late_s", "_late_weight", "_long_context", "_most_rate",
+        "_now", "_output", "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores",
+        "_sequences", "_share", "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo",
+        "instances",
     )  # fmt: skip
 
     def __init__(
@@ -234,8 +241,11 @@ class _Evaluation:
         if weight > _FIRST_TOKEN_WEIGHT:
             weight = _FIRST_TOKEN_WEIGHT
         self._own_weight = weight if weight > 1.0 else 1.0
+        #: A first token is late beyond so many seconds, which weigh so much.
+        self._late_s = _LATE * self._fleet.first_token_s
+        self._late_weight = 0.0 if self._late_s <= 0.0 else _LATE * _FIRST_TOKEN_WEIGHT / self._late_s
         # Known from the first question on whether an instance is to be passed over.
-        self._todo = self._thinning = self._thinned = self._long_context = 0.0
+        self._todo = self._thinning = self._thinned = self._thinned_least = self._long_context = 0.0
         self._shortest_s = self._most_rate = -1.0
         self._scores: list[_InstanceScore] = []
         room = self._look()
@@ -257,20 +267,43 @@ class _Evaluation:
             best = self._nearest(scores)
             if best is None:
                 return None
-        # The best is rated once another one has room too.
-        least = math.inf
+        # Mostly an upper bound of its score is enough to tell that no other is lower.
+        least = self._at_most(best, scores)
         for each in scores:
             if each.score <= least and each is not best and self._settle(each) == _ROOM:
-                if least == math.inf:
+                self._rate(each, _BOUNDED)
+                if each.score <= least and best.grade < _EXACT:
                     self._rate(best, _EXACT)
                     least = best.score * _CLOSE
-                if each.score <= least:
-                    self._rate(each, _BOUNDED)
                 if each.score <= least:
                     self._rate(each, _EXACT)
                     if each.score < best.score or (each.score == best.score and each.index < best.index):
                         best, least = each, each.score * _CLOSE
         return best.index
+
+    def _at_most(self, best: _InstanceScore, scores: list[_InstanceScore]) -> float:
+        """An upper bound of the nearest one's score: itself where others are close, below 0 if alone."""
+        alone, near = True, best.group is not None
+        close = _APART * best.score
+        for each in scores:
+            if each is not best and (each.state == _ROOM or each.state == _UNDECIDED):
+                alone = False
+                near = near or each.score < close
+                if near:
+                    break
+        if alone:
+            return -1.0
+        self._rate(best, _EXACT if near else _BOUNDED)
+        most = best.score
+        if best.grade == _BOUNDED:
+            load = best.load
+            more = load.most_over_bound - 1.0
+            first_s = best.first_s + more * best.early_s
+            most += _FIRST_SHARE * more * best.early_s - best.late_s
+            most += self._sequences / best.own * load.batch * more * best.beside_s
+            if first_s > self._late_s:
+                most += self._late_weight * first_s * (first_s - self._late_s)
+        return most * _CLOSE
 
     def preferred(self, index: int) -> int:
         """The best of the instances that the request prefers, or `index`, the best of all."""
@@ -369,6 +402,8 @@ class _Evaluation:
         read_s = token_s * (each.pending + each.prompts * (unread if unread >= 1.0 else 1.0))
         each.charged_s = first_s = fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * each.now_s
         bound = _FIRST_SHARE * first_s + self._own_weight * each.decode_s
+        if first_s > self._late_s:
+            bound += self._late_weight * first_s * (first_s - self._late_s)
         group = each.group
         if group is None:
             batch, growth_s = load.batch, each.step_s - each.now_s
@@ -457,9 +492,8 @@ class _Evaluation:
         if each.paid > each.cached:
             first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
         each.charged_s = first_s
-        usual_s = self._fleet.first_token_s
-        if first_s > _LATE * usual_s > 0.0:
-            each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+        if first_s > self._late_s:
+            each.late_s = self._late_weight * first_s * (first_s - self._late_s)
         each.score = (
             (_FIRST_TOKEN_WEIGHT + 1.0) * (first_s + each.adapter_s)
             + self._own_weight * each.decode_s
@@ -484,6 +518,7 @@ class _Evaluation:
                 read_s = latency.first_token_s(
                     prompt, each.paid, 0.0, batch, each.context, load.budget, prompts
                 )
+            each.beside_s = read_s
             return self._delay_s(each, batch, each.paid, read_s, each.now_s, each.step_s)
         if group.grade < each.grade and group.batch > 0.0:
             group.grade = each.grade
@@ -582,26 +617,29 @@ class _Evaluation:
         # Nothing comes behind the last one on the fastest.
         fastest = self._scores[self._fleet.order[0]]
         self._thinned = share = _thinned_share(mix, long)
-        self._shortest_s = self._early_s(fastest) + self._long_answer_s(fastest, long, share, True)
+        self._shortest_s = self._early_s(fastest) + self._long_answer_s(fastest, long, share)
         self._thinning = thinning = long if long < mix.long else mix.long
         if thinning < long:
             self._thinned = _thinned_share(mix, thinning)
+        self._thinned_least = math.floor(_SHARES * self._thinned) / _SHARES
 
     def _faster_done(self, each: _InstanceScore, speed: float) -> bool:
         """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
         if self._shortest_s < 0.0:
             self._look_at_long_answers()
         # Mostly bounds will do: of what a long answer takes, and of the rate over any horizon.
-        long_s = each.charged_s + self._long_answer_s(each, self._thinning, self._thinned, False)
+        long_s = each.charged_s + self._least_long_answer_s(each)
         done_s = self._done_s(speed) * _CLOSE
         if done_s < long_s:
             if self._most_rate < 0.0:
-                self._most_rate = self._ctx.demand.most_rate(self._now) * self._share
+                # It takes longer than the shortest, if it is passed over.
+                most_rate = self._ctx.demand.most_rate(self._shortest_s, self._now)
+                self._most_rate = most_rate * self._share
             if self._most_rate > 0.0:
                 done_s = self._done_s(speed - self._most_rate) * _CLOSE
-        if done_s >= long_s:
+        if not done_s < long_s:
             ctx, part = self._ctx, self._share
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned, True)
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
             # The rate is asked for only where it can matter: first at its best, then as it is.
             done_s = self._done_s(speed)
             if done_s < long_s:
@@ -618,12 +656,22 @@ class _Evaluation:
         """Seconds in which all that waits is done at a speed."""
         return self._todo / speed + self._shortest_s if speed > 0.0 else math.inf
 
-    def _long_answer_s(self, each: _InstanceScore, thinning: float, share: float, delayed: bool) -> float:
+    def _least_long_answer_s(self, each: _InstanceScore) -> float:
+        """A lower bound of `_long_answer_s` by figures that are mostly known."""
+        load, context, own_context, thinning = each.load, each.context, self._long_context, self._thinning
+        if not load.steps_grow:
+            return 0.0
+        step_s = load.thin_step_s(self._thinned_least)
+        step_s += load.next_token_s * (context * self._thinned + own_context)
+        full_s = load.next_step_s + load.next_token_s * (context + own_context)
+        return thinning * step_s + (self._ctx.long_output - thinning) * full_s
+
+    def _long_answer_s(self, each: _InstanceScore, thinning: float, share: float) -> float:
         """Seconds from its first token that one long answer takes on an instance.
 
         Where lengths are known (`long_output` differs from request to request) shorter ones keep coming
-        behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and, if
-        `delayed`, prompts are read between its steps; then `share` of the batch runs beside it.
+        behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are
+        read between its steps; then `share` of the batch runs beside it.
         """
         load, mix, long = each.load, self._ctx.demand.mix, self._ctx.long_output
         latency, batch, context = load.latency_bound, load.batch, each.context
@@ -631,9 +679,8 @@ class _Evaluation:
         seconds = thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
         if long > thinning:
             full_s = load.next_step_s + load.next_token_s * (context + own_context)
-            if delayed:
-                delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
-                full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
+            delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
+            full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
             seconds += (long - thinning) * full_s
         return seconds
 
@@ -835,6 +882,10 @@ class _Evaluation:
         assert link is not None, f"{target.name} takes part in no KV transfer"
         return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
+    def __call__(self) -> list[Candidate]:
+        """`candidates`, as a decision hands them on."""
+        return self.candidates()
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
@@ -852,7 +903,7 @@ class _Evaluation:
         elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
         elif state == _PASSED_OVER:
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned, True)
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
             reason = (
                 f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {each.done_s:.3g} s"
@@ -914,7 +965,7 @@ class Hetlb(Policy):
         if ctx.request.preferred and index is not None:
             index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
-        return index, work_s, evaluation.candidates
+        return index, work_s, evaluation
 
     def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The best of two groups or three; of the first other one that has room where those have none."""
