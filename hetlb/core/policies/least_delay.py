@@ -145,18 +145,19 @@ class _InstanceScore:
     need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s`
     with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
     has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
-    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
-    what it costs in all. `LatencyModel.lower_bound` reads the prompt in `early_s`, below 0 while unknown,
-    and what is to be paid for, alone with those that run there, in `beside_s`.
+    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `coming_s`
+    by which it delays prompts that are yet to come, `score` what it costs in all. `LatencyModel.lower_bound`
+    reads the prompt in `early_s`, below 0 while unknown, and what is to be paid for, alone with those that
+    run there, in `beside_s`.
     Where it is passed over, the faster ones are done with all in `done_s` at most.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "adapter_s", "beside_s", "cached", "charged_s", "context", "decode_s", "done_s", "early_s", "first_s",
-        "grade", "group", "index", "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending",
-        "prompts", "score", "seen", "state", "step_s",
+        "adapter_s", "beside_s", "cached", "charged_s", "coming_s", "context", "decode_s", "done_s",
+        "early_s", "first_s", "grade", "group", "index", "last_s", "late_s", "load", "now_s", "others_s",
+        "own", "paid", "pending", "prompts", "score", "seen", "state", "step_s",
     )  # fmt: skip
 
     def __init__(self, index: int, seen: Occupancy) -> None:
@@ -169,7 +170,7 @@ class _InstanceScore:
         self.grade = _GUESSED
         self.own = self.prompts = 1.0
         self.context = self.now_s = self.step_s = self.decode_s = 0.0
-        self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = 0.0
+        self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = self.coming_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = self.done_s = 0.0
         self.beside_s = 0.0
         self.early_s = -1.0
@@ -476,6 +477,8 @@ class _Evaluation:
             grade = _EXACT
         if each.grade >= grade:
             return
+        if each.grade == _GUESSED:
+            each.coming_s = self._coming_s(each)
         each.grade = grade
         load, prompt = each.load, self._prompt
         if grade == _EXACT:
@@ -499,8 +502,29 @@ class _Evaluation:
             + self._own_weight * each.decode_s
             + others_s
             + each.late_s
+            + each.coming_s
             + each.last_s
         )
+
+    def _coming_s(self, each: _InstanceScore) -> float:
+        """Weighted seconds by which reading the prompt delays prompts that are yet to come there.
+
+        They come as often as prompts were read there lately. Those that come before all that is pending has
+        been read wait as much longer as this one takes; at utilisation rho that lasts 1 / (1 - rho) times as
+        long (the busy period of an M/G/1 queue).
+        """
+        instance, mix = self.instances[each.index], self._ctx.demand.mix
+        read_per_s = instance.speed.read_per_s(self._now) / instance.engines
+        if read_per_s <= 0.0:
+            return 0.0
+        token_s = self._fleet.costs[each.index].token_read_s
+        read_s = token_s * each.prompts * (self._prompt - each.cached)
+        share = read_per_s * token_s
+        if share > _MOST_READING:
+            share = _MOST_READING
+        prompts_per_s = read_per_s / (mix.read if mix.read > 1.0 else 1.0)
+        waited_s = (each.pending * token_s + 0.5 * read_s) / (1.0 - share)
+        return _FIRST_SHARE * prompts_per_s * waited_s * read_s
 
     def _others_s(self, each: _InstanceScore, latency: LatencyModel, read_s: float) -> float:
         """Seconds by which the request delays what runs there (the externality).
@@ -925,8 +949,9 @@ class _Evaluation:
 def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
     """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
 
-    `tail_s` is what the seconds of a long answer weigh more, `shared_s` what other requests pay for (see
-    `core.prefix_index.Held`), `last_s` keeps a busy instance last; they are named only where they are not 0.
+    `tail_s` is what the seconds of a long answer weigh more, `coming_s` the delay of prompts that are yet
+    to come, `shared_s` what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy
+    instance last; they are named only where they are not 0.
     """
     terms = {
         "first_token_s": each.first_s,
@@ -938,6 +963,8 @@ def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
         terms["tail_s"] = (own_weight - 1.0) * each.decode_s
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
+    if each.coming_s:
+        terms["coming_s"] = each.coming_s
     if each.adapter_s:
         terms["adapter_s"] = (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
     if each.last_s:
