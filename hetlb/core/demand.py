@@ -295,6 +295,11 @@ class Mix:
         self.booked += gain * (kv_prompt_tokens - self.booked)
         self.read += gain * (unread_tokens - self.read)
 
+    @property
+    def size(self) -> float:
+        """Size of the mean request: see `size_of`."""
+        return PROMPT_WEIGHT * self.prompt + self.output
+
     def splits(self, better: bool) -> bool:
         """Count a request for which a pair is better, or is not. True if that is so for enough of them."""
         self.split_share += ((1.0 if better else 0.0) - self.split_share) / _SPLIT_REQUESTS
@@ -418,7 +423,7 @@ class Demand:
         Poisson arrivals are silent for so long once in e^16 requests.
         """
         missing = rate * (now - self.newest_s)
-        return missing > 0.0 and missing > _SILENCE * (PROMPT_WEIGHT * self.mix.prompt + self.mix.output)
+        return missing > 0.0 and missing > _SILENCE * self.mix.size
 
     def below(self, limit: float, horizon_s: float, now: float) -> bool:
         """True if `rate` is below a limit; mostly known without computing it."""

@@ -68,6 +68,26 @@ def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
     assert chosen == ["a", "b"]
 
 
+def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_all() -> None:
+    """Short answers, known to be: each is done in time on the slow one, all of them are not."""
+    slower = LatencyModel(
+        SLOW_READER.k1, SLOW_READER.k2, 0.0, SLOW_READER.k4, FAST.k5, 100 * FAST.k6, 0.0, FAST.k8
+    )
+    slow = InstanceSpec("slow", MODEL, latency=slower, capacity=capacity(256))
+    lengths = {i: 400 if i % 2 else 2 for i in range(1000)}
+    fleet = [spec("fast", capacity=capacity(64)), slow]
+    scheduler = make_scheduler(fleet, "hetlb", predictor=OraclePredictor(lengths))
+    placed = [
+        command.lease.instance
+        for i in lengths
+        for command in scheduler.on_arrival(request(i, prompt=100, max_tokens=None), 0.0)
+        if isinstance(command, Dispatch)
+    ]
+    mix = scheduler.placement.demand(MODEL).mix
+    fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
+    assert 0 < placed.count("slow") * slow_s < len(lengths) * fast_s
+
+
 def test_a_prompt_goes_where_fewer_are_to_come() -> None:
     """Of two alike, that have read the same by now, one read prompts all the time until lately."""
     scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", kv=1_000_000)], "hetlb")

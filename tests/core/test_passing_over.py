@@ -41,6 +41,7 @@ class Plain:
     """Figures of an instance for one request of one sequence, straight from the latency model."""
 
     def __init__(self, ctx: SchedulingContext, instance: Instance) -> None:
+        self.instance = instance
         load, mix = instance.load, ctx.demand.mix
         self.model, self.bound, self.batch, self.budget = (
             load.latency,
@@ -74,6 +75,13 @@ class Plain:
         full_s += self.batch / max(1.0, mix.output) * delay_s
         return self.first_s + thinning * thin_s + max(0.0, self.long - thinning) * full_s
 
+    def all_s(self) -> float:
+        """Seconds of all that it has and the request; a request whose prompt is read counts half."""
+        instance, mix = self.instance, self.mix
+        running = float(instance.sequences)
+        unread = min(running, instance.pending_prompt_tokens / max(1.0, mix.read))
+        return (1.0 + 0.5 * (running + unread)) * mix.size / mix.speed(instance)
+
 
 def passed_over(ctx: SchedulingContext, instances: list[Instance], room: list[bool]) -> list[bool]:
     """The rule over all instances in turn, fastest first: nothing bounded, nothing left open."""
@@ -96,7 +104,9 @@ def passed_over(ctx: SchedulingContext, instances: list[Instance], room: list[bo
             kept = fresh and 1.5 * each.first_s < soonest_s < math.inf
             kept = kept and each.decode_s <= 2.5 * least_decode_s
             if speed > 0.0 and not kept:
-                long_s = each.long_answer_s(min(ctx.long_output, mix.long))
+                long_s = max(
+                    each.long_answer_s(min(ctx.long_output, mix.long)), each.all_s() - costs[order[0]].batch_s
+                )
                 rate = speed - demand.rate(long_s, now)
                 passed[i] = rate > 0.0 and todo / rate + shortest_s < long_s
             if not passed[i]:

@@ -201,7 +201,7 @@ def test_hetlb_passes_over_the_slowest_at_the_end_but_not_under_steady_load() ->
     assert dispatched(commands).instance == "fast"
     slow = commands[0].candidates[1]  # type: ignore[union-attr]
     assert not slow.eligible
-    assert slow.reason.startswith("passed over: a long answer takes")
+    assert slow.reason.startswith("passed over: a long answer, or all it has, takes")
     # A backlog that the fast one would need longer for than the slow one for one answer.
     scheduler = make_scheduler(fleet, "hetlb")
     chosen = []

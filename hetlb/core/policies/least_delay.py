@@ -13,11 +13,11 @@ Four questions, in this order:
    more so where it comes late by the standard of the fleet), and the time by which it delays those that run
    there (the externality): their steps get longer while it runs, and wait while its prompt is read. The own
    seconds of an answer known to be long weigh more: so the longest get the shortest steps.
-3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps arriving
-   meanwhile, before it had finished one long answer. So at the end of a burst nothing waits for the slowest,
-   and under load that the fast ones cannot carry all instances work. An instance whose first token comes
-   far sooner than that of the best one left is not passed over by a request that has just come, unless the
-   whole answer comes much later.
+3. Worth: an instance is passed over where the faster ones can finish all that waits, and what keeps
+   arriving meanwhile, before it had finished one long answer, or all that it has. So at the end of a burst
+   nothing waits for the slowest, and under load that the fast ones cannot carry all instances work. An
+   instance whose first token comes far sooner than that of the best one left is not passed over by a
+   request that has just come, unless the whole answer comes much later.
 4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
    with what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
@@ -648,7 +648,7 @@ class _Evaluation:
         self._thinned_least = math.floor(_SHARES * self._thinned) / _SHARES
 
     def _faster_done(self, each: _InstanceScore, speed: float) -> bool:
-        """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
+        """Pass an instance over if the faster ones, of this `speed`, are done before it: see `_busy_s`."""
         if self._shortest_s < 0.0:
             self._look_at_long_answers()
         # Mostly bounds will do: of what a long answer takes, and of the rate over any horizon.
@@ -663,7 +663,7 @@ class _Evaluation:
                 done_s = self._done_s(speed - self._most_rate) * _CLOSE
         if not done_s < long_s:
             ctx, part = self._ctx, self._share
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
+            long_s = self._busy_s(each)
             # The rate is asked for only where it can matter: first at its best, then as it is.
             done_s = self._done_s(speed)
             if done_s < long_s:
@@ -675,6 +675,22 @@ class _Evaluation:
         each.done_s = done_s
         each.state = _PASSED_OVER
         return True
+
+    def _busy_s(self, each: _InstanceScore) -> float:
+        """Seconds until an instance is done with one long answer from now on, and with all that it has.
+
+        Of what it has, a request counts half once its prompt is read. Where prompts are read slowly each one
+        delays all answers, which the end of its own does not show. The faster ones have a batch at most.
+        """
+        long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
+        seen, mix = each.seen, self._ctx.demand.mix
+        unread = seen.pending * seen.load.engines / (mix.read if mix.read > 1.0 else 1.0)
+        if unread > seen.running:
+            unread = seen.running
+        requests = 1.0 + 0.5 * (seen.running + unread)
+        fleet = self._fleet
+        more_s = requests * mix.size / fleet.costs[each.index].speed - fleet.costs[fleet.order[0]].batch_s
+        return more_s if more_s > long_s else long_s
 
     def _done_s(self, speed: float) -> float:
         """Seconds in which all that waits is done at a speed."""
@@ -927,9 +943,9 @@ class _Evaluation:
         elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
         elif state == _PASSED_OVER:
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
+            long_s = self._busy_s(each)
             reason = (
-                f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
+                f"{PASSED_OVER}: a long answer, or all it has, takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {each.done_s:.3g} s"
             )
         return Candidate(
