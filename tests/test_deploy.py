@@ -339,7 +339,7 @@ async def test_a_job_registers_its_server_for_as_long_as_it_runs(tmp_path: Path)
         async with Engine() as other:
             environment = {
                 **os.environ,
-                "HETLB": f"http://127.0.0.1:{running.service.admin_address[1]}",
+                "HETLB": f"http://127.0.0.1:{running.service.admin.address[1]}",
                 "MODEL": "m",
                 "ADDRESS": "127.0.0.1",
                 "PORT": other.url.rpartition(":")[2],

@@ -3,8 +3,8 @@
 `python bench/scale/decide.py --rates 500,1000,2500` starts `hetlb pick` over two mock engines and plays the
 gateway: one HTTP/2 connection, each request's headers and body in one write, as Envoy sends them. A line a
 rate: latency from the moment a request was due until the picker's answer was read, the scheduler's part of it
-(`hetlb_decision_seconds`), and the picker's CPU per request, engine's answer included. `--tree FOLDER` or
-`--python` for a compiled hetlb, `--cores 0,1` pins picker and client.
+(`hetlb_decision_seconds`), and the picker's CPU per request, engine's answer included. `--python` for the
+hetlb that is installed there, `--cores 0,1` pins picker and client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ sys.path.insert(0, str(PROXIES))
 from alarm import Alarm  # noqa: E402
 from bodies import MODEL, PROMPTS, chat  # noqa: E402
 from client import quantiles  # noqa: E402
-from cpu import cpu_ns  # noqa: E402
+from cpu import cpu_ns, prefer  # noqa: E402
 
 _LARGEST_WINDOW = (1 << 31) - 1
 #: HPACK without a table: `:method: POST`, `:scheme: http` of the static one, then literals.
@@ -199,11 +199,12 @@ def main() -> None:
     parser.add_argument("--rates", default="500,1000,2500", help="requests/s")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--cores", default="0,1")
-    parser.add_argument("--tree")
-    parser.add_argument("--python", default=sys.executable, help="the Python whose hetlb it is")
+    parser.add_argument("--python", help="the Python whose hetlb it is; this folder's without it")
     args = parser.parse_args()
-    if args.tree is not None:
-        os.environ["PYTHONPATH"] = args.tree
+    hetlb = HETLB
+    if args.python is not None:
+        hetlb = [args.python, "-P", "-m", "hetlb"]
+        os.environ["PYTHONPATH"] = ""
     picker_core, own_core = map(int, args.cores.split(","))
     with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
         ports = [free_port(), free_port()]
@@ -220,13 +221,10 @@ def main() -> None:
         }
         path = Path(scratch) / "fleet.yaml"
         path.write_text(yaml.safe_dump(fleet))
-        hetlb = (
-            HETLB
-            if args.tree is None and args.python == sys.executable
-            else [args.python, "-P", "-m", "hetlb"]
-        )
         picker, line = processes.start(*hetlb, "pick", "--config", str(path), ready="pick ready on")
         os.sched_setaffinity(picker.pid, [picker_core])
+        for pid in (picker.pid, os.getpid()):
+            prefer(pid)
         port, admin = int(line.split()[4].rpartition(":")[2]), line.split()[-1].rstrip(")")
         for rate in map(float, args.rates.split(",")):
             count = int(rate * args.seconds)

@@ -152,6 +152,11 @@ def bench(url: str, rate: str, prompts: int, seed: int = 0) -> dict[str, Any]:
     return run
 
 
+def say(line: str) -> None:
+    """Tell who waits what is going on; results alone go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def shown(run: dict[str, Any]) -> dict[str, Any]:
     """The figures that are compared."""
     keys = ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
@@ -178,6 +183,7 @@ def main() -> None:
         path = fleet_file(folder, instances, shared={"url": f"redis://127.0.0.1:{redis_port}"})
         results: dict[str, Any] = {}
         serve, line = processes.start(*HETLB, "serve", "--config", str(path), ready="ready on")
+        say(f"{args.num_prompts} requests at {args.rate}/s through hetlb serve ...")
         before = cpu_s(serve)
         results["serve"] = shown(bench(line.split()[3], args.rate, args.num_prompts))
         results["serve"]["cpu_ms_per_request"] = round(1e3 * (cpu_s(serve) - before) / args.num_prompts, 2)
@@ -190,6 +196,7 @@ def main() -> None:
         engine_ports = ports_of(instances)
         envoys = [envoy(processes, folder, ports, engine_ports) for _ in range(2)]
         time.sleep(1.5)  # the pickers hear of each other, Envoy of their health
+        say(f"the same through {envoys[0][1]}, Envoy that asks two pickers ...")
         before, before_envoy = cpu_s(*pickers), cpu_s(*(each for each, _ in envoys))
         results["pick"] = shown(bench(envoys[0][1], args.rate, args.num_prompts))
         results["pick"]["picker_cpu_ms_per_request"] = round(
@@ -207,8 +214,10 @@ def main() -> None:
         ]
         for thread in threads:
             thread.start()
+        say("half of them through each of two Envoys, 30/s in all ...")
         time.sleep(args.num_prompts / 2 / 15 / 2 + 2.0)
         pickers[0].send_signal(signal.SIGKILL)
+        say("... and one of the pickers is killed in the middle")
         for thread in threads:
             thread.join()
         results["a picker killed"] = {

@@ -386,7 +386,7 @@ def _share_grid(table: Table, plan: Plan, document: dict[str, Any]) -> Grid:
     grid = Grid(title="which requests go where, % of each type", title_justify="left")
     names = list(plan.counts)
     for column in ("type", "prompt", "answer", "share", *names):
-        grid.add_column(column, justify="left" if column == "type" else "right")
+        grid.add_column(column, justify="left" if column == "type" else "right", overflow="fold")
     shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
     for kind in table.types:
         cells = [shares.get((kind.name, name), 0.0) for name in names]

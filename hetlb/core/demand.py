@@ -46,7 +46,8 @@ class _Slots:
     """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
 
     __slots__ = (
-        "_rate", "_slot", "_sums", "bounded", "filled", "least", "most", "nothing_in", "taken", "width_s",
+        "_rate", "_slot", "_sums", "bounded", "counted", "filled", "least", "most", "nothing_in", "taken",
+        "width_s",
     )  # fmt: skip
 
     def __init__(self, horizon_s: float) -> None:
@@ -55,6 +56,8 @@ class _Slots:
         self._sums = [0.0] * SLOTS
         #: Number of slots in which something arrived.
         self.filled = 0
+        #: The newest slot, if that is known to be one of them.
+        self.counted = -1
         self._rate: float | None = 0.0  # None when it must be computed again
         #: Number of the arrivals kept by `Demand` that are counted here.
         self.taken = 0
@@ -201,7 +204,6 @@ class Fleet:
         self.counter = instances[0].changes
         self.changes = self.counter.count
         self.costs = list(costs)
-        self.speed = sum([cost.speed for cost in costs])
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         #: For each the speed of those before it in `order`.
         self.faster = [0.0] * len(costs)
@@ -209,6 +211,7 @@ class Fleet:
         for i in self.order:
             self.faster[i] = speed
             speed += costs[i].speed
+        self.speed = speed
         self.first_token_s = min([cost.first_token_s for cost in costs])
         reading = [cost.token_read_s for cost in costs]
         self.token_read_s = min(reading)
@@ -399,11 +402,10 @@ class Demand:
 
     def rate(self, horizon_s: float, now: float) -> float:
         """Size arriving per second, judged by about the last `horizon_s` seconds and the silence since."""
-        rate = self._slot_rate(horizon_s, now)
+        rate = self._slot_rate(self._slots(horizon_s), now)
         return 0.0 if self._silent(rate, now) else rate
 
-    def _slot_rate(self, horizon_s: float, now: float) -> float:
-        slots = self._slots(horizon_s)
+    def _slot_rate(self, slots: _Slots, now: float) -> float:
         if slots.nothing_in == int(now / slots.width_s):
             return 0.0
         slots.take(self._times, self._sizes)
@@ -435,15 +437,32 @@ class Demand:
         The rate of a longer time does not show it yet. A burst comes in one slot or two.
         """
         slots = self._horizons[0]
-        slots.take(self._times, self._sizes)
-        slots.advance(now)
+        slot = int(now / slots.width_s)
+        # More in the same slot changes nothing.
+        if slots.counted != slot:
+            slots.take(self._times, self._sizes)
+            slots.advance(now)
+            if int(self.newest_s / slots.width_s) == slot:
+                slots.counted = slot
         return slots.filled >= _BEGINNING
 
     def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
         """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""
-        slots = self._slots(horizon_s)
+        return self._bounds(self._slots(horizon_s), now)
+
+    def most_rate(self, horizon_s: float, now: float) -> float:
+        """An upper bound of `rate` over any horizon not shorter."""
+        shortest, highest = self._slots(horizon_s), 0.0
+        for slots in self._horizons:
+            if slots.width_s >= shortest.width_s:
+                most = self._bounds(slots, now)[1]
+                if most > highest:
+                    highest = most
+        return highest
+
+    def _bounds(self, slots: _Slots, now: float) -> tuple[float, float]:
         if slots.bounded != int(now / slots.width_s):
-            self._slot_rate(horizon_s, now)
+            self._slot_rate(slots, now)
             slots.bound()
         least, most = slots.least, slots.most
         if self._silent(most, now):
@@ -451,10 +470,6 @@ class Demand:
             if self._silent(slots.least, now):
                 most = 0.0
         return least, most
-
-    def most_rate(self, now: float) -> float:
-        """An upper bound of `rate` over any horizon."""
-        return max([self.bounds(horizon_s, now)[1] for horizon_s in HORIZONS_S])
 
     def _slots(self, horizon_s: float) -> _Slots:
         """The longest horizon that is not longer than asked for, or the shortest there is."""

@@ -82,14 +82,14 @@ class EngineLoad:
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
     `next_step_s + next_token_s * C`, and `next_over` sequences wait for a slot then, if above 0.
     `kv_cache_tokens` and `all_slots` are those of all `engines`, `latency_bound` is a lower bound of
-    `latency`, `read_bound` one of the seconds to read a prompt (see `LatencyModel.read_bound`). It is never
-    changed.
+    `latency` (see `LatencyModel.most_over_bound` for `most_over_bound`), `read_bound` one of the seconds to
+    read a prompt (see `LatencyModel.read_bound`). It is never changed.
     """
 
     __slots__ = (
-        "all_slots", "batch", "budget", "context_share", "engines", "kv_cache_tokens", "latency",
-        "latency_bound", "next_over", "next_step_s", "next_token_s", "read_bound", "slots", "step_s",
-        "token_s",
+        "_thin_s", "_thin_share", "all_slots", "batch", "budget", "context_share", "engines",
+        "kv_cache_tokens", "latency", "latency_bound", "most_over_bound", "next_over", "next_step_s",
+        "next_token_s", "read_bound", "slots", "step_s", "steps_grow", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -97,6 +97,9 @@ class EngineLoad:
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.latency_bound = instance.latency_bound
+        self.most_over_bound = self.latency_bound.most_over_bound()
+        self.steps_grow = latency.steps_grow()
+        self._thin_share, self._thin_s = -1.0, 0.0
         self.read_bound = instance.read_bound
         self.budget = float(instance.token_budget)
         self.engines = float(instance.engines)
@@ -108,9 +111,20 @@ class EngineLoad:
         if sequences > slots:
             self.context_share = share * slots / sequences
             self.batch = batch = self.slots
-        self.step_s, self.token_s = latency.step_line(batch)
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+        fewer = instance.known_load(sequences - 1)
+        if fewer is not None and fewer.batch + 1.0 == batch:
+            self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
+        else:
+            self.step_s, self.token_s = latency.step_line(batch)
         self.next_over = sequences / instance.engines + 1.0 - self.slots
+
+    def thin_step_s(self, share: float) -> float:
+        """Seconds of a step of this share of the batch and a sequence more, without the tokens in context."""
+        if share != self._thin_share:
+            self._thin_share = share
+            self._thin_s = self.latency.step_line(self.batch * share + 1.0)[0]
+        return self._thin_s
 
     def own_batch(self, sequences: float) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
@@ -123,8 +137,8 @@ class Occupancy:
 
     `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
     `prompt_tokens` and `promised_tokens` as in the ledger, `pending` prompt tokens per engine, `kv_tokens`
-    expected in use with one standard deviation of what the answers hold, and `kv_excess` more while
-    `sample_at` is not stale. Prompts of `incoming` of them are elsewhere still, since `oldest_at`.
+    expected in use, and `kv_excess` more while `sample_at` is not stale. Prompts of `incoming` of them are
+    elsewhere still, since `oldest_at`.
     """
 
     __slots__ = (
@@ -139,9 +153,8 @@ class Occupancy:
         self.empty = not running and not instance.kv_tokens
         self.prompt_tokens = float(instance.prompt_tokens)
         self.promised_tokens = instance.promised_tokens
-        self.pending = instance.pending_prompt_tokens / instance.engines
-        kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
-        self.kv_tokens = kv_tokens + math.sqrt(instance.kv_variance)
+        self.pending = float(instance.pending_prompt_tokens) / self.load.engines
+        self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
         sample_at = instance.sample_at
         self.kv_excess = instance.kv_excess_tokens
         self.sample_at = -math.inf if sample_at is None else sample_at
@@ -168,7 +181,7 @@ class Occupancy:
         )
 
     def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use, and a standard deviation: see `Instance.expected_kv_tokens`."""
+        """Tokens of the KV cache in use: see `Instance.expected_kv_tokens`."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens
@@ -200,7 +213,6 @@ class Instance:
         "kv_excess_tokens",
         "kv_prompt_tokens",
         "kv_tokens",
-        "kv_variance",
         "latency",
         "latency_bound",
         "leases",
@@ -295,8 +307,6 @@ class Instance:
         #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
-        #: Of what the answers hold at a random moment, tokens squared.
-        self.kv_variance = 0
         #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
         #: attention reads in every step; and those of them that are still to be computed.
         self.promised_tokens = 0
@@ -323,6 +333,10 @@ class Instance:
     def unfinished_sequences(self) -> int:
         """Sequences of its leases without those that have ended by the engine's own count."""
         return self.sequences - self.finished_sequences
+
+    def known_load(self, sequences: int) -> EngineLoad | None:
+        """Load at so many sequences, if it was asked for before."""
+        return self._loads.get(sequences)
 
     @property
     def load(self) -> EngineLoad:
@@ -369,14 +383,9 @@ class Instance:
             prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
         )
 
-    def expected_kv_tokens(self, now: float, deviations: float = 0.0) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more.
-
-        `deviations`: so many standard deviations of what the answers hold are added.
-        """
+    def expected_kv_tokens(self, now: float) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
         expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0 - self.finished_kv_tokens
-        if deviations:
-            expected += deviations * math.sqrt(self.kv_variance)
         if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
             expected += self.kv_excess_tokens
         return expected
@@ -498,7 +507,6 @@ class Instance:
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.kv_prompt_tokens += lease.kv_prompt_tokens
-        self.kv_variance += lease.kv_variance
         shared = lease.shared
         if shared is not None:
             self.kv_tokens += shared.new_tokens
@@ -592,7 +600,6 @@ class Instance:
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens
-        self.kv_variance -= lease.kv_variance
         self.promised_tokens -= lease.promised_tokens
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
@@ -612,7 +619,6 @@ class Instance:
             self.work_ns < 0
             or self.kv_prompt_tokens < 0
             or self.kv_tokens < self.kv_prompt_tokens
-            or self.kv_variance < 0
             or self.promised_tokens < 0
             or self.prompt_tokens < 0
             or self.pending_prompt_tokens < 0
@@ -675,7 +681,6 @@ class Instance:
         assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
         assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
         assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
-        assert self.kv_variance == sum(lease.kv_variance for lease in leases), self.name
         assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
         assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
         unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)

@@ -39,6 +39,8 @@ class IterationRule(StrEnum):
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
+#: Points between which a corner is compared with its bound.
+_CORNERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,17 @@ class PrefillGrid(PickleByFields):
         """Measured / predicted at a point; beyond the grid that of its edge."""
         i, u = _position(self.batches, batch)
         j, v = _position(self.lengths, length)
-        low, high = self.log_ratio[i], self.log_ratio[i + 1]
+        low = self.log_ratio[i]
         at_low = low[j] + v * (low[j + 1] - low[j])
+        if u == 0.0:
+            return math.exp(at_low)
+        high = self.log_ratio[i + 1]
         at_high = high[j] + v * (high[j + 1] - high[j])
         return math.exp(at_low + u * (at_high - at_low))
+
+    def greatest_factor(self) -> float:
+        """The greatest that `factor` gives anywhere."""
+        return math.exp(max(max(row) for row in self.log_ratio))
 
     def least_factor(self) -> float:
         """The least that `factor` gives anywhere."""
@@ -115,7 +124,8 @@ class PrefillBound(PickleByFields):
     """Lower bound of a `PnormPrefill` without powers or logarithms.
 
     The corner (1 + ratio^p)^(1/p) is convex in the ratio of the shorter to the longer, so that its tangents
-    lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid.
+    lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid. The form is
+    at most `most` times its bound.
     """
 
     value_3: float
@@ -125,12 +135,19 @@ class PrefillBound(PickleByFields):
     value_9: float
     slope_9: float
     factor: float
+    most: float = 1.0
 
     @classmethod
     def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
         """The bound of a corner of power `p` and a grid."""
         least = 1.0 if grid is None else grid.least_factor()
-        return cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), least)
+        bound = cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), least)
+        # Both rise with the ratio: between two points the corner is below its next, the bound above its last.
+        most = max(
+            math.pow(1.0 + math.pow((i + 1) / _CORNERS, p), 1.0 / p) / bound.corner(i / _CORNERS)
+            for i in range(_CORNERS)
+        )
+        return replace(bound, most=most if grid is None else most * grid.greatest_factor() / least)
 
     def corner(self, ratio: float) -> float:
         """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
@@ -589,6 +606,15 @@ class LatencyModel(PickleByFields):
         """A model that never says more seconds and is cheap to ask; itself where it is cheap."""
         prefill = self.better_prefill
         return self if prefill is None else replace(self, better_prefill=prefill.lower_bound())
+
+    def most_over_bound(self) -> float:
+        """The factor within which, of a `lower_bound`, `first_token_s` of the model itself stays."""
+        prefill = self.better_prefill
+        return 1.0 if prefill is None or prefill.bound is None else prefill.bound.most
+
+    def steps_grow(self) -> bool:
+        """True if a larger batch never makes a step shorter, nor longer per token in context."""
+        return self.better_decode is not None or (self.k6 >= 0.0 and self.k7 >= 0.0)
 
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""

@@ -33,7 +33,7 @@ class Ledger:
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float) -> Lease:
         """Lease of a whole request on an instance, for so many seconds of work."""
         predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
-        lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now, ctx.residual)
+        lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         instance.acquire(lease)
         return lease
 
@@ -45,9 +45,7 @@ class Ledger:
         lease = self.grant(request, source, 1.0, round(pair.work_s * 1e9), now)
         lease.expected_first_s = pair.first_s / source.speed.factor
         decode_ns = round(pair.decode_work_s * 1e9)
-        decode = self.grant(
-            request, target, ctx.predicted_output, decode_ns, now, ctx.residual, transferred=True
-        )
+        decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
         decode.expected_first_s = pair.decode_first_s
         source.acquire(lease)
         target.reserve(decode)
@@ -67,13 +65,11 @@ class Ledger:
         predicted: float,
         work_ns: int,
         now: float,
-        residual: float = 0.0,
+        *,
         transferred: bool = False,
     ) -> Lease:
         """Lease of a request on an instance: its prefixes are used from now on. The instance is to book it.
 
-        An answer of O tokens holds U * O at a random moment, U uniform in (0, 1): with E[O^2] = 2 E[O] *
-        `residual` its variance is E[O^2] / 3 - E[O]^2 / 4. Where O is known it is O^2 / 12.
         `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
         """
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
@@ -81,7 +77,6 @@ class Ledger:
         prompt_tokens = min(sequences * prompt, cache)
         answers = sequences * _nearest(predicted)
         promised = min(sequences * prompt + answers, cache)
-        variance = answers * (2.0 / 3.0 * residual - predicted / 4.0)
         shared: Shared | None = None
         exact = None if instance.blocks is None else instance.exact_held(request)
         if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
@@ -115,7 +110,6 @@ class Ledger:
             predicted_output=predicted,
             dispatched_at=now,
             shared=shared,
-            kv_variance=_nearest(variance) if variance > 0.0 else 0,
         )
         self._next_lease += 1
         self.leased[lease.id] = instance

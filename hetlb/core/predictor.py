@@ -36,7 +36,7 @@ class LengthDistribution:
     Raises `ValueError` on an empty sample.
     """
 
-    __slots__ = ("_lengths", "_prefix", "mean", "residual", "std")
+    __slots__ = ("_lengths", "_prefix", "long", "mean", "residual", "std")
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self._lengths = sorted(max(1, length) for length in lengths)
@@ -48,6 +48,8 @@ class LengthDistribution:
         #: E[O^2] / 2 E[O]: what is left of an answer met at a random moment, tokens.
         self.residual = sum(length * length for length in self._lengths) / (2.0 * self._prefix[-1])
         self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
+        #: The length that `LONG_SHARE` of the sample stay within.
+        self.long = float(self._lengths[min(n - 1, int(LONG_SHARE * n))])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LengthDistribution, (self._lengths,)
@@ -56,11 +58,6 @@ class LengthDistribution:
     def lengths(self) -> list[int]:
         """The sample, ascending."""
         return list(self._lengths)
-
-    @property
-    def long(self) -> float:
-        """The length that `LONG_SHARE` of the sample stay within."""
-        return float(self._lengths[min(len(self._lengths) - 1, int(LONG_SHARE * len(self._lengths)))])
 
     def mean_capped(self, cap: int | None) -> float:
         """E[min(O, cap)] in tokens: what a request with this `max_tokens` is expected to produce."""

@@ -439,12 +439,7 @@ class Scheduler:
         instance = self.fleet.instances.get(live.instance)
         if instance is None:
             return None
-        # The other scheduler's is not known: what this one would expect keeps as much room free.
-        known = request.generates and self.placement.reads_demand
-        residual = self._predictor.residual(request) if known else 0.0
-        lease = self._ledger.grant(
-            request, instance, live.predicted_output, live.work_ns, live.dispatched_at, residual
-        )
+        lease = self._ledger.grant(request, instance, live.predicted_output, live.work_ns, live.dispatched_at)
         instance.acquire(lease)
         if live.begun:
             instance.first_token(lease, now)

@@ -287,11 +287,10 @@ class Lease:
 
     Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of
     all sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
-    `kv_prompt_tokens` (what it needs of the KV cache for itself), `kv_variance` (of what its answers hold at
-    a random moment, tokens squared), `shared` (what it uses together with others). All are fixed at dispatch
-    and given back exactly once. The driver sets `output_tokens` (all sequences together) and
-    `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports the end;
-    nothing is called per token."""
+    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with
+    others). All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all
+    sequences together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it
+    reports the end; nothing is called per token."""
 
     __slots__ = (
         "decode",
@@ -309,7 +308,6 @@ class Lease:
         "instance",
         "kv_prompt_tokens",
         "kv_tokens",
-        "kv_variance",
         "mark",
         "outcome",
         "output_tokens",
@@ -339,7 +337,6 @@ class Lease:
         predicted_output: float,
         dispatched_at: float,
         shared: Shared | None = None,
-        kv_variance: int = 0,
     ) -> None:
         self.id = lease_id
         self.request = request
@@ -348,7 +345,6 @@ class Lease:
         self.work_ns = work_ns
         self.kv_tokens = kv_tokens
         self.kv_prompt_tokens = kv_prompt_tokens
-        self.kv_variance = kv_variance
         self.promised_tokens = promised_tokens
         self.prompt_tokens = prompt_tokens
         self.unread_tokens = unread_tokens

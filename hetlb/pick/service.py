@@ -177,11 +177,12 @@ def _literal(url: str) -> str | None:
 
 
 async def _looked_up(url: str) -> str | None:
-    """`ip:port` of a URL with a name in it, None where it does not resolve."""
+    """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none."""
     host, port = _parts(url)
     try:
         async with asyncio.timeout(_RESOLVE_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError):
         return None
-    return _endpoint(str(found[0][4][0]), port)
+    first = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return _endpoint(str(first[4][0]), port)

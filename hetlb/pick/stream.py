@@ -8,6 +8,7 @@ has left, or the answer was broken off, and the exchange ends.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -25,7 +26,10 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import Carried, Upstream
+
+logger = logging.getLogger("hetlb.pick")
 
 ENDPOINT: Final = "x-gateway-destination-endpoint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
@@ -38,6 +42,8 @@ FAIRNESS: Final = "x-gateway-inference-fairness-id"
 _PIECE: Final = 64 << 10
 #: A body of which nothing came in so many seconds has stopped.
 _BODY_STOP_S: Final = 10
+#: A gateway that does not reach an instance is named this often.
+_STRAYED_S: Final = 60.0
 #: Headers of an own answer that Envoy makes itself.
 _FRAMING = frozenset({b"content-length", b"connection"})
 #: Keys of clients: not for engines where they are checked here, or where the engine has its own.
@@ -79,11 +85,24 @@ class PickerState:
         self.largest = 0
         #: Bytes of requests that have not come whole yet.
         self.held_bytes = 0
+        #: Time of the last line about a gateway that does not reach an instance.
+        self._strayed_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
+        self._strayed_at.clear()
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
+
+    def strayed(self, instance: str, served: str) -> None:
+        """A request for `instance` reached an address that the gateway was not told."""
+        now = self.driver.now()
+        if now - self._strayed_at.get(instance, -math.inf) < _STRAYED_S:
+            return
+        self._strayed_at[instance] = now
+        address = self.addresses.get(instance, "-")
+        message = "requests for %s reach %s: the gateway has no healthy endpoint %s"
+        tell(logger, Event.GATEWAY_ELSEWHERE, message, instance, served, address, instance=instance)
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
         """The cluster's objectives from now on; the file's go before them."""
@@ -114,6 +133,7 @@ class HttpStream(Upstream):
         "_swept_chunks",
         "_taken_s",
         "_tenant",
+        "_told",
         "_trailers",
         "body_bytes",
         "complete",
@@ -137,6 +157,8 @@ class HttpStream(Upstream):
         self._chunks = self._swept_chunks = -1
         self._taken_s = self._stopped_s = 0.0
         self._original = b""
+        #: Addresses that Envoy was told, in order.
+        self._told: list[str] = []
         self._trailers = False
         self._exchange: Exchange | None = None
         self._extended = self._response_seen = self._committed = self._feeding = False
@@ -308,7 +330,8 @@ class HttpStream(Upstream):
         name = taken.lease.instance
         taken.sent_by_gateway()
         wanted = [name, *state.driver.fallbacks(state.table.fallbacks)]
-        endpoint = ",".join(state.addresses[each] for each in wanted if each in state.addresses)
+        self._told = [state.addresses[each] for each in wanted if each in state.addresses]
+        endpoint = ",".join(self._told)
         if name not in state.addresses:
             taken.engine_failed(ends.LOCAL, "its address is not known")
             return
@@ -374,6 +397,8 @@ class HttpStream(Upstream):
         state = self._state
         if served := _field(message.metadata_context.filter_metadata, _LB_SPACE, SERVED):
             name = state.names.get(served)
+            if served not in self._told:
+                state.strayed(exchange.lease.instance, served)
             if name is not None and name != exchange.lease.instance:
                 state.driver.served_elsewhere(exchange, name)
         local = _local_reply(message, head)

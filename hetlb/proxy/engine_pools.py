@@ -81,6 +81,10 @@ class EnginePools:
     def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
         """New times and keys, for what begins from now on."""
         self._table = table
+        for bootstrap in self._bootstraps.values():
+            bootstrap.configure(
+                PLAIN_ACCESS, connect_timeout_s=table.connect_timeout_s, idle_s=table.upstream_idle_s
+            )
         for target in targets:
             if (pool := self._pools.get(target.incarnation)) is not None:
                 pool.configure(
@@ -91,23 +95,34 @@ class EnginePools:
 
     @property
     def open_connections(self) -> int:
-        """Connections to engines, in use or idle."""
-        return sum(pool.open_connections for pool in self._pools.values())
+        """Connections to engines and bootstrap servers, in use or idle."""
+        return sum(pool.open_connections for pool in self._every())
 
     def drop_unused(self, live: set[int]) -> None:
-        """Close the connections to all other incarnations, as soon as they carry nothing."""
+        """Close the connections to all other incarnations, as soon as they carry nothing.
+
+        Those to a bootstrap server that no instance has any more end when they have been idle for long.
+        """
         for incarnation, pool in list(self._pools.items()):
             if incarnation not in live:
                 pool.close()
                 if not pool.open_connections:
                     del self._pools[incarnation]
+        if self._bootstraps:
+            known = {each.kv_bootstrap for each in self._access.values()}
+            for url, pool in list(self._bootstraps.items()):
+                if url not in known and not pool.open_connections:
+                    del self._bootstraps[url]
 
     def sweep(self, now: float) -> None:
         """Close connections that were idle for too long."""
-        for pool in self._pools.values():
+        for pool in self._every():
             pool.sweep(now)
 
     def close(self) -> None:
         """Close idle connections, and the others when their request ends."""
-        for pool in (*self._pools.values(), *self._bootstraps.values()):
+        for pool in self._every():
             pool.close()
+
+    def _every(self) -> list[EnginePool]:
+        return [*self._pools.values(), *self._bootstraps.values()]

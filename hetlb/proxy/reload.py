@@ -49,6 +49,8 @@ def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
         "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
         "tracing": (then.tracing, now.tracing),
         "discovery": (then.discovery, now.discovery),
+        "pick": (then.pick, now.pick),
+        "shared": (then.shared, now.shared),
         "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
         "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
         "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),

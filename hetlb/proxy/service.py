@@ -12,22 +12,16 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import secrets
 import signal
-import socket
-import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
+from collections.abc import Callable, Mapping, Reversible, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from aiohttp import web
 
 from hetlb.config.discovery import KubernetesTable
 from hetlb.config.fleet import Fleet, InstanceTable, SharedTable, load_fleet, same_server
 from hetlb.config.profile import Profile
-from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
@@ -44,7 +38,7 @@ from hetlb.core.types import (
     Lease,
     ModelsLearned,
 )
-from hetlb.errors import ConfigError, HetlbError, InputError
+from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import kv_events, systemd
 from hetlb.proxy.access import (
     Access,
@@ -52,9 +46,9 @@ from hetlb.proxy.access import (
     allowed_address,
     load_access,
     registered_access,
-    show_newest,
 )
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.admin_listener import AdminListener, named
 from hetlb.proxy.discovery import dns_names
 from hetlb.proxy.discovery.dns_names import DnsSource
 from hetlb.proxy.discovery.files import FileSource, FleetFileSource
@@ -64,6 +58,7 @@ from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found, Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
+from hetlb.proxy.event_log import EventLog
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.registration import addresses, read_registration
@@ -78,7 +73,6 @@ from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
-from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
 from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
@@ -128,14 +122,10 @@ class FleetService(ABC):
         self._access = require_urls(fleet)
         #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        #: The certificate shown to operators who connect from now on, None without TLS.
-        self._admin_tls = self._access.admin_tls
+        self.admin = AdminListener(self._access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = event_log
-        self._events: LogWriter | None = None
-        self._event_fd: int | None = None
-        self._runner: web.AppRunner | None = None
+        self._event_log = None if event_log is None else EventLog(event_log)
         setup = SchedulerSetup(
             specs=fleet.instances,
             policy=fleet.policy.name,
@@ -163,7 +153,6 @@ class FleetService(ABC):
         #: Reads engines' own KV events where one process serves the fleet.
         self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
-        self.admin_address = ("", 0)
 
     def engine_reconnected(self, name: str, body: bytes) -> None:
         """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
@@ -200,18 +189,7 @@ class FleetService(ABC):
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
-            if self._event_log is None:
-                return Scheduler(setup)
-            try:
-                self._event_fd = os.open(self._event_log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            except OSError as error:
-                raise InputError(
-                    f"--event-log: expected a file that can be written, got {str(self._event_log)!r}: "
-                    f"{error.strerror}"
-                ) from error
-            self._events = LogWriter(self._event_fd, "event log")
-            self._events.write(encode_setup(setup))
-            return RecordingScheduler(setup, write=self._events.write)
+            return Scheduler(setup) if self._event_log is None else self._event_log.scheduler(setup)
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 
@@ -302,30 +280,6 @@ class FleetService(ABC):
     def _on_reload_signal(self) -> None:
         """Read the fleet file again; what comes of it is logged."""
 
-    async def _open_admin(self, listeners: Sequence[socket.socket] = ()) -> None:
-        """Open the admin listener, on sockets that are bound already if there are any."""
-        admin, tls = self.fleet.admin, self._admin_context()
-        runner = self._runner = web.AppRunner(make_app(self), access_log=None, handle_signals=False)
-        await runner.setup()
-        sites: list[web.BaseSite] = [web.SockSite(runner, each, ssl_context=tls) for each in listeners]
-        with named("admin", admin.host, admin.port):
-            for site in sites or [web.TCPSite(runner, admin.host, admin.port, ssl_context=tls)]:
-                await site.start()
-        self.admin_address = runner.addresses[0][:2]
-
-    @property
-    def _admin_descriptors(self) -> list[int]:
-        """Of the admin listener's sockets."""
-        sites = () if self._runner is None else self._runner.sites
-        servers = [getattr(site, "_server", None) for site in sites]
-        return [each.fileno() for server in servers if server is not None for each in server.sockets]
-
-    def _admin_context(self) -> ssl.SSLContext | None:
-        """TLS context of the admin listener; every handshake then takes the certificate read last."""
-        if self._admin_tls is not None:
-            show_newest(self._admin_tls, lambda: self._admin_tls)
-        return self._admin_tls
-
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
@@ -363,7 +317,7 @@ class FleetService(ABC):
     @property
     def lost_lines(self) -> int:
         """Lines of logs that a slow reader made us drop."""
-        return 0 if self._events is None else self._events.lost
+        return 0 if self._event_log is None else self._event_log.lost
 
     @property
     def decisions(self) -> Reversible[Dispatch]:
@@ -524,7 +478,7 @@ class FleetService(ABC):
             self._add(spec, access.engines[spec.name])
         self._configure(fleet, access)
         if access.admin_tls is not None:
-            self._admin_tls = access.admin_tls
+            self.admin.tls = access.admin_tls
         if access.tls is not None or access.admin_tls is not None:
             tell(logger, Event.CERTIFICATE, "certificates were read again")
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
@@ -574,13 +528,9 @@ class FleetService(ABC):
         if self._sources is not None:
             await self._sources.close()
         await self.scraper.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._events is not None:
-            self._events.close()
-        if self._event_fd is not None:
-            os.close(self._event_fd)
-            self._event_fd = None
+        await self.admin.close()
+        if self._event_log is not None:
+            self._event_log.close()
 
 
 class Service(FleetService):
@@ -616,7 +566,7 @@ class Service(FleetService):
         self._front = Front(self.driver, self.server, fleet, self._access)
         self._offer = Offer(
             self.scheduler,
-            lambda: (self.server.descriptors, self._admin_descriptors),
+            lambda: (self.server.descriptors, self.admin.descriptors),
             self._leave,
         )
         self._takeover: Takeover | None = None
@@ -657,7 +607,7 @@ class Service(FleetService):
         listen = self.fleet.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self._open_admin(listeners.admin)
+        await self.admin.open(make_app(self), self.fleet.admin, listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
@@ -668,7 +618,7 @@ class Service(FleetService):
     @property
     def ready_line(self) -> str:
         """The line that `hetlb serve` prints once requests are accepted."""
-        return ready_line(self.address, self.server.tls, self.admin_address, self._admin_tls)
+        return ready_line(self.address, self.server.tls, self.admin.address, self.admin.tls)
 
     # --- running ---
 
@@ -681,9 +631,8 @@ class Service(FleetService):
         try:
             await self._stop.wait()
             systemd.notify("STOPPING=1")
-            if self.replaced and self._runner is not None:
-                await self._runner.cleanup()
-                self._runner = None
+            if self.replaced:
+                await self.admin.close()
             if not self._hurry and self.server.connections:
                 # Balancers notice; a client of a process that is replaced gets one more answer.
                 self.stopping_soon = not self.replaced
@@ -811,16 +760,6 @@ def require_urls(fleet: Fleet) -> Access:
 def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
     """True if two specs are of one server: only its profile, capacity or weight may differ."""
     return (one.url, one.model) == (other.url, other.model)
-
-
-@contextlib.contextmanager
-def named(what: str, host: str, port: int) -> Iterator[None]:
-    """Turn a failed bind into one line that names the address."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error
 
 
 def ready_line(

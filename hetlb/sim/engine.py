@@ -66,7 +66,7 @@ class IterationTimes(Protocol):
         """One decode step."""
 
     def step_growth_s(self, batch: float) -> float:
-        """By how much a step gets longer when each of its sequences has one more token."""
+        """Growth of a step when each of its sequences has one more token."""
 
     def iteration_s(
         self,

@@ -31,6 +31,7 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
+from hetlb.proxy.admin import make_app
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.reload import read_again
 from hetlb.proxy.scheduling import only_model
@@ -106,7 +107,7 @@ class SchedulerProcess(FleetService):
         self._takeover: Takeover | None = None
         self._offer = Offer(
             self.scheduler,
-            lambda: ([each.fileno() for each in self._listeners.main], self._admin_descriptors),
+            lambda: ([each.fileno() for each in self._listeners.main], self.admin.descriptors),
             self._leave,
         )
         self._kv_events = KvEventReader(self.driver.kv_events)
@@ -154,7 +155,7 @@ class SchedulerProcess(FleetService):
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self._open_admin(listeners.admin)
+            await self.admin.open(make_app(self), self.fleet.admin, listeners.admin)
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
@@ -180,9 +181,7 @@ class SchedulerProcess(FleetService):
         for each in self._listeners.main:
             each.close()
         self._listeners = NO_LISTENERS
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            self._do(runner.cleanup())
+        self._do(self.admin.close())
 
     async def close(self) -> None:
         """Close everything now."""

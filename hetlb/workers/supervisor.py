@@ -29,8 +29,9 @@ from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy import systemd
+from hetlb.proxy.admin_listener import named
 from hetlb.proxy.http.forward_headers import ForwardRules
-from hetlb.proxy.service import READINESS_LAG_S, named, ready_line
+from hetlb.proxy.service import READINESS_LAG_S, ready_line
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell

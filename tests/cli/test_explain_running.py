@@ -30,7 +30,7 @@ async def test_the_last_decisions_in_words_and_as_a_document(
             await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})
             await running.ask()
             await running.settled()
-            url = f"http://127.0.0.1:{running.service.admin_address[1]}"
+            url = f"http://127.0.0.1:{running.service.admin.address[1]}"
             capfd.readouterr()
             assert await asyncio.to_thread(main, ["explain", "--url", url, "--last", "2"]) == 0
             text = capfd.readouterr().out

@@ -231,7 +231,7 @@ def test_seconds(value: float | None, text: str) -> None:
 async def test_one_frame_and_one_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         await running.ask()
-        url = f"http://127.0.0.1:{running.service.admin_address[1]}/"
+        url = f"http://127.0.0.1:{running.service.admin.address[1]}/"
         assert await asyncio.to_thread(main, ["top", "--url", url, "--once"]) == 0
         text = capfd.readouterr().out
         assert re.search(r"^i0 +up +ready", text, re.MULTILINE)
@@ -251,7 +251,7 @@ async def test_the_token_comes_from_a_variable(
     async with Engine() as engine:
         fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
         async with serving(tmp_path, fleet) as running:
-            url = f"http://127.0.0.1:{running.service.admin_address[1]}"
+            url = f"http://127.0.0.1:{running.service.admin.address[1]}"
             monkeypatch.delenv("HETLB_ADMIN_TOKEN", raising=False)
             for command in (["top", "--once"], ["explain", "--last", "1"]):
                 assert await asyncio.to_thread(main, [*command, "--url", url]) == 2

@@ -127,6 +127,9 @@ def test_a_lower_bound_is_never_more_and_hardly_less(
     unread = max(1, asked[0] - asked[1])
     assert model.lower_bound().least_read_s(pending + unread) <= true * (1 + 1e-12)
     assert least >= true * (0.97 if grid is None else math.exp(-0.17))
+    most = model.lower_bound().most_over_bound()
+    assert true <= least * most * (1 + 1e-12)
+    assert most < (1.08 if grid is None else 1.08 * math.exp(0.15))
 
 
 def test_a_model_without_a_better_prefill_is_its_own_lower_bound() -> None:

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from hetlb.core.demand import Demand, size_of
 from hetlb.core.instance import Instance
-from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill
+from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.policies.base import PolicyParams, SchedulingContext
 from hetlb.core.policies.least_delay import FULL, PASSED_OVER, Hetlb
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec
 
+GRID = PrefillGrid((1, 4, 16), (128, 1024), ((-0.08, 0.06), (0.02, -0.05), (0.0, 0.04)))
 BENT = LatencyModel(
     *(2e-5, 1e-3, 0.0, 1e-2, 3e-8, 5e-5, 2e-7, 8e-3),
-    better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, 1.7),
+    better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, 1.7, GRID),
     better_decode=DecodeTable(4e-8, 2e-8, (1, 8, 64), (7e-3, 8e-3, 1e-2)),
 )
 STRAIGHT = LatencyModel(5e-5, 5e-4, 0.0, 8e-3, 4e-8, 4e-5, 0.0, 9e-3)

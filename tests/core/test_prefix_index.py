@@ -190,7 +190,7 @@ def fleet() -> Any:
 def test_a_conversation_returns_to_its_instance() -> None:
     scheduler = fleet()
     lease = dispatched(scheduler.on_arrival(turn(1), 0.0))
-    busy = dispatched(scheduler.on_arrival(request(2, prompt=200), 0.0))
+    busy = dispatched(scheduler.on_arrival(request(2, prompt=3000), 0.0))
     assert (lease.instance, busy.instance) == ("a", "b")
     for each in (busy, lease):
         scheduler.on_first_token(each, 0.5)

@@ -19,7 +19,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Outcome
 
 MOST_STAYS = 14
-MOST_RETURNS = 6
+MOST_RETURNS = 4
 _POLICY = ("choose", "committed")
 
 

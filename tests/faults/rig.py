@@ -253,7 +253,7 @@ async def in_process(
     service = Service(load_fleet(path))
     try:
         await service.start()
-        rig = Rig(folder, made, neighbour, service.address[1], service.admin_address[1])
+        rig = Rig(folder, made, neighbour, service.address[1], service.admin.address[1])
         yield rig
     finally:
         await service.stop(0.0)

@@ -375,6 +375,23 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(both: Rig) -> N
         gc.enable()
 
 
+async def test_a_gateway_that_does_not_have_an_instance_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lacks_the_first(envoy: Envoy) -> None:
+        del envoy.cluster("engines")["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
+
+    async with rig(tmp_path, change=lacks_the_first, pick={"fallbacks": 0}) as made:
+        for _ in range(4):  # rr: every second is for i0
+            assert (await made.ask()).headers["x-hetlb-instance"] == "i1"
+        said = [each for each in caplog.records if getattr(each, "event", "") == "gateway_elsewhere"]
+        assert len(said) == 1
+        first, second = made.engines
+        assert said[0].getMessage() == (
+            f"requests for i0 reach {second.address}: the gateway has no healthy endpoint {first.address}"
+        )
+
+
 async def test_a_stream_of_many_tokens_is_counted(both: Rig) -> None:
     async def many(request: Any, engine: Any) -> Any:
         return await stream(request, engine, tokens=300)

@@ -26,6 +26,8 @@ from hetlb.pick import messages
 from hetlb.pick.http2 import DATA, GOAWAY, MAX_FRAME, PING, PREFACE, RST_STREAM, SETTINGS
 from hetlb.pick.messages import BUFFERED, FULL_DUPLEX
 
+#: Names that have an address, and that have none (RFC 6761, 6.4).
+NAMES = ("localhost", "none.invalid")
 PROCESS = f"/{messages.PROCESS_SERVICE}/Process"
 
 
@@ -92,6 +94,18 @@ async def test_another_client_is_told_where_a_request_goes_and_may_leave(tmp_pat
         await turns_until(lambda: scheduler.in_flight == 0)
         await made.settled()
         assert len(made.outcomes) == 4
+
+
+async def test_an_instance_with_a_name_is_told_by_its_address(tmp_path: Path) -> None:
+    engine = await Engine().start()
+    made = Rig(tmp_path, [engine])
+    instances = [{"name": f"i{n}", "url": f"http://{name}:{engine.port}"} for n, name in enumerate(NAMES)]
+    await made.start_picker(models=[{"name": "m", "instances": instances}])
+    try:
+        assert made.picker.server.state.addresses == {"i0": engine.address}
+    finally:
+        await made.picker.stop(0.0)
+        await engine.stop()
 
 
 async def test_a_long_body_goes_there_and_back(tmp_path: Path) -> None:

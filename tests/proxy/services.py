@@ -112,7 +112,7 @@ class Running:
         data = raw if raw is not None else (None if body is None else msgspec.json.encode(body))
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         scheme = "http" if self.admin_tls is None else "https"
-        url = f"{scheme}://127.0.0.1:{self.service.admin_address[1]}{path}"
+        url = f"{scheme}://127.0.0.1:{self.service.admin.address[1]}{path}"
         tls = self.admin_tls or True
         async with self._session.request(method, url, data=data, headers=named, ssl=tls) as reply:
             return Reply(reply.status, reply.headers, await reply.read())

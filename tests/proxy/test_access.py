@@ -120,7 +120,7 @@ async def test_commands_that_ask_the_listener_take_the_token_from_a_variable(
 ) -> None:
     admin = {"token_file": write(tmp_path, "token", TOKEN)}
     async with Engine() as engine, serving(tmp_path, document(engine, admin=admin)) as running:
-        url = f"http://127.0.0.1:{running.service.admin_address[1]}"
+        url = f"http://127.0.0.1:{running.service.admin.address[1]}"
         for token, code in (("wrong", 2), (TOKEN, 0)):
             monkeypatch.setenv("HETLB_ADMIN_TOKEN", token)
             assert await asyncio.to_thread(main, ["explain", "--url", url]) == code

@@ -95,7 +95,7 @@ async def test_a_decision_names_the_pair_and_shows_every_candidate(tmp_path: Pat
     async with rig(tmp_path) as fleet:
         await fleet.ask()
         await fleet.idle()
-        admin = f"http://127.0.0.1:{fleet.service.admin_address[1]}"
+        admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
         async with fleet.session.get(admin + "/v1/decisions?last=10") as reply:
             (decision,) = (await reply.json())["decisions"]
         assert (decision["chosen"], decision["output_tokens"], decision["ended"]) == ("e0 > e1", 6, True)

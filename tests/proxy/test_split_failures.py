@@ -220,7 +220,7 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
         kv(fleet, "e0").answering.clear()
         asked = asyncio.create_task(fleet.ask())
         await until(lambda: fleet.service.scheduler.holds)
-        admin = f"http://127.0.0.1:{fleet.service.admin_address[1]}"
+        admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
         async with fleet.session.get(admin + "/v1/fleet") as reply:
             document = await reply.json()
         found = {each["name"]: each for each in document["models"][0]["instances"]}

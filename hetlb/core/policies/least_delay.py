@@ -55,7 +55,7 @@ from hetlb.core.types import Candidate, Role, pair_name
 _OVERBOOK_STEPS: Final = 1.0
 #: Shorter answers than this count as so many tokens there.
 _OVERBOOK_TOKENS: Final = 8.0
-#: Of the KV cache, what may be in use, one standard deviation above expectation: then vLLM begins to preempt.
+#: Of the KV cache, what may be expected in use: above it vLLM begins to preempt.
 _KV_MARK: Final = 0.98
 #: A second until the first token weighs as many seconds of the whole...
 _FIRST_TOKEN_WEIGHT: Final = 20.0
@@ -75,8 +75,12 @@ _MUCH_LATER: Final = 2.5
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
 _EXACT: Final = 2
+#: Scores are compared by bounds alone where the others are so many times higher.
+_APART: Final = 1.3
 #: A lower bound is compared with a score with this allowance for rounding.
 _CLOSE: Final = 1.0 + 1e-9
+#: A share of a batch is rounded down to so many parts of it for a lower bound: then it seldom changes.
+_SHARES: Final = 64.0
 #: So many of the queue are looked at for an instance; one must suit it this much better to overtake.
 _LOOKAHEAD: Final = 16
 _BETTER: Final = 0.95
@@ -141,17 +145,19 @@ class _InstanceScore:
     need not pay for (`paid`). Seconds: `decode_s` from the first token on and waiting for a slot, `step_s`
     with and `now_s` without the request, `last_s` where it is to be last, `adapter_s` until its LoRA adapter
     has a slot; and, by the `grade`, `first_s` until the first token, `others_s` by which it delays what runs
-    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `score`
-    what it costs in all. `LatencyModel.lower_bound` reads the prompt in `early_s`, below 0 while unknown.
+    there, `charged_s` what of the first counts for it, `late_s` what is added because it is late, `coming_s`
+    by which it delays prompts that are yet to come, `score` what it costs in all. `LatencyModel.lower_bound`
+    reads the prompt in `early_s`, below 0 while unknown, and what is to be paid for, alone with those that
+    run there, in `beside_s`.
     Where it is passed over, the faster ones are done with all in `done_s` at most.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
 
     __slots__ = (
-        "adapter_s", "cached", "charged_s", "context", "decode_s", "done_s", "early_s", "first_s", "grade",
-        "group", "index", "last_s", "late_s", "load", "now_s", "others_s", "own", "paid", "pending",
-        "prompts", "score", "seen", "state", "step_s",
+        "adapter_s", "beside_s", "cached", "charged_s", "coming_s", "context", "decode_s", "done_s",
+        "early_s", "first_s", "grade", "group", "index", "last_s", "late_s", "load", "now_s", "others_s",
+        "own", "paid", "pending", "prompts", "score", "seen", "state", "step_s",
     )  # fmt: skip
 
     def __init__(self, index: int, seen: Occupancy) -> None:
@@ -164,8 +170,9 @@ class _InstanceScore:
         self.grade = _GUESSED
         self.own = self.prompts = 1.0
         self.context = self.now_s = self.step_s = self.decode_s = 0.0
-        self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = 0.0
+        self.cached = self.paid = self.last_s = self.late_s = self.adapter_s = self.coming_s = 0.0
         self.first_s = self.others_s = self.charged_s = self.score = self.done_s = 0.0
+        self.beside_s = 0.0
         self.early_s = -1.0
 
 
@@ -195,9 +202,10 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_fleet", "_half_grown", "_long_context", "_most_rate", "_now", "_output",
-        "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores", "_sequences",
-        "_share", "_shortest_s", "_thinned", "_thinning", "_todo", "instances",
+        "_booked", "_ctx", "_fleet", "_half_grown", "_late_s", "_late_weight", "_long_context", "_most_rate",
+        "_now", "_output", "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores",
+        "_sequences", "_share", "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo",
+        "instances",
     )  # fmt: skip
 
     def __init__(
@@ -211,9 +219,9 @@ class _Evaluation:
         self._ctx = ctx
         self._now = ctx.now
         self._share = share
-        self.instances = instances
         request, mix = ctx.request, ctx.demand.mix
         self._fleet = mix.fleet(instances)
+        self.instances = self._fleet.members
         self._sequences = float(request.sequences)
         #: Prompts to be read where samples of one share its blocks.
         self._prompts = self._sequences
@@ -234,8 +242,11 @@ class _Evaluation:
         if weight > _FIRST_TOKEN_WEIGHT:
             weight = _FIRST_TOKEN_WEIGHT
         self._own_weight = weight if weight > 1.0 else 1.0
+        #: A first token is late beyond so many seconds, which weigh so much.
+        self._late_s = _LATE * self._fleet.first_token_s
+        self._late_weight = 0.0 if self._late_s <= 0.0 else _LATE * _FIRST_TOKEN_WEIGHT / self._late_s
         # Known from the first question on whether an instance is to be passed over.
-        self._todo = self._thinning = self._thinned = self._long_context = 0.0
+        self._todo = self._thinning = self._thinned = self._thinned_least = self._long_context = 0.0
         self._shortest_s = self._most_rate = -1.0
         self._scores: list[_InstanceScore] = []
         room = self._look()
@@ -257,20 +268,43 @@ class _Evaluation:
             best = self._nearest(scores)
             if best is None:
                 return None
-        # The best is rated once another one has room too.
-        least = math.inf
+        # Mostly an upper bound of its score is enough to tell that no other is lower.
+        least = self._at_most(best, scores)
         for each in scores:
             if each.score <= least and each is not best and self._settle(each) == _ROOM:
-                if least == math.inf:
+                self._rate(each, _BOUNDED)
+                if each.score <= least and best.grade < _EXACT:
                     self._rate(best, _EXACT)
                     least = best.score * _CLOSE
-                if each.score <= least:
-                    self._rate(each, _BOUNDED)
                 if each.score <= least:
                     self._rate(each, _EXACT)
                     if each.score < best.score or (each.score == best.score and each.index < best.index):
                         best, least = each, each.score * _CLOSE
         return best.index
+
+    def _at_most(self, best: _InstanceScore, scores: list[_InstanceScore]) -> float:
+        """An upper bound of the nearest one's score: itself where others are close, below 0 if alone."""
+        alone, near = True, best.group is not None
+        close = _APART * best.score
+        for each in scores:
+            if each is not best and (each.state == _ROOM or each.state == _UNDECIDED):
+                alone = False
+                near = near or each.score < close
+                if near:
+                    break
+        if alone:
+            return -1.0
+        self._rate(best, _EXACT if near else _BOUNDED)
+        most = best.score
+        if best.grade == _BOUNDED:
+            load = best.load
+            more = load.most_over_bound - 1.0
+            first_s = best.first_s + more * best.early_s
+            most += _FIRST_SHARE * more * best.early_s - best.late_s
+            most += self._sequences / best.own * load.batch * more * best.beside_s
+            if first_s > self._late_s:
+                most += self._late_weight * first_s * (first_s - self._late_s)
+        return most * _CLOSE
 
     def preferred(self, index: int) -> int:
         """The best of the instances that the request prefers, or `index`, the best of all."""
@@ -298,7 +332,7 @@ class _Evaluation:
         """Find who has room, with a lower bound of the score by a few additions; their number."""
         scores, grouped = self._scores, self._fleet.group_count > 0
         room = 0
-        for index, instance in enumerate(self._fleet.members):
+        for index, instance in enumerate(self.instances):
             each = _InstanceScore(index, instance.occupancy)
             scores.append(each)
             self._find_steps(each)
@@ -369,6 +403,8 @@ class _Evaluation:
         read_s = token_s * (each.pending + each.prompts * (unread if unread >= 1.0 else 1.0))
         each.charged_s = first_s = fixed_s + (read_s if read_s > floor_s else floor_s) + 0.5 * each.now_s
         bound = _FIRST_SHARE * first_s + self._own_weight * each.decode_s
+        if first_s > self._late_s:
+            bound += self._late_weight * first_s * (first_s - self._late_s)
         group = each.group
         if group is None:
             batch, growth_s = load.batch, each.step_s - each.now_s
@@ -380,7 +416,7 @@ class _Evaluation:
 
     def _look_closely(self) -> int:
         """Look at what is special about the request, which differs between instances. Number with room."""
-        ctx, instances, scores = self._ctx, self._fleet.members, self._scores
+        ctx, instances, scores = self._ctx, self.instances, self._scores
         held, availabilities, mix = ctx.held, ctx.availabilities, ctx.demand.mix
         room = 0
         for i, each in enumerate(scores):
@@ -441,6 +477,8 @@ class _Evaluation:
             grade = _EXACT
         if each.grade >= grade:
             return
+        if each.grade == _GUESSED:
+            each.coming_s = self._coming_s(each)
         each.grade = grade
         load, prompt = each.load, self._prompt
         if grade == _EXACT:
@@ -457,16 +495,36 @@ class _Evaluation:
         if each.paid > each.cached:
             first_s += latency.prefill_s(prompt, 1.0, each.paid) - latency.prefill_s(prompt, 1.0, each.cached)
         each.charged_s = first_s
-        usual_s = self._fleet.first_token_s
-        if first_s > _LATE * usual_s > 0.0:
-            each.late_s = _FIRST_TOKEN_WEIGHT * first_s * (first_s - _LATE * usual_s) / usual_s
+        if first_s > self._late_s:
+            each.late_s = self._late_weight * first_s * (first_s - self._late_s)
         each.score = (
             (_FIRST_TOKEN_WEIGHT + 1.0) * (first_s + each.adapter_s)
             + self._own_weight * each.decode_s
             + others_s
             + each.late_s
+            + each.coming_s
             + each.last_s
         )
+
+    def _coming_s(self, each: _InstanceScore) -> float:
+        """Weighted seconds by which reading the prompt delays prompts that are yet to come there.
+
+        They come as often as prompts were read there lately. Those that come before all that is pending has
+        been read wait as much longer as this one takes; at utilisation rho that lasts 1 / (1 - rho) times as
+        long (the busy period of an M/G/1 queue).
+        """
+        instance, mix = self.instances[each.index], self._ctx.demand.mix
+        read_per_s = instance.speed.read_per_s(self._now) / instance.engines
+        if read_per_s <= 0.0:
+            return 0.0
+        token_s = self._fleet.costs[each.index].token_read_s
+        read_s = token_s * each.prompts * (self._prompt - each.cached)
+        share = read_per_s * token_s
+        if share > _MOST_READING:
+            share = _MOST_READING
+        prompts_per_s = read_per_s / (mix.read if mix.read > 1.0 else 1.0)
+        waited_s = (each.pending * token_s + 0.5 * read_s) / (1.0 - share)
+        return _FIRST_SHARE * prompts_per_s * waited_s * read_s
 
     def _others_s(self, each: _InstanceScore, latency: LatencyModel, read_s: float) -> float:
         """Seconds by which the request delays what runs there (the externality).
@@ -484,6 +542,7 @@ class _Evaluation:
                 read_s = latency.first_token_s(
                     prompt, each.paid, 0.0, batch, each.context, load.budget, prompts
                 )
+            each.beside_s = read_s
             return self._delay_s(each, batch, each.paid, read_s, each.now_s, each.step_s)
         if group.grade < each.grade and group.batch > 0.0:
             group.grade = each.grade
@@ -582,26 +641,29 @@ class _Evaluation:
         # Nothing comes behind the last one on the fastest.
         fastest = self._scores[self._fleet.order[0]]
         self._thinned = share = _thinned_share(mix, long)
-        self._shortest_s = self._early_s(fastest) + self._long_answer_s(fastest, long, share, True)
+        self._shortest_s = self._early_s(fastest) + self._long_answer_s(fastest, long, share)
         self._thinning = thinning = long if long < mix.long else mix.long
         if thinning < long:
             self._thinned = _thinned_share(mix, thinning)
+        self._thinned_least = math.floor(_SHARES * self._thinned) / _SHARES
 
     def _faster_done(self, each: _InstanceScore, speed: float) -> bool:
         """Pass an instance over if faster ones of this `speed` are done with all before one long answer."""
         if self._shortest_s < 0.0:
             self._look_at_long_answers()
         # Mostly bounds will do: of what a long answer takes, and of the rate over any horizon.
-        long_s = each.charged_s + self._long_answer_s(each, self._thinning, self._thinned, False)
+        long_s = each.charged_s + self._least_long_answer_s(each)
         done_s = self._done_s(speed) * _CLOSE
         if done_s < long_s:
             if self._most_rate < 0.0:
-                self._most_rate = self._ctx.demand.most_rate(self._now) * self._share
+                # It takes longer than the shortest, if it is passed over.
+                most_rate = self._ctx.demand.most_rate(self._shortest_s, self._now)
+                self._most_rate = most_rate * self._share
             if self._most_rate > 0.0:
                 done_s = self._done_s(speed - self._most_rate) * _CLOSE
-        if done_s >= long_s:
+        if not done_s < long_s:
             ctx, part = self._ctx, self._share
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned, True)
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
             # The rate is asked for only where it can matter: first at its best, then as it is.
             done_s = self._done_s(speed)
             if done_s < long_s:
@@ -618,12 +680,22 @@ class _Evaluation:
         """Seconds in which all that waits is done at a speed."""
         return self._todo / speed + self._shortest_s if speed > 0.0 else math.inf
 
-    def _long_answer_s(self, each: _InstanceScore, thinning: float, share: float, delayed: bool) -> float:
+    def _least_long_answer_s(self, each: _InstanceScore) -> float:
+        """A lower bound of `_long_answer_s` by figures that are mostly known."""
+        load, context, own_context, thinning = each.load, each.context, self._long_context, self._thinning
+        if not load.steps_grow:
+            return 0.0
+        step_s = load.thin_step_s(self._thinned_least)
+        step_s += load.next_token_s * (context * self._thinned + own_context)
+        full_s = load.next_step_s + load.next_token_s * (context + own_context)
+        return thinning * step_s + (self._ctx.long_output - thinning) * full_s
+
+    def _long_answer_s(self, each: _InstanceScore, thinning: float, share: float) -> float:
         """Seconds from its first token that one long answer takes on an instance.
 
         Where lengths are known (`long_output` differs from request to request) shorter ones keep coming
-        behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and, if
-        `delayed`, prompts are read between its steps; then `share` of the batch runs beside it.
+        behind a longer one, so for what it has beyond `thinning` tokens the batch stays full and prompts are
+        read between its steps; then `share` of the batch runs beside it.
         """
         load, mix, long = each.load, self._ctx.demand.mix, self._ctx.long_output
         latency, batch, context = load.latency_bound, load.batch, each.context
@@ -631,9 +703,8 @@ class _Evaluation:
         seconds = thinning * latency.step_s(batch * share + 1.0, context * share + own_context)
         if long > thinning:
             full_s = load.next_step_s + load.next_token_s * (context + own_context)
-            if delayed:
-                delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
-                full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
+            delay_s = latency.read_delay_s(mix.prompt, mix.prompt - mix.read, batch, context, load.budget)
+            full_s += batch / (mix.output if mix.output > 1.0 else 1.0) * delay_s
             seconds += (long - thinning) * full_s
         return seconds
 
@@ -673,7 +744,7 @@ class _Evaluation:
         costs = self._fleet.costs
         if mixed and self._ctx.held is None and self._fleet.reads_alike:
             return None
-        members, output, prompt = self._fleet.members, self._output, self._prompt
+        instances, output, prompt = self.instances, self._output, self._prompt
         reads = decodes = True
         # Lower bounds of the two best of either kind.
         reading = reading_2 = decoding = decoding_2 = math.inf
@@ -683,7 +754,7 @@ class _Evaluation:
                 continue
             i = each.index
             if not mixed:
-                role = members[i].spec.role
+                role = instances[i].spec.role
                 reads, decodes = role is not Role.DECODE, role is not Role.PREFILL
             if reads:
                 score = _FIRST_SHARE * each.charged_s
@@ -730,7 +801,7 @@ class _Evaluation:
 
         Where one is better at both, a transfer would only lighten the load of the moment.
         """
-        source, target = self._fleet.members[i], self._fleet.members[j]
+        source, target = self.instances[i], self.instances[j]
         if not mixed and (source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE):
             return True
         costs = self._fleet.costs
@@ -835,6 +906,10 @@ class _Evaluation:
         assert link is not None, f"{target.name} takes part in no KV transfer"
         return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
+    def __call__(self) -> list[Candidate]:
+        """`candidates`, as a decision hands them on."""
+        return self.candidates()
+
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
         for each in self._scores:
@@ -852,7 +927,7 @@ class _Evaluation:
         elif state == _NO_MEMORY:
             reason = f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use"
         elif state == _PASSED_OVER:
-            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned, True)
+            long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
             reason = (
                 f"{PASSED_OVER}: a long answer takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {each.done_s:.3g} s"
@@ -874,8 +949,9 @@ class _Evaluation:
 def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
     """Terms of a score, which is `_FIRST_TOKEN_WEIGHT * first_token_s` and the sum of the others.
 
-    `tail_s` is what the seconds of a long answer weigh more, `shared_s` what other requests pay for (see
-    `core.prefix_index.Held`), `last_s` keeps a busy instance last; they are named only where they are not 0.
+    `tail_s` is what the seconds of a long answer weigh more, `coming_s` the delay of prompts that are yet
+    to come, `shared_s` what other requests pay for (see `core.prefix_index.Held`), `last_s` keeps a busy
+    instance last; they are named only where they are not 0.
     """
     terms = {
         "first_token_s": each.first_s,
@@ -887,6 +963,8 @@ def _terms(each: _InstanceScore, own_weight: float) -> dict[str, float]:
         terms["tail_s"] = (own_weight - 1.0) * each.decode_s
     if each.charged_s < each.first_s:
         terms["shared_s"] = -(_FIRST_TOKEN_WEIGHT + 1.0) * (each.first_s - each.charged_s)
+    if each.coming_s:
+        terms["coming_s"] = each.coming_s
     if each.adapter_s:
         terms["adapter_s"] = (_FIRST_TOKEN_WEIGHT + 1.0) * each.adapter_s
     if each.last_s:
@@ -914,7 +992,7 @@ class Hetlb(Policy):
         if ctx.request.preferred and index is not None:
             index = evaluation.preferred(index)
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
-        return index, work_s, evaluation.candidates
+        return index, work_s, evaluation
 
     def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
         """The best of two groups or three; of the first other one that has room where those have none."""

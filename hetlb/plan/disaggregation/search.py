@@ -41,8 +41,8 @@ _TEMPLATES_SHARE, _COLOCATED_SHARE, _PROGRAM_SHARE = 0.3, 0.2, 0.6
 _LEAST_S = 0.3
 #: The search ends when the throughput has reached this share of the bound.
 _ENOUGH = 1.0 - 1e-4
-#: Plans that are kept, for a judge.
-_KEPT = 24
+#: Plans that are kept, for a judge: the best, if they reach this share of the best of their round.
+_KEPT, _KEPT_SHARE = 24, 0.9
 
 
 @dataclass
@@ -70,7 +70,10 @@ class _State:
 
 
 class Search:
-    """One search. `guided` False: random swaps, from the partition alone (the paper's truncated variant)."""
+    """One search. `guided` False: random swaps, from the partition alone (the paper's truncated variant).
+
+    `kept` plans at most are found, of those that reach `kept_share` of the best of their round.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Search:
         roles: Sequence[Role] = tuple(Role),
         guided: bool = True,
         kept: int = _KEPT,
+        kept_share: float = _KEPT_SHARE,
         seed: int = 0,
         progress: Callable[[float, float], object] = lambda best, bound: None,
     ) -> None:
@@ -87,6 +91,7 @@ class Search:
         self._roles = tuple(roles)
         self._guided = guided
         self._most_kept = kept
+        self._kept_share = kept_share
         self._rng = random.Random(seed)
         self._progress = progress
         self._kept: dict[tuple[Part, ...], Plan] = {}
@@ -181,9 +186,10 @@ class Search:
         return [group for group in found if group is not None]
 
     def _keep(self, state: _State) -> None:
-        worst = min((plan.throughput for plan in self._kept.values()), default=0.0)
-        if len(self._kept) >= self._most_kept and state.throughput <= worst:
-            return
+        if len(self._kept) >= self._most_kept:
+            worst = min(plan.throughput for plan in self._kept.values())
+            if state.throughput <= worst:
+                return
         key = tuple(sorted(p for p in state.parts if self._table.capacity(*p) > 0.0))
         if key and key not in self._kept:
             self._kept[key] = state.plan or self._plan(state)
@@ -210,7 +216,7 @@ class Search:
             current = state
             if state.throughput > best.throughput * (1.0 + 1e-9):
                 best = state
-            if state.throughput > 0.9 * best.throughput:
+            if state.throughput > self._kept_share * best.throughput:
                 self._keep(state)
         return best
 

@@ -145,7 +145,7 @@ function hush() {
   stream?.abort();
 }
 
-// Nobody looks at a hidden page: it costs the proxy nothing.
+// A hidden page is not looked at: it costs the proxy nothing.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) hush();
   else if (page.stream === null) listen();
@@ -207,7 +207,7 @@ function tiles(snapshot) {
   const up = instances.filter((instance) => instance.health === "up" && instance.state === "ready").length;
   tile("up", String(up), `of ${instances.length}`, up === instances.length ? "" : up ? "warn" : "bad");
   tile("flight", count(instances.reduce((sum, instance) => sum + instance.in_flight, 0)), "requests");
-  tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "nobody waits");
+  tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting");
   tile("requests", rate(mean(lately("ok_per_s"))), "/s");
   tile("tokens", rate(mean(lately("output_tokens_per_s"))), "tokens/s");
   const ttft = lately("ttft_p50_s").filter((value) => value !== null);
@@ -303,7 +303,7 @@ class FleetTable {
   update(model, words, queued, shares) {
     const up = model.instances.filter((row) => row.health === "up").length;
     const out = model.instances.filter((row) => row.state !== "ready").length;
-    say(this.#summary, `${up} of ${model.instances.length} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "nobody waits"}`);
+    say(this.#summary, `${up} of ${model.instances.length} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "none waiting"}`);
     const names = new Set(model.instances.map((row) => row.name));
     for (const [name, row] of this.#rows) {
       if (!names.has(name)) {

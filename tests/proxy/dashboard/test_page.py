@@ -34,7 +34,7 @@ FILES = {
 @asynccontextmanager
 async def listening(running: Running, **headers: str) -> AsyncIterator[aiohttp.ClientResponse]:
     """The open event stream."""
-    url = f"http://127.0.0.1:{running.service.admin_address[1]}/v1/events"
+    url = f"http://127.0.0.1:{running.service.admin.address[1]}/v1/events"
     async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as reply:
         yield reply
 
