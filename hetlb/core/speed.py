@@ -111,15 +111,21 @@ class SpeedTracker:
         self._prompts += prompts
         self._prompt_tokens += tokens
 
-    def read_per_s(self, now: float) -> float:
-        """Prompt tokens that were read per second over about the last `MEMORY_S` seconds."""
+    def read_per_s(self, now: float, *, explaining: bool = False) -> float:
+        """Prompt tokens that were read per second over about the last `MEMORY_S` seconds.
+
+        A decision folds in what was read since the one before; `explaining` changes nothing.
+        """
         since = now - self._read_at
-        if since > 0.0:
-            keep = math.exp(-since / MEMORY_S)
-            newest = (self._prompt_tokens - self._read_seen) / since
-            self._read_per_s = self._read_per_s * keep + newest * (1.0 - keep)
+        if since <= 0.0:
+            return self._read_per_s
+        keep = math.exp(-since / MEMORY_S)
+        newest = (self._prompt_tokens - self._read_seen) / since
+        read_per_s = self._read_per_s * keep + newest * (1.0 - keep)
+        if not explaining:
+            self._read_per_s = read_per_s
             self._read_at, self._read_seen = now, self._prompt_tokens
-        return self._read_per_s
+        return read_per_s
 
     def mark(self) -> Mark:
         """The work so far, `elapsed` up to now."""

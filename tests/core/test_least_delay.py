@@ -187,6 +187,27 @@ def test_terms_with_their_weights_add_up_to_the_score(
                     assert each.score == pytest.approx(total, rel=1e-9, abs=1e-9)
 
 
+def test_a_decision_that_is_explained_changes_no_later_one() -> None:
+    """What was read lately is part of a score: it is not counted anew when a page asks for the terms."""
+
+    def choices(looked_at: bool) -> list[tuple[str, list[float]]]:
+        scheduler = make_scheduler([spec(name, kv=1_000_000) for name in "abc"], "hetlb")
+        chosen = []
+        for number in range(30):
+            now = 0.3 * number
+            [command] = scheduler.on_arrival(request(number, prompt=1500), now)
+            assert isinstance(command, Dispatch)
+            if looked_at:
+                assert command.candidates
+                scheduler.explain(request(1000 + number, prompt=900), 100.0, now + 0.1)
+            scheduler.on_first_token(command.lease, now + 0.2)
+            read_per_s = [each.speed.read_per_s(now, explaining=True) for each in scheduler.instances]
+            chosen.append((command.lease.instance, read_per_s))
+        return chosen
+
+    assert choices(looked_at=True) == choices(looked_at=False)
+
+
 BENT = LatencyModel(
     *(2e-5, 1e-3, 0.0, 1e-2, 3e-8, 5e-5, 2e-7, 8e-3),
     better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, 1.7),

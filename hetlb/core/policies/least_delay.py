@@ -202,10 +202,10 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_fleet", "_half_grown", "_late_s", "_late_weight", "_long_context", "_most_rate",
-        "_now", "_output", "_overbooked", "_own_context", "_own_weight", "_prompt", "_prompts", "_scores",
-        "_sequences", "_share", "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo",
-        "instances",
+        "_booked", "_ctx", "_explaining", "_fleet", "_half_grown", "_late_s", "_late_weight",
+        "_long_context", "_most_rate", "_now", "_output", "_overbooked", "_own_context", "_own_weight",
+        "_prompt", "_prompts", "_scores", "_sequences", "_share", "_shortest_s", "_thinned",
+        "_thinned_least", "_thinning", "_todo", "instances",
     )  # fmt: skip
 
     def __init__(
@@ -214,9 +214,11 @@ class _Evaluation:
         instances: Sequence[Instance],
         may_pass_over: bool = True,
         share: float = 1.0,
+        explaining: bool = False,
     ) -> None:
-        """`share`: of what is asked for, what these instances are there for."""
+        """Score `instances`, there for a `share` of what is asked for; `explaining`: nothing is decided."""
         self._ctx = ctx
+        self._explaining = explaining
         self._now = ctx.now
         self._share = share
         request, mix = ctx.request, ctx.demand.mix
@@ -514,7 +516,7 @@ class _Evaluation:
         long (the busy period of an M/G/1 queue).
         """
         instance, mix = self.instances[each.index], self._ctx.demand.mix
-        read_per_s = instance.speed.read_per_s(self._now) / instance.engines
+        read_per_s = instance.speed.read_per_s(self._now, explaining=self._explaining) / instance.engines
         if read_per_s <= 0.0:
             return 0.0
         token_s = self._fleet.costs[each.index].token_read_s
@@ -928,6 +930,7 @@ class _Evaluation:
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
+        self._explaining = True
         for each in self._scores:
             self._settle(each)
             self._rate(each, _EXACT)
@@ -1065,7 +1068,7 @@ class Hetlb(Policy):
         return found
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return _Evaluation(ctx, instances).candidates()
+        return _Evaluation(ctx, instances, explaining=True).candidates()
 
 
 def _of_many(
