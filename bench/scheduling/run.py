@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def _results(
         yield from pool.imap(_run, tasks)
 
 
+def write(path: Path, documents: list[dict[str, Any]], seeds: int) -> None:
+    """The record as JSON, a case to a line, in five digits."""
+    today = datetime.now(UTC).date().isoformat()
+    command = "python bench/scheduling/run.py --data DIR"
+    head = json.dumps({"date": today, "command": command, "seeds": seeds, "figures": list(FIGURES)})
+    cases = ",\n".join(json.dumps(_rounded(document)) for document in documents)
+    path.write_text(f'{head[:-1]}, "cases": [\n{cases}\n]}}\n')
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def main() -> int:
     """Run what is asked for, print, write."""
     parser = argparse.ArgumentParser(
@@ -95,7 +111,7 @@ def main() -> int:
         documents.append(document)
         print(_table_line(case.name, document), flush=True)
     if args.out is not None:
-        args.out.write_text(json.dumps({"figures": list(FIGURES), "cases": documents}, indent=1) + "\n")
+        write(args.out, documents, args.seeds)
     return 0
 
 
