@@ -105,7 +105,8 @@ def passed_over(ctx: SchedulingContext, instances: list[Instance], room: list[bo
             kept = kept and each.decode_s <= 2.5 * least_decode_s
             if speed > 0.0 and not kept:
                 long_s = max(
-                    each.long_answer_s(min(ctx.long_output, mix.long)), each.all_s() - costs[order[0]].batch_s
+                    each.long_answer_s(min(ctx.long_output, mix.long)),
+                    each.all_s() - 0.5 * costs[order[0]].batch_s,
                 )
                 rate = speed - demand.rate(long_s, now)
                 passed[i] = rate > 0.0 and todo / rate + shortest_s < long_s

@@ -682,7 +682,7 @@ class _Evaluation:
         """Seconds until an instance is done with one long answer from now on, and with all that it has.
 
         Of what it has, a request counts half once its prompt is read. Where prompts are read slowly each one
-        delays all answers, which the end of its own does not show. The faster ones have a batch at most.
+        delays all answers, which the end of its own does not show. The faster ones have half a batch.
         """
         long_s = self._early_s(each) + self._long_answer_s(each, self._thinning, self._thinned)
         seen, mix = each.seen, self._ctx.demand.mix
@@ -691,7 +691,8 @@ class _Evaluation:
             unread = seen.running
         requests = 1.0 + 0.5 * (seen.running + unread)
         fleet = self._fleet
-        more_s = requests * mix.size / fleet.costs[each.index].speed - fleet.costs[fleet.order[0]].batch_s
+        more_s = requests * mix.size / fleet.costs[each.index].speed
+        more_s -= 0.5 * fleet.costs[fleet.order[0]].batch_s
         return more_s if more_s > long_s else long_s
 
     def _done_s(self, speed: float) -> float:
