@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from typing import Any
 
 import pytest
 from helpers import FAST, MODEL, spec
@@ -12,11 +11,11 @@ from helpers import FAST, MODEL, spec
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
-from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Command, Health, Outcome, Request
+from hetlb.core.types import Capacity, Health, Outcome
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
@@ -32,7 +31,7 @@ QUEUE = 200
 
 
 def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult, int]:
-    """The run, and the longest that the queue was."""
+    """The run, and the longest queue of its moments."""
     setup = SchedulerSetup(
         specs=SPECS,
         policy="hetlb",
@@ -43,26 +42,9 @@ def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult
         lengths=LengthDistribution(each.output_tokens for each in plan),
         initial_health=Health.UP,
     )
-    simulation = FleetSimulation(setup, ENGINES, plan, model=MODEL)
-    watched = Watched(simulation.scheduler)
-    simulation.scheduler = watched  # type: ignore[assignment]
-    return simulation.run(), watched.longest
-
-
-class Watched:
-    """A scheduler, and how many waited in it at most."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.longest = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def on_arrival(self, request: Request, now: float) -> list[Command]:
-        commands = self._scheduler.on_arrival(request, now)
-        self.longest = max(self.longest, len(self._scheduler.queue))
-        return commands
+    series = Series(ENGINES)
+    result = FleetSimulation(setup, ENGINES, plan, model=MODEL, series=series).run()
+    return result, max(series.held)
 
 
 def lengths(rng: random.Random) -> tuple[int, int]:
