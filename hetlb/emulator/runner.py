@@ -181,9 +181,11 @@ class Runner:
                     self.on_fetch(sequence)  # type: ignore[arg-type]
             if duration_s is not None:
                 break
-            if not arrivals:  # else those who had arrived by then have left again: take the next
+            if not arrivals:
                 self._handle = None
                 return False
+            # All that had arrived by then has left, or waits for a KV cache: go on at the next arrival.
+            at = max(at, arrivals[0][0])
         self._boundary = at + duration_s * self._time_scale
         if self._handle is None:
             self._schedule()
