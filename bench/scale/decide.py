@@ -71,7 +71,7 @@ def _headers(part: Any, **fields: str) -> None:
 
 
 def requests() -> list[bytes]:
-    """What Envoy sends of each prompt: the request's headers, its body, in the mode of `static.yaml`."""
+    """Messages of Envoy for each prompt: the request's headers, its body, in the mode of `static.yaml`."""
     first = messages.ProcessingRequest()
     path = {":method": "POST", ":path": "/v1/chat/completions", ":authority": "bench"}
     _headers(first.request_headers, **path, content_type="application/json")
@@ -88,7 +88,7 @@ def requests() -> list[bytes]:
 
 
 def answer() -> bytes:
-    """What Envoy sends of an engine's answer."""
+    """Messages of Envoy for an engine's answer."""
     head, body = messages.ProcessingRequest(), messages.ProcessingRequest()
     _headers(head.response_headers, **{":status": "200"}, content_type="application/json")
     usage = {"prompt_tokens": 128, "completion_tokens": 1, "total_tokens": 129}

@@ -188,7 +188,7 @@ def test_terms_with_their_weights_add_up_to_the_score(
 
 
 def test_a_decision_that_is_explained_changes_no_later_one() -> None:
-    """What was read lately is part of a score: it is not counted anew when a page asks for the terms."""
+    """Tokens read lately are part of a score: a page that asks for the terms does not count them anew."""
 
     def choices(looked_at: bool) -> list[tuple[str, list[float]]]:
         scheduler = make_scheduler([spec(name, kv=1_000_000) for name in "abc"], "hetlb")

@@ -23,7 +23,7 @@ from faults.engine import FaultEngine
 from helpers import HANG_S
 
 _SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
-#: How long figures may take to come to rest, seconds, and how often they are looked at in any case.
+#: Seconds that figures may take to come to rest, and the least number of looks at them.
 QUIESCE_S, LOOKS = HANG_S, 10
 ZERO_KEYS = ("in_flight", "queued", "workload", "kv_reserved_tokens")
 

@@ -188,7 +188,7 @@ def least(ratio: Callable[[int], float], limit: float) -> float:
 
 
 def growth(reader: Reader, make: Callable[[int], bytes], size: int) -> float:
-    """How many times as much twice as many bytes cost."""
+    """Ratio of the cost of twice as many bytes to that of the bytes."""
     small, large = make(size), make(2 * size)
     return least(lambda _: cost_s(reader, large) / cost_s(reader, small), MOST_GROWTH)
 
@@ -255,7 +255,7 @@ def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
 
 
 def _doubled(reader: Reader, small: bytes, large: bytes) -> float:
-    """How many times as much the larger costs as the smaller; 0 where that is too little to tell."""
+    """Ratio of the cost of the larger to that of the smaller; 0 where that is too little to tell."""
 
     def ratio(number: int) -> float:
         runs = min(number, 6)

@@ -288,7 +288,7 @@ def test_answers_of_one_token_tell_no_parts_apart() -> None:
     assert found.verdict == "right within 1 %"
 
 
-#: What no log should hold, and JSON can.
+#: Values that no log should hold, and JSON can.
 hostile = st.sampled_from(
     [None, True, "", "x", -1, -0.5, 0, 1e-320, 1e300, 10**400, float("nan"), float("inf"), [], [None], {}]
 )
