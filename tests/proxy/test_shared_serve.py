@@ -60,8 +60,10 @@ async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, pair(tmp_path, [one, two]) as (_, both):
         one.hold()
         two.hold()
-        sent = [asyncio.create_task(both[n % 2].ask()) for n in range(12)]
-        await turns_until(lambda: booked(both) == [12, 12])
+        sent = []
+        for n in range(12):  # each is booked by both before the next: decisions at once may differ
+            sent.append(asyncio.create_task(both[n % 2].ask()))
+            await turns_until(lambda at_least=n + 1: booked(both) == [at_least, at_least])
         ledgers = [
             {each.name: (each.in_flight, each.work_ns, each.kv_tokens) for each in p.scheduler.instances}
             for p in both
