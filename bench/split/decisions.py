@@ -39,16 +39,14 @@ class Timed:
         scheduler = self._scheduler
         placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
         ctx = placement.context(request, scheduler.predictor.predict(request), 0, now, None)
-        policy, transfers, mix = placement.policy, scheduler._holds.transfers, ctx.demand.mix
+        policy, transfers = placement.policy, scheduler._holds.transfers
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
-        share = mix.split_share
         began = time.perf_counter()
         policy.choose(ctx, parts)
         between = time.perf_counter()
         policy.choose_split(ctx, parts, transfers, True)
         self.split_s.append(time.perf_counter() - between)
         self.ordinary_s.append(between - began)
-        mix.split_share = share
 
 
 def measure(instances: int, requests: int) -> tuple[float, float, float]:
