@@ -142,7 +142,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, {}, lambda: None, lambda link, report: None)
         host.now = lambda: self.clock
         return host
 
