@@ -235,9 +235,8 @@ class Totals:
         if lease.shared is not None:
             prompts = lease.request.sequences // max(1, lease.request.samples)
             instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
-        if lease.evidence is not None:
-            expected_s, seen_s, mixed = lease.evidence
-            instance.decoded(expected_s, seen_s, mixed)
+        if lease.seen_s > 0.0:
+            instance.decoded(lease.expected_s, lease.seen_s, lease.mixed)
 
     def finished(self, record: RequestRecord, served: bool) -> None:
         """Count an ended request; `served` says whether the fleet serves its model."""
