@@ -59,7 +59,6 @@ from hetlb.workers.protocol import (
     Prepared,
     Report,
     Used,
-    request_of,
 )
 from hetlb.workers.relay_driver import ID_BITS
 
@@ -510,3 +509,24 @@ class RelayHost(SchedulerDriver):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
+
+
+def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
+    """The request of a message, its model and instance as they were found."""
+    return Request(
+        arrival.id,
+        model,
+        arrival.prompt_tokens,
+        arrival.max_tokens,
+        arrival.sequences,
+        arrival.longest_prompt_tokens,
+        arrival.generates,
+        arrival.body_bytes,
+        arrival.prompt_exact,
+        pinned,
+        arrival.prefix_keys,
+        arrival.priority,
+        arrival.tenant,
+        arrival.samples,
+        arrival.blocks,
+    )
