@@ -491,6 +491,10 @@ class RelayHost(SchedulerDriver):
         self._totals.lag.observe(max(0.0, clock - self._sweep_due))
         self._sweep_due = clock + SWEEP_S
         self._count_calls()
+        names = {each.name for each in self.scheduler.instances}
+        self._totals.keep(names)
+        for name in self._streaming_at.keys() - names:
+            del self._streaming_at[name]
 
     @property
     def totals(self) -> Totals:

@@ -249,6 +249,7 @@ class SchedulerProcess(FleetService):
         totals = link.totals
         if totals is not None:
             add(self._retired, totals)
+            self._retired.keep(set(self.specs()))
             self._retired_lost += link.report.lost_lines
         self._complete_records()
         if self._alone and not self.driver.links:

@@ -88,7 +88,10 @@ async def test_a_body_that_is_too_large_is_refused_and_one_that_fits_is_not(tmp_
 
 
 async def test_a_body_that_comes_slowly_is_waited_for_and_one_that_stops_is_not(tmp_path: Path) -> None:
-    async with rig(tmp_path) as made:  # Envoy waits 2 s for the picker, unless it asks for more
+    def short(envoy: Envoy) -> None:
+        envoy.ext_proc["message_timeout"] = "3s"
+
+    async with rig(tmp_path, change=short) as made:  # Envoy waits for the picker longer if it asks for that
         streams, body = made.picker.server.state.streams, made.body()
 
         async def begun() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -102,7 +105,7 @@ async def test_a_body_that_comes_slowly_is_waited_for_and_one_that_stops_is_not(
         reader, writer = await begun()
         next(iter(streams)).sweep(1.0)
         seen = made.picker.now()
-        await turns_until(lambda: made.picker.now() > seen + 3.0)
+        await turns_until(lambda: made.picker.now() > seen + 4.0)
         writer.write(body[5:])
         assert b" 200 " in await reader.readline()
         assert made.engines[0].bodies == [body]
@@ -162,12 +165,12 @@ async def fill(made: Rig) -> list[asyncio.Task[Any]]:
 @pytest.mark.parametrize("base", [STATIC, GATEWAY_API], ids=lambda path: path.stem)
 async def test_what_waits_in_the_queue_waits_in_the_stream(tmp_path: Path, base: Path) -> None:
     def short(envoy: Envoy) -> None:
-        envoy.ext_proc["message_timeout"] = "0.5s"
+        envoy.ext_proc["message_timeout"] = "3s"
 
     async with rig(tmp_path, base, engines=1, change=short, policy={"name": "hetlb"}) as made:
         sent = await fill(made)
         began = made.picker.now()
-        await turns_until(lambda: made.picker.now() > began + 0.8)
+        await turns_until(lambda: made.picker.now() > began + 4.0)
         assert len(made.picker.scheduler.queue) == 1
         made.engines[0].released.set()
         assert {(await each).status for each in sent} == {200}

@@ -107,7 +107,7 @@ async def test_a_busy_server_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hetlb.profiler.sweep._SETTLE_TIMEOUT_S", 0.05)
-    engine = await start()
+    engine = await start(time_scale=1.0)  # busy for half a minute
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)
         others = await client.send([[1] * 8], 2000)

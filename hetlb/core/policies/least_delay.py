@@ -160,8 +160,8 @@ class _InstanceScore:
         "own", "paid", "pending", "prompts", "score", "seen", "state", "step_s",
     )  # fmt: skip
 
-    def __init__(self, index: int, seen: Occupancy) -> None:
-        self.index = index
+    def __init__(self, seen: Occupancy) -> None:
+        self.index = -1
         self.seen = seen
         self.load = seen.load
         self.pending = seen.pending
@@ -193,7 +193,7 @@ class _Pair:
         self.in_time = in_time
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, free_list_len=1)
 class _Evaluation:
     """All instances scored for one request. Made for every decision; `candidates` is for people.
 
@@ -250,7 +250,6 @@ class _Evaluation:
         # Known from the first question on whether an instance is to be passed over.
         self._todo = self._thinning = self._thinned = self._thinned_least = self._long_context = 0.0
         self._shortest_s = self._most_rate = -1.0
-        self._scores: list[_InstanceScore] = []
         room = self._look()
         if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
             room = self._look_closely()
@@ -332,11 +331,11 @@ class _Evaluation:
 
     def _look(self) -> int:
         """Find who has room, with a lower bound of the score by a few additions; their number."""
-        scores, grouped = self._scores, self._fleet.group_count > 0
+        grouped = self._fleet.group_count > 0
+        self._scores = scores = [_InstanceScore(instance.occupancy) for instance in self.instances]
         room = 0
-        for index, instance in enumerate(self.instances):
-            each = _InstanceScore(index, instance.occupancy)
-            scores.append(each)
+        for index, each in enumerate(scores):
+            each.index = index
             self._find_steps(each)
             if not each.seen.empty:
                 each.state = self._room(each)
@@ -1011,7 +1010,7 @@ class Hetlb(Policy):
         index = evaluation.lowest()
         if ctx.request.preferred and index is not None:
             index = evaluation.preferred(index)
-        work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
+        work_s = 0.0 if index is None else _paper_work(ctx, evaluation.instances[index])[2]
         return index, work_s, evaluation
 
     def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
