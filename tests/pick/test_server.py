@@ -14,9 +14,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 import trustme
+from helpers import HANG_S, turns_until
 from pick.frames import END_HEADERS, HEADERS, block, data, frame, frames, message, opened
 from pick.rig import Engine, Rig
-from proxy.conftest import turns_until
 from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_inference_pool import pool
 from proxy.discovery.test_kubernetes import pod
@@ -244,7 +244,8 @@ async def test_a_connection_that_stops_is_dropped_and_a_silent_gateway_asked(tmp
         await connect(made, PREFACE[:10])
         await turns_until(lambda: len(server.gateways) == 1)
         (first,) = server.gateways
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         first.sweep(now + 9.0)
         assert server.gateways
         first.sweep(now + 11.0)
@@ -253,15 +254,15 @@ async def test_a_connection_that_stops_is_dropped_and_a_silent_gateway_asked(tmp
         await turns_until(lambda: len(server.gateways) == 1)
         (second,) = server.gateways
         await turns_until(lambda: not second.http2.incomplete)
-        second.sweep(now + 1000.0)
+        second.sweep(loop.time() + 1000.0)
         assert server.gateways  # nothing is open there: it may be silent for ever
         path = f"/{messages.HEALTH_SERVICE}/Check".encode()
         writer.write(_headers(path))
         await turns_until(lambda: bool(second.http2.streams))
-        second.sweep(now + 40.0)
+        second.sweep(loop.time() + 40.0)
         while (kind := frames(await _one_frame(idle))[0][0]) != PING:
             assert kind != GOAWAY
-        second.sweep(now + 100.0)
+        second.sweep(loop.time() + 100.0)
         await turns_until(lambda: not server.gateways)
 
 
@@ -281,7 +282,7 @@ async def test_a_picker_that_stops_says_so_and_serves_what_is_open(tmp_path: Pat
         await gateway.body(call, made.body())
         watcher, _ = await connect(made, PREFACE + frame(SETTINGS))
         await turns_until(lambda: len(made.picker.server.gateways) == 2)
-        stopping = asyncio.create_task(made.picker.stop(10.0))
+        stopping = asyncio.create_task(made.picker.stop(HANG_S))
         while frames(await _one_frame(watcher))[0][0] != GOAWAY:
             pass
         assert not stopping.done()

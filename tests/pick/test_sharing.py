@@ -187,7 +187,9 @@ async def test_without_the_server_pickers_go_on_and_find_each_other_again(
         await both.linked()
         made = both.made
         await both.server.kill()
-        await turns_until(lambda: not any(p.sharing and p.sharing.view.peers for p in both.pickers))
+        await turns_until(
+            lambda: not any(p.sharing and (p.sharing.connected or p.sharing.view.peers) for p in both.pickers)
+        )
         assert any("goes on with its own view" in record.getMessage() for record in caplog.records)
         replies = await asyncio.gather(*(made.ask() for _ in range(20)))
         assert {reply.status for reply in replies} == {200}
@@ -223,18 +225,12 @@ async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path) -> 
 async def test_one_leads_and_the_other_takes_over(tmp_path: Path) -> None:
     async with pair(tmp_path, "active-standby") as both:
         await both.linked()
-        await turns_until(
-            lambda: any(p.sharing and p.sharing.leader and p.sharing.leader.leads for p in both.pickers)
-        )
-        leads = [
-            p for p in both.pickers if p.sharing is not None and p.sharing.leader and p.sharing.leader.leads
-        ]
-        assert len(leads) == 1
-        (leader,) = leads
-        other = next(p for p in both.pickers if p is not leader)
-        assert [p._serves() for p in (leader, other)] == [True, False]
+        # On a busy machine the leader may change meanwhile, and for a moment both may take themselves for it.
+        await turns_until(lambda: sorted(p._serves() for p in both.pickers) == [False, True])
+        other, leader = sorted(both.pickers, key=lambda p: p._serves())
         assert leader.sharing is not None
+        epoch = leader.sharing._epoch
         await leader.sharing.close()
         await turns_until(lambda: other._serves())
         assert other.sharing is not None
-        assert other.sharing._epoch == 2
+        assert other.sharing._epoch > epoch > 0

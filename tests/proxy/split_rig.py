@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import yaml
 from helpers import HANG_S
+from proxy.services import PatientService
 
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile import Profile, load_profile
@@ -146,7 +147,7 @@ async def rig(
     }
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(document))
-    service = Service(load_fleet(file), log)
+    service = PatientService(load_fleet(file), log)
     await service.start()
     try:
         async with aiohttp.ClientSession() as session:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from proxy.services import PatientService
 
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile import load_profile
 from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.service import Service
 
 PROFILE = {
     "version": 1,
@@ -52,7 +52,7 @@ async def test_mismatch(
             "models": [{"name": "llama", "instances": [instance]}],
         }
         fleet.write_text(yaml.safe_dump(document))
-        service = Service(load_fleet(fleet))
+        service = PatientService(load_fleet(fleet))
         await service.start()
         try:
             assert [

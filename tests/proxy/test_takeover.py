@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 import yaml
 from helpers import HANG_S, turns_until
-from proxy.services import Engine, document
+from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
 from hetlb.config.fleet import load_fleet
@@ -40,7 +40,7 @@ async def two(tmp_path: Path, fleet: dict[str, Any]) -> AsyncIterator[tuple[Serv
     """A service that runs, and another one of the same file that has not begun."""
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     loaded = load_fleet(tmp_path / "fleet.yaml")
-    old, new = Service(loaded), Service(loaded)
+    old, new = PatientService(loaded), PatientService(loaded)
     try:
         await old.start()
         yield old, new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final
 
 from hetlb.core.types import Lease, Outcome
@@ -198,6 +199,11 @@ class Totals:
         if totals is None:
             totals = self.instances[name] = InstanceTotals()
         return totals
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget the instances that are not among these: they left."""
+        for name in self.instances.keys() - names:
+            del self.instances[name]
 
     def account(self, tenant: str | None, model: str) -> AccountTotals:
         """Use of a model by a tenant."""
