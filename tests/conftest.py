@@ -4,7 +4,13 @@ A run draws the same examples every time, so that a test that fails has been bro
 `make properties` looks for new ones (the profile `search`).
 """
 
+import signal
+
 from hypothesis import HealthCheck, settings
+
+# A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)

@@ -108,10 +108,26 @@ def _held_out_name(row: dict[str, Any]) -> str:
     return "held out: " + str(row["fleet"].partition(":")[0])
 
 
+#: Groups of other traffic: heading, and the kinds of cases in it (the first part of a case's name).
+_TRAFFIC = {
+    "waves": ("waves",),
+    "starts, restarts, steady traffic": ("start", "restart", "steady"),
+    "bursts": ("assistant", "once"),
+    "several sequences, long contexts": ("groups", "context", "long"),
+    "equal servers": ("equal",),
+    "a server slows down": ("slowed",),
+}
+
+
 def _traffic_name(case: dict[str, Any]) -> str:
-    """Group of a case: its kind, and for shared prompts the fleet."""
+    """Group of a case; those of shared prompts and tenants are apart by load, the former by fleet too."""
     kind, *rest = case["case"].split("/")
-    return f"{kind}, {rest[1]}" if kind == "shared" else str(kind)
+    load = "at once" if "once" in rest else "at a load"
+    if kind == "shared":
+        return f"shared prompts, {rest[1]}, {load}"
+    if kind == "tenants":
+        return f"heavy-tailed tenants, {load}"
+    return next((name for name, kinds in _TRAFFIC.items() if kind in kinds), kind)
 
 
 #: Figures of mishaps: heading, the least or the largest is the worst, and the figure of a row.

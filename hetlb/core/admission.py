@@ -253,12 +253,15 @@ class Share:
 class Queue:
     """Waiting requests, bounded by count and bytes over all of them."""
 
-    __slots__ = ("_lines", "_shares", "_sizes", "bytes", "held", "limits")
+    __slots__ = ("_keys", "_lines", "_shares", "_sizes", "bytes", "held", "limits")
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         #: By priority, ascending.
         self._lines: dict[QueueKey, dict[int, FairQueue]] = {}
+        #: Keys of the lines that are open to every instance of a model, by model: making one costs more than
+        #: to find it.
+        self._keys: dict[str, QueueKey] = {}
         #: The waiting requests and their places. To be read: asked at every event whether it is empty.
         self.held: dict[RequestId, tuple[QueueKey, int, Flow, Queued]] = {}
         self._sizes: dict[str, int] = {}
@@ -344,7 +347,7 @@ class Queue:
 
     def may_pass(self, request: Request) -> bool:
         """True if a request that has just come may be served before those that wait in its line."""
-        by_priority = self._lines.get(QueueKey(request.model, request.restriction, False))
+        by_priority = self._lines.get(self._key(request, False))
         if by_priority is None:
             return True
         for priority, fair in by_priority.items():
@@ -437,8 +440,12 @@ class Queue:
         """Append a request; the caller has asked `has_room`."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         model, tenant, priority = request.model, request.tenant, request.priority
-        key = QueueKey(model, request.restriction, retry)
-        by_priority = self._lines.setdefault(key, {})
+        key = self._key(request, retry)
+        by_priority = self._lines.get(key)
+        if by_priority is None:
+            by_priority = self._lines[key] = {}
+            if key.instance is None and not key.retry:
+                self._keys[model] = key
         fair = by_priority.get(priority)
         if fair is None:
             fair = by_priority[priority] = FairQueue()
@@ -480,7 +487,7 @@ class Queue:
 
         Where others wait, it counts for its tenant too, and has overtaken those that could be served there.
         """
-        by_priority = self._lines.get(QueueKey(request.model, request.restriction, False))
+        by_priority = self._lines.get(self._key(request, False))
         fair = None if by_priority is None else by_priority.get(request.priority)
         if fair is not None:
             fair.served(request.tenant, size, self._weight(request.tenant))
@@ -500,6 +507,8 @@ class Queue:
             del by_priority[priority]
             if not by_priority:
                 del self._lines[key]
+                if key.instance is None and not key.retry:
+                    del self._keys[model]
         self._sizes[model] -= entry.size
         if not any(other.model == model for other in self._lines):
             assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
@@ -533,6 +542,15 @@ class Queue:
             entry.credit = line.passes + MOST_OVERTAKEN - count
             line.bound = 0
 
+    def _key(self, request: Request, retry: bool) -> QueueKey:
+        """The line of a request."""
+        restriction = request.restriction
+        if restriction is None and not retry:
+            key = self._keys.get(request.model)
+            if key is not None:
+                return key
+        return QueueKey(request.model, restriction, retry)
+
     def _weight(self, tenant: str | None) -> float:
         weights = self.limits.tenant_weights
         return weights.get(tenant, 1.0) if weights and tenant is not None else 1.0
@@ -554,4 +572,6 @@ class Queue:
             of = held.setdefault(entry.request.tenant, [0, 0])
             of[0] += 1
             of[1] += entry.request.body_bytes
+        keys = {key.model: key for key in self._lines if key.instance is None and not key.retry}
+        assert self._keys == keys, "keys of lines"
         assert held == {name: [share.requests, share.bytes] for name, share in self._shares.items()}

@@ -41,6 +41,8 @@ MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 _EXACT_PARTS: Final = 8.0
 #: Points between which a corner is compared with its bound.
 _CORNERS: Final = 64
+#: Batches up to this one are found without a search.
+_MOST_CELLS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,26 @@ class PnormPrefill(PickleByFields):
         return replace(self, bound=PrefillBound.of(self.p, self.grid))
 
 
+class _Cells(PickleByFields):
+    """Index of a table by batch, which is derived from its fields and none itself.
+
+    `_cells` has for each whole number up to `_MOST_CELLS` the first position from 1 on whose batch is not
+    below it.
+    """
+
+    __slots__ = ("_cells",)
+
+    _cells: list[int]
+
+    def _index(self, batches: tuple[int, ...]) -> None:
+        cells: list[int] = []
+        for i in range(1, len(batches)):
+            cells += [i] * (min(batches[i], _MOST_CELLS) + 1 - len(cells))
+        object.__setattr__(self, "_cells", cells)
+
+
 @dataclass(frozen=True, slots=True)
-class DecodeTable(PickleByFields):
+class DecodeTable(_Cells):
     """A decode step as `token_s * kv_tokens + context_s * kv_tokens / batch + seconds(batch)`.
 
     `seconds` stand for `batches`, in between lines; beyond the last the line goes on. What the batch costs
@@ -281,6 +301,7 @@ class DecodeTable(PickleByFields):
         falling = any(high < low for low, high in pairwise(self.seconds))
         if falling or not self.seconds[0] > 0.0 or not math.isfinite(self.seconds[-1]):
             raise ValueError(f"seconds: expected numbers above 0 that do not fall, got {list(self.seconds)}")
+        self._index(self.batches)
 
     def step_line(self, batch: float) -> tuple[float, float]:
         """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
@@ -289,14 +310,13 @@ class DecodeTable(PickleByFields):
         if batch <= batches[0]:
             own_s = seconds[0]
         else:
-            # By halves, without a call: the first from 1 on that is not below, or the last.
-            i, end = 1, last
-            while i < end:
-                middle = (i + end) >> 1
-                if batches[middle] < batch:
-                    i = middle + 1
-                else:
-                    end = middle
+            # The first from 1 on that is not below, or the last.
+            i = last
+            if batch < batches[last]:
+                cells = self._cells
+                i = cells[int(batch)] if batch < _MOST_CELLS else cells[_MOST_CELLS]
+                while batches[i] < batch:  # once at most, as batches are whole numbers, up to there
+                    i += 1
             low = batches[i - 1]
             own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
         return own_s, self.token_s + self.context_s / batch

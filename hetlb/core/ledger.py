@@ -54,7 +54,9 @@ class Ledger:
 
     def drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked; the instance that it was booked on."""
-        instance = self.leased.pop(lease.id)
+        leased, lease_id = self.leased, lease.id
+        instance = leased[lease_id]
+        del leased[lease_id]
         instance.release(lease, now)
         return instance
 

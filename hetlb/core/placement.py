@@ -25,7 +25,7 @@ from hetlb.core.types import Candidate, Dispatch, Request
 _USUAL_REQUEST = (512.0, 256.0)
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Decision:
     """Decision of a policy for a request, before anything is booked."""
 
@@ -65,7 +65,7 @@ class Placement:
 
     __slots__ = (
         "_fleet", "_holds", "_ledger", "_predictor", "_queue", "_retries", "_usual", "adapter_load",
-        "demands", "elsewhere", "policy", "reads_demand",
+        "demands", "elsewhere", "policy", "policy_name", "reads_demand",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +99,7 @@ class Placement:
         self.policy = policy
         #: As the policy says: asked for several times a request.
         self.reads_demand = policy.reads_demand
+        self.policy_name = policy.name
 
     # --- what is asked for ---
 
@@ -176,7 +177,7 @@ class Placement:
 
     def able(
         self, request: Request, ready: ReadyInstances, now: float
-    ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
+    ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
         """Filter: see `ReadyInstances.choices`. Most requests may go to all, and nothing is looked at."""
         known = self._retries.attempts
         if (
@@ -194,7 +195,7 @@ class Placement:
 
     def _parts(
         self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
-    ) -> Sequence[Instance]:
+    ) -> list[Instance]:
         """The instances that may get a part of a request, [] where it is not to be split."""
         attempts = self._retries.attempts.get(request.id)
         if request.pinned is not None or (attempts is not None and attempts.whole):
@@ -278,7 +279,7 @@ class Placement:
         if excluded:
             scored, instances = considered, found.ready.instances
             considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
-        return Dispatch(request.id, lease, policy.name, considered)
+        return Dispatch(request.id, lease, self.policy_name, considered)
 
     # --- explaining ---
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from hetlb.core.instance import Instance, tokens_of
@@ -61,15 +60,15 @@ class ReadyInstances:
     def fit_of(self, request: Request) -> int:
         """The smallest class of instances that can take a request; the largest where none can."""
         limits = self.limits
-        return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
+        return 0 if len(limits) < 2 else min(_position(limits, tokens_of(request)), len(limits) - 1)
 
     def class_of(self, instance: Instance) -> int:
         """The class of an instance."""
-        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
+        return 0 if len(self.limits) < 2 else _position(self.limits, _longest(instance))
 
     def choices(
         self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool
-    ) -> tuple[Sequence[Instance], dict[str, str], list[tuple[int, str]] | None]:
+    ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
         """The instances that may be chosen now, why each other one may not, and their availability.
 
         `tried`: where the request was before, None for one that was nowhere. `holds_back`: the policy heeds
@@ -91,7 +90,7 @@ class ReadyInstances:
 
     def _fitting(
         self, request: Request, tried: Sequence[str] | None
-    ) -> tuple[Sequence[Instance], dict[str, str]]:
+    ) -> tuple[list[Instance], dict[str, str]]:
         """Instances that are there, have not had the request and are large enough, and a reason for each
         other one. Roles count for nothing where no other instance is left.
         """
@@ -141,7 +140,7 @@ class ReadyInstances:
 
     def parts_for(
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
-    ) -> Sequence[Instance]:
+    ) -> list[Instance]:
         """The instances that may get a part of a request; those of class `ceiling` and above are kept."""
         if tried is None and not self.throttled and ceiling is None and tokens_of(request) <= self.limits[0]:
             return self.parts
@@ -154,6 +153,18 @@ class ReadyInstances:
             and (ceiling is None or self.class_of(each) < ceiling)
         ]
         return found if _splits(found) else []
+
+
+def _position(limits: list[float], tokens: float) -> int:
+    """Number of limits below `tokens`: `bisect_left`, compiled at a tenth of the cost."""
+    low, high = 0, len(limits)
+    while low < high:
+        middle = (low + high) >> 1
+        if limits[middle] < tokens:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _longest(instance: Instance) -> float:

@@ -297,8 +297,8 @@ class Lease:
         "dispatched_at",
         "ended",
         "ended_at",
-        "evidence",
         "expected_first_s",
+        "expected_s",
         "first_mark",
         "first_token_at",
         "hold",
@@ -309,6 +309,7 @@ class Lease:
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
+        "mixed",
         "outcome",
         "output_tokens",
         "predicted_output",
@@ -316,6 +317,7 @@ class Lease:
         "prompt_tokens",
         "reported_cached_tokens",
         "request",
+        "seen_s",
         "shared",
         "unread_tokens",
         "work_ns",
@@ -356,8 +358,9 @@ class Lease:
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
-        #: steps, seconds that they took, and whether prompts were read beside them.
-        self.evidence: tuple[float, float, bool] | None = None
+        #: steps, seconds that they took (0: it showed none), and whether prompts were read beside them.
+        self.expected_s = self.seen_s = 0.0
+        self.mixed = False
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False

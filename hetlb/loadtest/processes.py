@@ -1,27 +1,25 @@
 """Helper processes (engines, a proxy) that never outlive who started them.
 
 A process is up when it printed its ready line; leaving the context kills every process group,
-whatever happened; and on Linux the kernel kills them if this process is killed.
+whatever happened; and on Linux the kernel kills them if this process is killed (`child.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hetlb.errors import HetlbError
 
 READY_TIMEOUT_S = 120.0
-_PR_SET_PDEATHSIG = 1
 
 
 class HelperProcess:
@@ -35,13 +33,12 @@ class HelperProcess:
             # A process group of its own (Ctrl-C reaches us alone), but the same session: a session's
             # processes share one slice of the processors, and another session can starve them.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hetlb", *arguments],
+                [sys.executable, "-m", "hetlb.loadtest.child", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 process_group=0,
-                preexec_fn=_dies_with_parent(),
             )
 
     async def ready(self) -> None:
@@ -124,17 +121,3 @@ def helper_processes() -> Iterator[Helpers]:
             yield helpers
         finally:
             helpers.kill_all()
-
-
-def _dies_with_parent() -> Callable[[], None] | None:
-    """Ask Linux to kill this new process when its parent is gone, however it went."""
-    if sys.platform != "linux":
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # gone before we asked
-            os._exit(1)
-
-    return prepare

@@ -372,6 +372,10 @@ def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
 # --- the better forms of prefill ------------------------------------------------------------------------
 
 
+#: Times that measured as they should be are fitted after 30; times without any order never are.
+_MOST_EVALUATIONS = 300
+
+
 def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
     """`(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, weighted by 1/seconds; floor, a and b are not negative."""
     batch, length, seconds, passes = _arrays(points)
@@ -397,7 +401,7 @@ def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
                 sigma=seconds,
                 bounds=([1e-6, 1e-6, 1.0, 0.0], [np.inf, np.inf, 12.0, np.inf]),
                 method="trf",
-                max_nfev=5000,
+                max_nfev=_MOST_EVALUATIONS,
             )
         except RuntimeError as error:
             raise ProfileError(f"prefill: expected points that the p-norm form fits: {error}") from error

@@ -326,6 +326,7 @@ class ExchangeDriver(ABC):
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
         self.pools.sweep(now)
         self.drop_unused_pools()
+        self._totals.keep({target.name for target in self.targets()})
 
     # --- the end ---
 

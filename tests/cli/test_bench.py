@@ -61,7 +61,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "version": 1,
             "listen": {"port": 0},
             "admin": {"port": 0},
-            "scrape": {"interval_s": 0.05},  # every run waits for what the engines say before and after it
+            # Every run waits for what the engines say before and after it.
+            "scrape": {"interval_s": 0.05, "timeout_s": HANG_S},
+            "proxy": {"connect_timeout_s": HANG_S},  # turns are strict: no engine is skipped for being slow
             "models": [{"name": "m", "instances": [{"url": engine.urls[0]} for engine in engines]}],
         }
         config = tmp_path_factory.mktemp("fleet") / "fleet.yaml"

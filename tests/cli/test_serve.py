@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import HANG_S, free_port
@@ -59,10 +60,31 @@ def engine(start: Starter, *flags: str) -> str:
     return ready(start(*arguments, "--time-scale", "0.05", *flags))[0]
 
 
-def get(url: str) -> dict[str, object]:
+def get(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=HANG_S) as reply:
-        document: dict[str, object] = json.load(reply)
+        document: dict[str, Any] = json.load(reply)
         return document
+
+
+def proxy(start: Starter, *instances: str, up: int | None = None) -> tuple[subprocess.Popen[str], str, str]:
+    """A proxy in front of these addresses, and its own two, once `up` of them (all) are."""
+    flags = [word for instance in instances for word in ("--instance", instance)]
+    process = start("serve", *flags, "--port", "0", "--admin-port", "0")
+    url, admin = ready(process)
+    wait_until_up(admin, len(instances) if up is None else up)
+    return process, url, admin
+
+
+def wait_until_up(admin: str, count: int) -> None:
+    """A proxy listens after its first look at the engines, however little that has seen."""
+    known = 0
+    while known < count:
+        found = instances_of(admin)
+        known = sum(each["health"] == "up" and each["signal_age_s"] is not None for each in found)
+
+
+def instances_of(admin: str) -> list[dict[str, Any]]:
+    return [each for model in get(f"{admin}/v1/fleet")["models"] for each in model["instances"]]
 
 
 def ask(url: str, **fields: object) -> tuple[int, dict[str, object]]:
@@ -80,26 +102,20 @@ def _kv_cache_tokens() -> int | None:
 
 
 def test_addresses_alone_are_enough(start: Starter) -> None:
-    one, two = engine(start), engine(start)
-    process = start("serve", "--instance", one, "--instance", two, "--port", "0", "--admin-port", "0")
-    url, admin = ready(process)
-    assert [entry["id"] for entry in get(f"{url}/v1/models")["data"]] == ["m"]  # type: ignore[index, attr-defined]
+    _, url, admin = proxy(start, engine(start), engine(start))
+    assert [entry["id"] for entry in get(f"{url}/v1/models")["data"]] == ["m"]
     for _ in range(4):
         status, document = ask(url)
         assert status == 200
         assert document["usage"]["completion_tokens"] == 4  # type: ignore[index]
-    fleet = get(f"{admin}/v1/fleet")
-    instances = fleet["models"][0]["instances"]  # type: ignore[index]
+    instances = instances_of(admin)
     assert {each["kv_cache_tokens"] for each in instances} == {_kv_cache_tokens()}
     assert all(each[key] == 0 for each in instances for key in ("in_flight", "queued", "workload"))
 
 
 def test_an_instance_that_is_not_there_is_named_and_the_other_serves(start: Starter) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    process = start(
-        "serve", "--instance", dead, "--instance", engine(start), "--port", "0", "--admin-port", "0"
-    )
-    url, _ = ready(process)
+    process, url, _ = proxy(start, dead, engine(start), up=1)
     assert ask(url)[0] == 200
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=HANG_S)
@@ -122,8 +138,7 @@ def test_a_port_in_use_is_one_line(start: Starter) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_status_0(start: Starter, number: signal.Signals) -> None:
-    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
-    url, _ = ready(process)
+    process, url, _ = proxy(start, engine(start))
     assert ask(url)[0] == 200
     process.send_signal(number)
     process.communicate(timeout=HANG_S)
@@ -131,8 +146,7 @@ def test_a_signal_ends_it_with_status_0(start: Starter, number: signal.Signals) 
 
 
 def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
-    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
-    url, _ = ready(process)
+    process, url, _ = proxy(start, engine(start))
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 400, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=HANG_S) as reply:
@@ -146,8 +160,7 @@ def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
 
 
 def test_the_request_log_has_one_line_per_request(start: Starter) -> None:
-    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
-    url, _ = ready(process)
+    process, url, _ = proxy(start, engine(start))
     ask(url)
     ask(url, model="nobody\nknows=it")
     process.send_signal(signal.SIGINT)
@@ -206,8 +219,7 @@ def test_a_fleet_or_addresses_but_not_both(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
-    process = start("serve", "--instance", engine(start), "--port", "0", "--admin-port", "0")
-    ready(process)
+    process, _, _ = proxy(start, engine(start))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     assert not children.exists() or children.read_text() == ""
     os.kill(process.pid, signal.SIGKILL)
@@ -217,7 +229,8 @@ def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
 def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], str]:
     """Serve until told to stop; the predicted lengths of requests with answers of 64 tokens, and stderr."""
     process = start("serve", "--config", str(fleet))
-    url = ready(process)[0]
+    url, admin = ready(process)
+    wait_until_up(admin, 1)
     for _ in range(asked):
         status, answer = ask(url, max_tokens=64)
         assert status == 200, answer
@@ -237,7 +250,7 @@ def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path, work
     fleet.write_text(
         "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\npolicy: {state_file: state.json}\n"
         f"proxy: {{workers: {workers}}}\n"
-        f"models: [{{name: m, instances: [{{url: '{engine(start)}'}}]}}]\n"
+        f"models: [{{name: m, instances: [{{url: '{engine(start, '--time-scale', '0.01')}'}}]}}]\n"
     )
     cold, _ = predictions(start, fleet, 40)
     assert (cold[0], cold[-1] < 128) == (64, True)

@@ -1,6 +1,8 @@
 """The latency formulas agree with the sums they stand for, computed the long way."""
 
 import math
+import pickle
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.latency import (
+    DecodeTable,
     IterationRule,
     LatencyModel,
     MixedTerm,
@@ -134,3 +137,29 @@ def test_a_lower_bound_is_never_more_and_hardly_less(
 
 def test_a_model_without_a_better_prefill_is_its_own_lower_bound() -> None:
     assert MODEL.lower_bound() is MODEL
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> DecodeTable:
+    """Tables with few and many points, of small batches and of very large ones."""
+    batches = sorted(draw(st.sets(st.integers(1, 40) | st.integers(1, 100_000), min_size=2, max_size=12)))
+    steps = draw(st.lists(st.floats(0.0, 1.0), min_size=len(batches), max_size=len(batches)))
+    seconds = [0.01 + sum(steps[: i + 1]) for i in range(len(batches))]
+    return DecodeTable(1e-7, draw(st.floats(0.0, 1e-6)), tuple(batches), tuple(seconds))
+
+
+@given(tables(), st.floats(0.1, 120_000.0) | st.integers(1, 100_001).map(float), st.data())
+def test_a_table_gives_what_a_search_for_the_batch_does(
+    table: DecodeTable, batch: float, data: st.DataObject
+) -> None:
+    """To the last bit, between its points, on them and beyond both ends, also after a change of process."""
+    near = data.draw(st.sampled_from([-0.5, 0.0, 0.5])) + data.draw(st.sampled_from(table.batches))
+    for each in (batch, near):
+        i = min(max(1, bisect_left(table.batches, each)), len(table.batches) - 1)
+        (low, high), (low_s, high_s) = table.batches[i - 1 : i + 1], table.seconds[i - 1 : i + 1]
+        own_s = low_s + (each - low) * (high_s - low_s) / (high - low)
+        if each <= table.batches[0]:
+            own_s = table.seconds[0]
+        expected = (own_s, table.token_s + table.context_s / each)
+        assert table.step_line(each) == expected
+        assert pickle.loads(pickle.dumps(table)).step_line(each) == expected

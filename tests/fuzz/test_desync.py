@@ -13,19 +13,14 @@ from faults.engine import FaultEngine
 from faults.rig import in_process
 from fuzz.desync import DOCUMENT, INNER, Case, requests, responses
 from fuzz.readers import ANSWER_READERS, REQUEST_READERS
+from helpers import HANG_S
 
-#: All cases run at once: those that are well have to be through by then, and the others wait for it.
-PATIENCE_S = 3.0
 REQUESTS = requests()
 RESPONSES = responses()
-TABLES = {
-    "proxy": {
-        "head_timeout_s": PATIENCE_S,
-        "body_timeout_s": PATIENCE_S,
-        "first_byte_timeout_s": PATIENCE_S,
-        "idle_timeout_s": PATIENCE_S,
-    }
-}
+#: Patience of the proxy with messages that are to be refused: some of them wait for bytes that never come.
+#: What is to be read is whole, and the proxy has all the time that it needs for it.
+PATIENCE_S = {True: 1.0, False: HANG_S}
+TIMEOUTS = ("head_timeout_s", "body_timeout_s", "first_byte_timeout_s", "idle_timeout_s")
 
 
 class Recorder:
@@ -68,12 +63,15 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def proxy(folder: Path, recorder: Recorder) -> AsyncIterator[int]:
-    """A proxy in front of a recorder; its port."""
+async def proxy(folder: Path, recorder: Recorder, refused: bool) -> AsyncIterator[int]:
+    """A proxy in front of a recorder, for messages to be refused or read; its port."""
+    tables = {"proxy": dict.fromkeys(TIMEOUTS, PATIENCE_S[refused])}
+    folder = folder / str(refused)
+    folder.mkdir()
     server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
     async with FaultEngine(served="bg") as neighbour:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with in_process(folder, [], neighbour, TABLES, [url]) as rig:
+        async with in_process(folder, [], neighbour, tables, [url]) as rig:
             yield rig.port
     server.close()
     await server.wait_closed()
@@ -86,7 +84,7 @@ def test_there_are_enough() -> None:
 
 
 async def test_requests(tmp_path: Path) -> None:
-    """All at once, each on a connection of its own; where that stays open, an honest request follows."""
+    """Many at once, each on a connection of its own; where that stays open, an honest request follows."""
     recorder = Recorder()
     wrong: list[str] = []
 
@@ -114,8 +112,10 @@ async def test_requests(tmp_path: Path) -> None:
                 if (honest.status, b'"id":"m"' in honest.body) != (200, True):
                     wrong.append(f"{case.name}: the next answer is not its own: {honest.body[:60]!r}")
 
-    async with proxy(tmp_path, recorder) as port:
-        await asyncio.gather(*(one(number, case) for number, case in enumerate(REQUESTS)))
+    for refused in (True, False):
+        async with proxy(tmp_path, recorder, refused) as port:
+            numbered = [each for each in enumerate(REQUESTS) if each[1].refused is refused]
+            await asyncio.gather(*(one(number, case) for number, case in numbered))
     reached: set[bytes] = set()
     for kept in recorder.connections:
         readings = {name: read(bytes(kept)) for name, read in REQUEST_READERS.items()}
@@ -158,6 +158,8 @@ async def test_responses(tmp_path: Path) -> None:
         elif not case.refused and (not whole or status >= 400):
             wrong.append(f"{case.name}: expected an answer, got {status} {body!r}")
 
-    async with proxy(tmp_path, recorder) as port:
-        await asyncio.gather(*(one(number, case) for number, case in enumerate(RESPONSES)))
+    for refused in (True, False):
+        async with proxy(tmp_path, recorder, refused) as port:
+            numbered = [each for each in enumerate(RESPONSES) if each[1].refused is refused]
+            await asyncio.gather(*(one(number, case) for number, case in numbered))
     assert not wrong, "\n".join(wrong)

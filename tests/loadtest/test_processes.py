@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +31,43 @@ async def test_a_process_is_ready_at_its_address_and_gone_afterwards() -> None:
                 assert reply.status == 200
         with pytest.raises(aiohttp.ClientConnectorError):
             await session.get(f"{url}/health")
+
+
+PARENT = """
+import asyncio, sys
+from hetlb.loadtest.processes import Helpers
+from pathlib import Path
+
+async def main():
+    engine = Helpers(Path(sys.argv[1])).start("the engine", *sys.argv[2:])
+    await engine.ready()
+    print(engine._process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux ends the children of a process that was killed"
+)
+async def test_a_process_ends_with_its_parent_however_that_ended(tmp_path: Path) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path), *ENGINE, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    engine = os.pidfd_open(int(await parent.stdout.readline()))
+    try:
+        ended = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(engine, lambda: ended.done() or ended.set_result(None))
+        parent.send_signal(signal.SIGKILL)
+        await parent.wait()
+        await ended
+    finally:
+        asyncio.get_running_loop().remove_reader(engine)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+        os.close(engine)
 
 
 async def test_a_process_that_ended_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int)
     best = best_of_all(cluster)
     bound = flow_bound(cluster)
     assert best <= bound * (1.0 + 1e-9)
-    solved = solve(cluster, 30.0, bound)
+    solved = solve(cluster, math.inf, bound)
     assert solved.optimal
     assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
     if best > 0.0:
@@ -125,6 +126,15 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
     assert all(fits(cluster, candidate.placement) for candidate in runs[0].candidates)
     judged = [each.simulated for each in runs[0].candidates if each.simulated is not None]
     assert runs[0].best.simulated == max(judged)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -2.0])
+def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds: float) -> None:
+    """As where the solver has used all of the time."""
+    cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
+    found = Search(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0, clock=Steps()).run(seconds)
+    assert found.best.flow.tokens_per_s > 0.0
+    assert not found.interrupted
 
 
 def test_an_interrupt_leaves_the_best_so_far() -> None:

@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from proxy.memory import Proxy
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 
-from hetlb.core.types import EngineSample, Outcome
+from hetlb.core.types import EngineSample, InstanceRemoved, Outcome
+from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
@@ -201,6 +203,19 @@ async def test_a_stream_is_counted_in_every_histogram(tmp_path: Path) -> None:
     assert value(found, "hetlb_instance_predicted_seconds_total", server="i0") > 0
     # Two tokens of each of the last two answers, predicted from those before.
     assert value(found, "hetlb_predicted_output_ratio_sum", model="m") > 0
+
+
+def test_an_instance_that_left_is_forgotten_though_nothing_reads_the_page() -> None:
+    proxy = Proxy(None, None)
+    totals = proxy.driver.totals
+    try:
+        totals.tried_again("i1", Outcome.CONNECT_FAILED)
+        totals.tried_again("i2", Outcome.CONNECT_FAILED)
+        proxy.driver.change(InstanceRemoved("i1"))
+        proxy.loop.turn(SWEEP_S)
+        assert list(totals.instances) == ["i2"]
+    finally:
+        proxy.close()
 
 
 async def test_the_times_between_tokens(start: Callable[..., Any]) -> None:

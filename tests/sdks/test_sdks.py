@@ -21,6 +21,7 @@ import pytest
 from helpers import HANG_S
 
 import hetlb.demo
+from hetlb.loadtest.admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the SDKs
@@ -48,6 +49,12 @@ class Urls(NamedTuple):
     proxy: str
 
 
+async def up(admin_url: str) -> None:
+    """Wait until the proxy has heard of its engine: it may listen before."""
+    async with fleet_admin(admin_url) as admin:
+        await admin.idle()
+
+
 @pytest.fixture(scope="module")
 def urls() -> Iterator[Urls]:
     """An engine, and hetlb in front of it."""
@@ -62,6 +69,7 @@ def urls() -> Iterator[Urls]:
             "proxy", "serve", "--instance", engine.urls[0], "--port", "0", "--admin-port", "0"
         )
         asyncio.run(proxy.ready())
+        asyncio.run(up(proxy.urls[1]))
         yield Urls(engine.urls[0], proxy.urls[0])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helpers import free_port, turns_until
+from helpers import HANG_S, free_port, turns_until
 from stage.toy import make_worker
 
 from hetlb.config.stages import StagesTable, StageTable, resolve_stages
@@ -88,7 +88,7 @@ class Rig:
             write_event=self.events.append,
         )
         await self.coordinator.start()
-        assert await self.coordinator.wait_passable(10)
+        assert await self.coordinator.wait_passable(HANG_S)
         await until(lambda: len(self.coordinator.scheduler.ledgers) == len(self.stages))
 
     async def idle(self) -> None:

@@ -199,7 +199,7 @@ async def test_a_prompt_in_chunks_shares_batches_with_others(folder: Path) -> No
 async def test_a_coordinator_that_falls_silent_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.05)
+    monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.3)
     monkeypatch.setattr("hetlb.stage.channel.HEARTBEAT_S", 1000.0)
     async with rig(folder, "ac") as made:
         made.stages["c"].runner.gate.clear()  # no token comes, so nothing is sent

@@ -119,7 +119,7 @@ def paper_terms(
     )
 
 
-@mypyc_attr(acyclic=True)
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 

@@ -191,7 +191,10 @@ class Search:
         self._interrupted = False
 
     def run(self, seconds: float) -> Found:
-        """Search for so many seconds. Without any placement that has a flow, `candidates` is empty."""
+        """Search for so many seconds; without any left, what it would begin with is judged by estimate alone.
+
+        Without any placement that has a flow, `candidates` is empty.
+        """
         try:
             flow_share, estimate_share = _SHARES_ALONE if self._judge is None else _SHARES_JUDGED
             self._explore(seconds * flow_share / _ISLANDS, seconds * estimate_share / _ISLANDS)
@@ -270,7 +273,9 @@ class Search:
     def _anneal(
         self, layout: _Layout, score: Callable[[_Layout], float], seconds: float, heat: tuple[float, float]
     ) -> _Layout:
-        """Simulated annealing; returns the best layout met."""
+        """Simulated annealing; returns the best layout met, without any time the one given."""
+        if seconds <= 0.0:
+            return layout
         rng = self._rng
         began = self._clock()
         now_at = best_at = score(layout)

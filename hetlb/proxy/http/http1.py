@@ -289,6 +289,10 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
 
 
 _LENGTH_FIELD: Final = b"\ncontent-length: "
+#: As most clients write it: compared as it stands, it costs no lower-case copy.
+_TITLED_LENGTH_FIELD: Final = b"\nContent-Length: "
+#: Longer numbers are compared as they stand.
+_LONG: Final = 10**15
 #: Different heads that are known at most, then all are forgotten; longer ones are never remembered.
 MOST_KNOWN: Final = 256
 LONGEST_KNOWN_BYTES: Final = 4 << 10
@@ -314,11 +318,15 @@ class KnownHeads(Generic[Head]):
 
     def find(self, raw: bytes) -> tuple[Head, int | None]:
         """The parsed head and its length. Raises `GateError`."""
-        at = raw.find(b"ength: ") + 7
-        end = raw.find(b"\r", at) if at > len(_LENGTH_FIELD) else -1
-        digits = raw[at:end] if end > at else b""
+        at = end = raw.find(b"ength: ") + 7
+        said, size, digit = 0, len(raw), 0
+        if at > len(_LENGTH_FIELD):
+            # Digit by digit: compiled, a tenth of what `find`, `isdigit` and `int` cost.
+            while end < size and 0x30 <= (digit := raw[end]) <= 0x39 and said < _LONG:
+                said = said * 10 + digit - 0x30
+                end += 1
         # Anything but the usual spelling of a plain number is compared as it stands.
-        if not digits.isdigit() or digits[0] == 0x30 or end - at > 15 or not _begins_length(raw, at):
+        if digit != 0x0D or end == at or raw[at] == 0x30 or said >= _LONG or not _begins_length(raw, at):
             found = self._whole.get(raw)
             if found is None:
                 found = self._parse(raw)
@@ -329,10 +337,10 @@ class KnownHeads(Generic[Head]):
         rest = raw[:at] + raw[end:]
         head = self._sized.get(rest)
         if head is not None:
-            return head, int(digits)
+            return head, said
         head, length = self._parse(raw)
         # Else it was said of a body that never comes.
-        if length == int(digits) and len(raw) <= LONGEST_KNOWN_BYTES:
+        if length == said and len(raw) <= LONGEST_KNOWN_BYTES:
             self._make_room()
             self._sized[rest] = head
         return head, length
@@ -345,7 +353,8 @@ class KnownHeads(Generic[Head]):
 
 def _begins_length(raw: bytes, at: int) -> bool:
     """True if the value that begins at `at` is that of a Content-Length."""
-    return raw[at - len(_LENGTH_FIELD) : at].lower() == _LENGTH_FIELD
+    field = raw[at - len(_LENGTH_FIELD) : at]
+    return field in (_TITLED_LENGTH_FIELD, _LENGTH_FIELD) or field.lower() == _LENGTH_FIELD
 
 
 #: A request body may have so many chunks of any size; the others hold so many bytes on average.

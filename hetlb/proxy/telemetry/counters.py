@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final
 
 from hetlb.core.types import Lease, Outcome
@@ -199,6 +200,11 @@ class Totals:
             totals = self.instances[name] = InstanceTotals()
         return totals
 
+    def keep(self, names: Set[str]) -> None:
+        """Forget the instances that are not among these: they left."""
+        for name in self.instances.keys() - names:
+            del self.instances[name]
+
     def account(self, tenant: str | None, model: str) -> AccountTotals:
         """Use of a model by a tenant."""
         key = (tenant or "", model)
@@ -229,9 +235,8 @@ class Totals:
         if lease.shared is not None:
             prompts = lease.request.sequences // max(1, lease.request.samples)
             instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
-        if lease.evidence is not None:
-            expected_s, seen_s, mixed = lease.evidence
-            instance.decoded(expected_s, seen_s, mixed)
+        if lease.seen_s > 0.0:
+            instance.decoded(lease.expected_s, lease.seen_s, lease.mixed)
 
     def finished(self, record: RequestRecord, served: bool) -> None:
         """Count an ended request; `served` says whether the fleet serves its model."""

@@ -410,10 +410,8 @@ class MetricsPage:
 
     def _forget(self, names: set[str]) -> None:
         """Drop what belongs to instances that left."""
-        for known in (self._labels, self._source.totals.instances):
-            if len(known) > len(names):
-                for name in known.keys() - names:
-                    del known[name]
+        for name in self._labels.keys() - names:
+            del self._labels[name]
 
 
 @dataclass(frozen=True, slots=True)
