@@ -27,7 +27,7 @@ async def test_sequences_are_spread_and_each_engine_has_its_series(start: Start)
     """Ten sequences on three engines of two places: six run, four wait, every family has three series."""
     engine = await start(make_profile(max_num_seqs=2), time_scale=1.0, data_parallel_size=3)
     async with await Client.connect(engine.url) as client:
-        client.send("POST", COMPLETIONS, {**LONG, "n": 10})
+        client.send("POST", COMPLETIONS, {**LONG, "max_tokens": 4000, "n": 10})
         async with asyncio.timeout(HANG_S):
             while parse(text := await page(engine.url)).running != 6:
                 pass

@@ -114,9 +114,12 @@ class Checker:
         executions: Counter[str] = Counter()
         for engine in self._engines:
             executions += engine.executions
+        # An engine may take a connection for open whose other end is closed, until it has had its turn.
+        descriptors = self._foreign_descriptors()
+        ended = outcomes(await metrics(self._admin_port))
         return Snapshot(
-            outcomes(await metrics(self._admin_port)),
-            self._foreign_descriptors(),
+            ended,
+            max(descriptors, self._foreign_descriptors()),
             self._foreign_tasks() if self._own_process else 0,
             executions,
         )

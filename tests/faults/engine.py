@@ -473,10 +473,10 @@ _status("404", b"404 Not Found")
 _status("413", b"413 Content Too Large")
 _status("422", b"422 Unprocessable")
 _status("429", b"429 Too Many Requests")
-_status("429-retry-after", b"429 Too Many Requests", b"retry-after: 7\r\n")
+_status("429-retry-after", b"429 Too Many Requests", b"retry-after: 60\r\n")
 _status("500", b"500 Internal Server Error")
 _status("503", b"503 Service Unavailable")
-_status("503-retry-after", b"503 Service Unavailable", b"retry-after: 7\r\n")
+_status("503-retry-after", b"503 Service Unavailable", b"retry-after: 60\r\n")
 _status("redirect", b"307 Temporary Redirect", b"location: http://169.254.169.254/latest/\r\n")
 
 

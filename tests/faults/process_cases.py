@@ -49,7 +49,7 @@ async def not_ready(rig: Process) -> None:
 async def told_to_end(launcher: Launcher) -> None:
     """What ends within the grace period is whole; what does not is told so; then status 0."""
     engine = launcher.engines[0]
-    engine.pace_s, engine.length = 0.02, 50
+    engine.pace_s, engine.length = 0.02, 25
     async with launcher.process() as rig, contextlib.AsyncExitStack() as stack:
         ends = await streaming(rig, stack, 20)
         engine.mode = "endless"
@@ -59,7 +59,7 @@ async def told_to_end(launcher: Launcher) -> None:
         await not_ready(rig)
         for each, begun in ends:
             assert (await each.rest(begun)).done
-            assert begun.tokens(begun.label) == 50  # type: ignore[attr-defined]
+            assert begun.tokens(begun.label) == 25  # type: ignore[attr-defined]
         await client.rest(answer)
         assert answer.honest
         assert "shutting down" in answer.error["message"]

@@ -25,9 +25,9 @@ from faults.checker import Checker, Snapshot, fleet, metrics, until
 from faults.client import Answer, Client, body_of, get, request
 from faults.engine import FaultEngine
 from helpers import HANG_S
+from proxy.services import PatientService
 
 from hetlb.config.fleet import load_fleet
-from hetlb.proxy.service import Service
 
 BACKGROUND = 50
 
@@ -135,6 +135,10 @@ class Rig:
     async def metric(self, name: str, labels: str = "") -> float:
         """One value of the metrics page; 0 if it is not there."""
         return (await metrics(self.admin_port)).get((name, labels), 0.0)
+
+    async def ejections(self, name: str) -> int:
+        """How often an instance was ejected."""
+        return int(await self.metric("hetlb_instance_ejections_total", f'server="{name}"'))
 
     async def set_state(self, name: str, state: str) -> None:
         """ready, drain or maint."""
@@ -250,7 +254,7 @@ async def in_process(
     path.write_text(
         yaml.safe_dump(fleet_file(urls or [engine.url for engine in made], neighbour.url, tables))
     )
-    service = Service(load_fleet(path))
+    service = PatientService(load_fleet(path))
     try:
         await service.start()
         rig = Rig(folder, made, neighbour, service.address[1], service.admin.address[1])

@@ -11,6 +11,7 @@ from faults.client_cases import gone_in
 from faults.engine import Visit, mode
 from faults.rig import Rig
 from faults.upstream_cases import QUIET
+from helpers import HANG_S
 from proxy.upstreams import plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -74,6 +75,7 @@ def session(rig: Rig) -> connect:
     return connect(
         f"ws://127.0.0.1:{rig.port}/v1/realtime?model=m",
         additional_headers={"x-request-id": "q"}, ping_interval=None, close_timeout=0.1,
+        open_timeout=HANG_S,
     )  # fmt: skip
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from faults.cases import case
+from faults.cases import PATIENCE_S, case
 from faults.client import body_of, request
 from faults.engine import ERROR_EVENT, MODES, Visit, mode
 from faults.rig import Rig
 from faults.upstream_cases import QUIET, whole
 from proxy.upstreams import SSE_HEAD, chunk, plain
 
-#: A lease so short that a case can wait for it.
-SHORT = {"connector": "nixl", "lease_s": 1.0}
+#: A lease so short that a case can wait for it, and longer than a prompt takes on a busy machine.
+SHORT = {"connector": "nixl", "lease_s": 3.0}
 LONG = {"connector": "nixl", "lease_s": 60.0}
 
 
@@ -200,7 +200,7 @@ async def prefill_is_gone(rig: Rig) -> None:
     outcomes={"ok": 1},
     modes=PAIR,
     kv_transfer=LONG,
-    proxy={"first_byte_timeout_s": 1.0},
+    proxy={"first_byte_timeout_s": PATIENCE_S},
 )
 async def prefill_hangs(rig: Rig) -> None:
     await good(rig, "pair-hangs", 2)

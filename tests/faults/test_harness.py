@@ -36,7 +36,8 @@ async def test_what_is_left_behind_is_noticed(tmp_path: Path, monkeypatch: pytes
         checker = Checker(rig.admin_port, (*made, neighbour), own_process=True)
         before = await checker.snapshot()
         made[0].mode = "held"
-        async with Client(rig.port) as client:
+        # More than come and go by themselves.
+        async with Client(rig.port) as client, Client(rig.port), Client(rig.port):
             client.send(request("q", body_of("q")))
             await made[0].visit()
             with pytest.raises(AssertionError, match=r"not at rest: .*i0\.in_flight"):
@@ -44,11 +45,12 @@ async def test_what_is_left_behind_is_noticed(tmp_path: Path, monkeypatch: pytes
             made[0].released.set()
             assert (await client.answer()).done
             with pytest.raises(AssertionError, match="left behind: descriptors"):
-                await checker.back_to(before)  # the client's own connection
-        task = asyncio.create_task(asyncio.sleep(60))
+                await checker.back_to(before)  # the clients' own connections
+        tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(5)]
         with pytest.raises(AssertionError, match=r"left behind: .*tasks"):
             await checker.back_to(before)
-        task.cancel()
+        for task in tasks:
+            task.cancel()
         now = await checker.back_to(before)
         check_requests(rig, before, now, None, 1)
         with pytest.raises(AssertionError, match="2 requests, but 1 outcomes"):

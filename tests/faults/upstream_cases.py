@@ -229,7 +229,7 @@ def busy(status: str) -> None:
     async def with_retry_after_everywhere(rig: Rig) -> None:
         label = rig.label()
         answer = await rig.ask(runs=2, label=label)
-        assert (answer.status, answer.header("retry-after")) == (int(status), "7")
+        assert (answer.status, answer.header("retry-after")) == (int(status), "60")
         assert rig.runs(label) == 2
 
     @case("U7", f"{status}-ranked-last", engines=2, outcomes={"ok": 6})
@@ -269,7 +269,7 @@ no_http("U19", "redirect")
 async def nonsense_counts(rig: Rig) -> None:
     answers = [await rig.ask() for _ in range(11)]
     assert [answer.status for answer in answers].count(502) == 5
-    assert await rig.health("i0") == "ejected"
+    assert await rig.ejections("i0") == 1
 
 
 @case("U9", "drip-head", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": PATIENCE_S})

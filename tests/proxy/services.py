@@ -19,7 +19,7 @@ from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
 from hetlb.config.fleet import load_fleet
 from hetlb.core.instance import Instance
 from hetlb.core.types import Health
-from hetlb.proxy.service import FIRST_ROUND_S, Service
+from hetlb.proxy.service import Service
 
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 
@@ -76,13 +76,10 @@ class Engine(Upstream):
 
 
 class PatientService(Service):
-    """A service whose first look at its engines ends when it has seen them all, on a busy machine too."""
+    """A service whose first look at its fleet ends when it has seen all of it, on a busy machine too."""
 
     async def _first_look(self, most_s: float = HANG_S) -> None:
         await super()._first_look(most_s)
-
-    async def _discover(self, most_s: float) -> None:
-        await super()._discover(min(most_s, FIRST_ROUND_S))  # a source may never answer
 
 
 class Reply:

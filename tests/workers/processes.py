@@ -116,7 +116,7 @@ class Serving:
             return Reply(reply.status, reply.headers, await reply.read())
 
     async def metric(self, line: str) -> float:
-        """The value of a series, 0 where it is not there."""
+        """The value of a series as the processes have told within a second, 0 where it is not there."""
         text = (await self.admin("/metrics")).body.decode()
         found = re.search(rf"^{re.escape(line)} (.+)$", text, re.MULTILINE)
         return 0.0 if found is None else float(found[1])

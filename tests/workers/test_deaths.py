@@ -142,7 +142,7 @@ async def test_the_scheduler_process_is_killed_under_load(serve: Serve, tmp_path
         await asyncio.gather(*(each.task for each in streams))
         assert {(each.status, each.whole) for each in streams} == {(200, True)}
         await proxy.fleet_until(at_rest)
-        assert await proxy.metric('hetlb_requests_total{outcome="ok",phase="stream"}') == len(streams)
+        await proxy.metric_until('hetlb_requests_total{outcome="ok",phase="stream"}', len(streams))
 
 
 @pytest.mark.parametrize("times", TIMES)
@@ -184,7 +184,7 @@ async def test_a_relay_that_hangs_is_replaced(serve: Serve) -> None:
         await proxy.metric_until(f'hetlb_worker_up{{worker="{name}"}}', 0.0)
         await proxy.said("it is killed")
         await proxy.metric_until(f'hetlb_worker_up{{worker="{name}"}}', 1.0)
-        assert await proxy.metric(f'hetlb_worker_hangs_total{{worker="{name}"}}') == 1
+        await proxy.metric_until(f'hetlb_worker_hangs_total{{worker="{name}"}}', 1)
         assert {reply.status for reply in await proxy.both_serve()} == {200}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from helpers import HANG_S
 from proxy.services import Engine, document
 from proxy.test_limits import keys
@@ -23,33 +26,37 @@ async def ask(proxy: Serving, number: int = 0) -> Any:
 
 
 async def test_requests_and_tokens_are_counted_for_all_relays(serve: Serve, tmp_path: Path) -> None:
-    limits = {"requests_per_minute": 40}, {"tokens_per_minute": 400}
+    # Few enough that a busy machine is through with them within the minute.
+    limits = {"requests_per_minute": 20}, {"tokens_per_minute": 200}
     async with Engine() as engine:
         proxy = await serve(fleet_with_keys(engine, tmp_path, *({"limits": each} for each in limits), {}))
-        replies = [await ask(proxy) for _ in range(41)]
-        assert [each.status for each in replies] == [200] * 40 + [429]
+        replies = [await ask(proxy) for _ in range(21)]
+        assert [each.status for each in replies] == [200] * 20 + [429]
         left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in replies]
-        assert left == [*range(39, -1, -1), 0]
-        # The kernel deals connections out at random: forty at one of two relays never happens.
-        assert len({worker_of(each) for each in replies[:40]}) == 2
+        assert left == [*range(19, -1, -1), 0]
+        # The kernel deals connections out at random: twenty at one of two relays never happens.
+        assert len({worker_of(each) for each in replies[:20]}) == 2
         assert replies[-1].json["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(replies[-1].headers["retry-after"]) <= 61
         assert replies[-1].headers["x-should-retry"] == "true"
-        assert len(engine.asked) == 40
+        assert len(engine.asked) == 20
         # 100 tokens of prompt and 50 of answer are reserved, 5 are used: what is settled in between counts.
-        for n in range(20):
+        for n in range(8):
             await proxy.fleet_until(at_rest)  # the end of an answer reaches the count after its last byte
             reply = await ask(proxy, 1)
             assert reply.status == 200, n
-        assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 400 - 19 * 5 - 150
+        assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 200 - 7 * 5 - 150
         assert "x-ratelimit-limit-requests" not in (await ask(proxy, 2)).headers
         # A reload raises the limit and forgets nothing.
-        keys(tmp_path, {"limits": {"requests_per_minute": 41}}, {}, {})
+        keys(tmp_path, {"limits": {"requests_per_minute": 21}}, {}, {})
         assert (await proxy.admin("/v1/reload", "POST")).status == 200
         assert [(await ask(proxy)).status for _ in range(2)] == [200, 429]
         # Requests beyond the limit are of the key's account.
-        usage = (await proxy.admin("/v1/usage")).json["usage"]
-        assert {each["tenant"]: each["requests"] for each in usage} == {"t0": 43, "t1": 20, "t2": 1}
+        requests: dict[str, int] = {}
+        async with asyncio.timeout(HANG_S):
+            while requests != {"t0": 23, "t1": 8, "t2": 1}:  # of each relay as far as it has told
+                usage = (await proxy.admin("/v1/usage")).json["usage"]
+                requests = {each["tenant"]: each["requests"] for each in usage}
 
 
 async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, tmp_path: Path) -> None:
@@ -70,7 +77,7 @@ async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, 
             elif how == "relay killed":
                 relays = proxy.relays
                 for pid in relays:
-                    await asyncio.create_subprocess_exec("kill", "-9", str(pid))
+                    os.kill(pid, signal.SIGKILL)
             else:
                 engine.released.set()
             await asyncio.gather(*asking, return_exceptions=True)
@@ -79,7 +86,7 @@ async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, 
             served: set[str] = set()
             async with asyncio.timeout(HANG_S):
                 while len(served) < 2:  # relays' successors may not be there yet
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, aiohttp.ClientError):
                         reply = await ask(proxy)
                         assert reply.status == 200, how
                         served.add(worker_of(reply))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy.conftest import turns_until
+from helpers import HANG_S, turns_until
 from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_kubernetes import Seen, pod
 
@@ -43,7 +43,7 @@ async def watching(cluster: Cluster, **fields: Any) -> AsyncIterator[Seen]:
     async with serving(cluster.handle) as url:
         seen = Seen()
         sources = Sources([InferencePoolSource(table(url, **fields), Path())], seen)
-        await sources.start(10)
+        await sources.start(HANG_S)
         try:
             yield seen
         finally:
@@ -111,6 +111,7 @@ async def test_a_cluster_without_pools_is_told_of_and_asked_again(caplog: pytest
         seen = Seen()
         sources = Sources([InferencePoolSource(table(url), Path())], seen)
         await sources.start(0.2)
+        await turns_until(lambda: "inferencepools answers 404" in caplog.text)
         assert seen.times == 0
         await sources.close()
     assert "inferencepools answers 404: not found; what it gave last stays" in caplog.text
@@ -135,7 +136,7 @@ async def test_priorities_are_those_of_the_pools_objectives() -> None:
     async with serving(cluster.handle) as url:
         seen = Seen()
         sources = Sources([ObjectiveSource(table(url), Path(), take)], seen)
-        await sources.start(10)
+        await sources.start(HANG_S)
         await turns_until(lambda: known == {"critical": 10, "batch": -1})
         await kind.put(objective("batch", "qwen", priority=-7))
         await kind.delete("critical")

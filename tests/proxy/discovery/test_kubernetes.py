@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import turns_until
+from helpers import HANG_S, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.discovery.conftest import ApiServer
@@ -62,7 +62,7 @@ async def watching(url: str, **table: Any) -> AsyncIterator[Seen]:
     seen = Seen()
     source = KubernetesSource(KubernetesTable(api_server=url, namespace="prod", **table), Path())
     sources = Sources([source], seen)
-    await sources.start(10)
+    await sources.start(HANG_S)
     yield seen
     await sources.close()
 
