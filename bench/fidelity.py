@@ -9,7 +9,7 @@ times are those at the proxy. Exit status 1 if a request failed or a median is a
 
 `.venv/bin/python bench/fidelity.py` (about 12 minutes on two idle cores) writes bench/results/fidelity.json
 and its table into docs/evidence-fidelity.md; `--emulated` puts `hetlb engine` in the place of vLLM, which
-shows what the bench and the machine alone are good for (fidelity-emulated.json).
+shows what the bench and the machine alone are good for, and writes fidelity-emulated.json alone.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> int:
     out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     text = show(document)
     print(text)
-    if args.out is None:
+    if args.out is None and not args.emulated:
         write_block(name, text)
     return verdict(document)
 
