@@ -167,8 +167,9 @@ async def run(count: int, seed: int, folder: Path, *, only: int | None = None) -
     tables = {
         "proxy": {
             "head_timeout_s": LIMIT_S, "body_timeout_s": LIMIT_S, "keepalive_timeout_s": LIMIT_S,
-            "write_timeout_s": LIMIT_S,
-        }
+            "write_timeout_s": LIMIT_S, "connect_timeout_s": HANG_S,
+        },
+        "scrape": {"timeout_s": HANG_S},  # the engine is well: however slow this machine is
     }  # fmt: skip
     async with FaultEngine() as engine, FaultEngine(served="bg") as neighbour:
         tap = Wiretap(engine)

@@ -65,7 +65,8 @@ class Recorder:
 @contextlib.asynccontextmanager
 async def proxy(folder: Path, recorder: Recorder, refused: bool) -> AsyncIterator[int]:
     """A proxy in front of a recorder, for messages to be refused or read; its port."""
-    tables = {"proxy": dict.fromkeys(TIMEOUTS, PATIENCE_S[refused])}
+    limits = dict.fromkeys(TIMEOUTS, PATIENCE_S[refused])
+    tables = {"proxy": {**limits, "connect_timeout_s": HANG_S}, "scrape": {"timeout_s": HANG_S}}
     folder = folder / str(refused)
     folder.mkdir()
     server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
