@@ -68,9 +68,11 @@ async def stream(running: Any) -> None:
         b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-type: application/json\r\n"
     )
     writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-    assert b"[DONE]" in await reader.read()
-    writer.close()
-    await writer.wait_closed()
+    try:
+        assert b"[DONE]" in await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 # --- histograms ---
@@ -233,16 +235,20 @@ async def test_the_times_between_tokens(start: Callable[..., Any]) -> None:
         proxy = await start(engine.url)
         asking = asyncio.create_task(stream(proxy))
         counted = proxy.driver.totals.model("m").gaps
-        # One read each: the next token is sent when the last one was counted.
-        for number in range(4):
-            await turns_until(
-                lambda number=number: (
-                    [each.tokens_so_far for each in proxy.driver.exchanges.values()] == [number + 1]
+        try:
+            # One read each: the next token is sent when the last one was counted.
+            for number in range(4):
+                await turns_until(
+                    lambda number=number: (
+                        [each.tokens_so_far for each in proxy.driver.exchanges.values()] == [number + 1]
+                    )
                 )
-            )
-            assert counted.figures()[1][-1] == number
-            gate.set()
-        await asking
+                assert counted.figures()[1][-1] == number
+                gate.set()
+            await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
         assert counted.figures()[1][-1] == 3
 
 
