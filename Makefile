@@ -31,7 +31,7 @@ COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults t
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60
 
-.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -78,12 +78,13 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-vllm: .venv/.dev
+install-vllm:
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+
+test-vllm: .venv/.dev install-vllm
 	$(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
 
-test-vllm-slow: .venv/.dev
-	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+test-vllm-slow: .venv/.dev install-vllm
 	$(BIN)/python -m pytest -m 'vllm and slow' tests/vllm
 
 .venv/.build: pyproject.toml | .venv/bin/python
@@ -120,8 +121,7 @@ test-sdks: .venv-sdks/.done
 mutation: .venv/.dev
 	$(BIN)/python bench/mutation/run.py
 
-bench: .venv/.dev
-	PYTHON=$(PYTHON) bash tests/vllm/install.sh
+bench: .venv/.dev install-vllm
 	$(BIN)/python bench/vllm_pair.py
 
 bench-proxies: .venv/.run

@@ -46,6 +46,7 @@ COMPILED = (
     ),
     *(f"pick/{name}.py" for name in ("calls", "driver", "grpc_call", "http2", "stream")),
     *(f"sim/{name}.py" for name in ("adapters", "block_pool", "engine", "fleet", "prefix")),
+    "workers/channel.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

@@ -3,8 +3,8 @@
 `python bench/workers_balance.py [--workers 4] [--rounds 3]` starts two engines of unequal speed (those of the
 demo) and, over both, hetlb with one worker and with N. Every round sends each of them the same load: all
 requests at once, and random arrivals at RATE, after a warm-up in which each learns the lengths. Prints
-each run, then the medians: tokens/s of N against one, and by how many points the share of the faster engine
-(of output tokens) differs. Writes `bench/results/workers-balance.json`.
+each run, then the medians: tokens/s and p99 (TTFT, E2E) of N against one, and by how many points the share
+of the faster engine (of output tokens) differs. Writes `bench/results/workers-balance.json`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ async def _measure(args: argparse.Namespace, helpers: Helpers, data: Path) -> di
                     )
     told = {load: _compare(runs, load, args.workers) for load in loads}
     for load, each in told.items():
-        print(f"{load}: throughput x {each['throughput']:.3f}, share {each['share_points']:+.1f} points")
+        print(
+            f"{load}: throughput x {each['throughput']:.3f}, p99 TTFT x {each['p99_ttft']:.3f},"
+            f" p99 E2E x {each['p99_e2el']:.3f}, share {each['share_points']:+.1f} points"
+        )
     return {
         "command": "python bench/workers_balance.py " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
@@ -127,10 +130,14 @@ def _compare(runs: list[dict[str, Any]], load: str, workers: int) -> dict[str, f
     """Medians over the rounds of N against one, each pair of the same round."""
     mine = {(run["round"], run["workers"]): run for run in runs if run["load"] == load}
     pairs = [(mine[number, workers], mine[number, 1]) for number, count in mine if count == 1]
+
+    def ratio(figure: str) -> float:
+        return statistics.median(many[figure] / one[figure] for many, one in pairs)
+
     return {
-        "throughput": statistics.median(
-            many["total_token_throughput"] / one["total_token_throughput"] for many, one in pairs
-        ),
+        "throughput": ratio("total_token_throughput"),
+        "p99_ttft": ratio("p99_ttft_ms"),
+        "p99_e2el": ratio("p99_e2el_ms"),
         "share_points": statistics.median(100.0 * (many["share"] - one["share"]) for many, one in pairs),
     }
 

@@ -30,8 +30,8 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 from hetlb.workers import protocol
 from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
-from hetlb.workers.protocol import Ended, FirstToken, FromRelay, FromScheduler, Hello, arrival_of
-from hetlb.workers.relay_driver import ID_BITS
+from hetlb.workers.protocol import Ended, FirstToken, FromRelay, FromScheduler, Hello
+from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
 REQUESTS = 10_000

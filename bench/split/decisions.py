@@ -1,8 +1,9 @@
 """Cost of a decision that may split a request, against one that may not: `python bench/split/decisions.py`.
 
-Microseconds, medians over a simulation at half load, interpreted or compiled; both choices are made of every
-request, in the same state. Half of the instances read faster and the other half decode faster, so that pairs
-are worth weighing.
+Microseconds, medians over a simulation at half load, interpreted or compiled: the choice alone, made in both
+ways for every request in the same state, and whole arrivals (prediction, choice, booking) in two simulations
+of which one splits. Half of the instances read faster and the other half decode faster, so that pairs are
+worth weighing.
 """
 
 from __future__ import annotations
@@ -11,56 +12,83 @@ import argparse
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from per_request import H20, L40S, lengths, plan, profile_of, simulation
 
-from hetlb.core.types import Role
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Command, Request, Role
+from hetlb.sim.fleet import FleetSimulation
 
 SIZES = (2, 4, 8, 16, 64)
 
 
-class Timed:
-    """A scheduler whose arrivals are chosen for in both ways first, timed; it learns nothing from that."""
+class Timed(FleetSimulation):
+    """A simulation whose arrivals are timed."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.arrival_s: list[float] = []
+
+    def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
+        began = time.perf_counter()
+        commands = scheduler.on_arrival(request, self._now)
+        self.arrival_s.append(time.perf_counter() - began)
+        return commands
+
+
+class Chosen(FleetSimulation):
+    """A simulation whose requests are chosen for in both ways first, timed; it learns nothing from that."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.ordinary_s: list[float] = []
         self.split_s: list[float] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def on_arrival(self, request: Any, now: float) -> Any:
-        self._time(request, now)
-        return self._scheduler.on_arrival(request, now)
-
-    def _time(self, request: Any, now: float) -> None:
-        scheduler = self._scheduler
+    def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
-        ctx = placement.context(request, scheduler.predictor.predict(request), 0, now, None)
-        policy, transfers, mix = placement.policy, scheduler._holds.transfers, ctx.demand.mix
+        ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._now, None)
+        policy, transfers = placement.policy, scheduler._holds.transfers
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
-        share = mix.split_share
         began = time.perf_counter()
         policy.choose(ctx, parts)
         between = time.perf_counter()
         policy.choose_split(ctx, parts, transfers, True)
         self.split_s.append(time.perf_counter() - between)
         self.ordinary_s.append(between - began)
-        mix.split_share = share
+        return scheduler.on_arrival(request, self._now)
 
 
-def measure(instances: int, requests: int) -> tuple[float, float, float]:
-    """Median microseconds of the ordinary choice and of the other, and the share of split requests."""
+@dataclass(frozen=True)
+class Costs:
+    """Median microseconds without and with splitting, and the share of requests that were split."""
+
+    choice: tuple[float, float]
+    arrival: tuple[float, float]
+    share: float
+
+
+def median_us(seconds: list[float]) -> float:
+    return 1e6 * statistics.median(seconds)
+
+
+def measure(instances: int, requests: int) -> Costs:
+    """Costs with so many instances."""
     profiles = [profile_of(name) for name in (L40S, H20) * (instances // 2)]
     rng = random.Random(instances)
     planned = plan(lengths("chat", requests, rng), 3.0 * instances, rng)
-    run: Any = simulation(profiles, [Role.BOTH] * instances, 12e9, planned)
-    timed = run.scheduler = Timed(run.scheduler)
-    result = run.run()
-    ordinary_s, split_s = statistics.median(timed.ordinary_s), statistics.median(timed.split_s)
-    return 1e6 * ordinary_s, 1e6 * split_s, result.transfers / requests
+    mixed = [Role.BOTH] * instances
+    chosen: Any = simulation(profiles, mixed, 12e9, planned, Chosen)
+    whole: Any = simulation(profiles, None, 12e9, planned, Timed)
+    split: Any = simulation(profiles, mixed, 12e9, planned, Timed)
+    whole.run()
+    split.run()
+    return Costs(
+        share=chosen.run().transfers / requests,
+        choice=(median_us(chosen.ordinary_s), median_us(chosen.split_s)),
+        arrival=(median_us(whole.arrival_s), median_us(split.arrival_s)),
+    )
 
 
 def main() -> None:
@@ -69,10 +97,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=800)
     args = parser.parse_args()
     for instances in SIZES:
-        ordinary, split, share = measure(instances, args.requests)
+        costs = measure(instances, args.requests)
+        (choice, split), (arrival, split_arrival) = costs.choice, costs.arrival
         print(
-            f"{instances:3d} instances, {share:.0%} split: {ordinary:6.1f} and {split:6.1f} us, "
-            f"ratio {split / ordinary:.2f}",
+            f"{instances:3d} instances, {costs.share:.0%} split: choice {choice:6.1f} and {split:6.1f} us, "
+            f"ratio {split / choice:.2f}; arrival {arrival:6.1f} and {split_arrival:6.1f} us, "
+            f"ratio {split_arrival / arrival:.2f}",
             flush=True,
         )
 

@@ -116,8 +116,9 @@ def simulation(
     roles: Sequence[Role] | None,
     bandwidth: float,
     requests: list[PlannedRequest],
+    kind: type[FleetSimulation] = FleetSimulation,
 ) -> FleetSimulation:
-    """A simulation; without `roles` nothing is split."""
+    """A simulation of a `kind`; without `roles` nothing is split."""
     link = KvTransfer(Connector.NIXL, 30.0, KV_BYTES, bandwidth, 0.005)
     specs, engines = [], {}
     for i, profile in enumerate(profiles):
@@ -134,7 +135,7 @@ def simulation(
         lengths=LengthDistribution([each.output_tokens for each in requests]),
         initial_health=Health.UP,
     )
-    return FleetSimulation(setup, engines, requests, model=MODEL)
+    return kind(setup, engines, requests, model=MODEL)
 
 
 def run(

@@ -141,10 +141,6 @@ class _Slots:
 MIX_REQUESTS: Final = 1000.0
 #: An instance's speed is computed again when the mean request has changed by more than this share.
 _MIX_CHANGE: Final = 0.02
-#: Pairs are used while they are better for this share of requests, by the newest so many: where they seldom
-#: are, they gain nothing.
-_SPLIT_SHARE: Final = 0.125
-_SPLIT_REQUESTS: Final = 64.0
 #: Sequences of instances that are known again.
 _MOST_FLEETS: Final = 128
 
@@ -234,16 +230,15 @@ class Mix:
     `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
     left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is what prompts of one
     sequence took of a KV cache and `read` what of them had to be computed, in the mean: less than `prompt`
-    where they begin alike. `split_share`: of requests that may be split, those for which that is better.
+    where they begin alike.
     """
 
     __slots__ = (
         "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "_residual_weight",
-        "booked", "count", "long", "output", "prompt", "read", "residual", "split_share",
+        "booked", "count", "long", "output", "prompt", "read", "residual",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.split_share = 0.0
         self.booked = self.read = 0.0
         self._bookings = 0
         self.prompt = self.output = self.long = self.residual = 0.0
@@ -299,11 +294,6 @@ class Mix:
     def size(self) -> float:
         """Size of the mean request: see `size_of`."""
         return PROMPT_WEIGHT * self.prompt + self.output
-
-    def splits(self, better: bool) -> bool:
-        """Count a request for which a pair is better, or is not. True if that is so for enough of them."""
-        self.split_share += ((1.0 if better else 0.0) - self.split_share) / _SPLIT_REQUESTS
-        return self.split_share >= _SPLIT_SHARE
 
     def speed(self, instance: Instance) -> float:
         """Sizes per second that an instance does of the mean request, its batch full."""

@@ -51,20 +51,41 @@ class Mark(PickleByFields):
         self.prompts = prompts
 
 
+class _RecentRate:
+    """Rate of a count that only grows, over about its last `MEMORY_S` seconds."""
+
+    __slots__ = ("_at", "_per_s", "_seen")
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._per_s, self._seen = 0.0, 0
+
+    def per_s(self, count: int, now: float, explaining: bool) -> float:
+        """The rate now; unless `explaining`, what was counted since the last call is folded in."""
+        since = now - self._at
+        if since <= 0.0:
+            return self._per_s
+        keep = math.exp(-since / MEMORY_S)
+        per_s = self._per_s * keep + (count - self._seen) / since * (1.0 - keep)
+        if not explaining:
+            self._at, self._per_s, self._seen = now, per_s, count
+        return per_s
+
+
 class SpeedTracker:
     """The evidence about one instance: what ran on it when, and how long answers took."""
 
     __slots__ = (
         "_at",
         "_expected_s",
+        "_joined",
+        "_joining",
         "_most",
         "_observed_s",
         "_profiled",
         "_prompt_tokens",
         "_prompts",
-        "_read_at",
-        "_read_per_s",
-        "_read_seen",
+        "_reading",
         "_sequence_s",
         "_token_s",
         "engines",
@@ -82,7 +103,9 @@ class SpeedTracker:
         self._at = now
         self._sequence_s = self._token_s = 0.0
         self._prompt_tokens = self._prompts = 0
-        self._read_per_s, self._read_seen, self._read_at = 0.0, 0, now
+        self._reading, self._joining = _RecentRate(now), _RecentRate(now)
+        #: Prompts that were there already: all but one token came from elsewhere, or from the prefix cache.
+        self._joined = 0
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations.
@@ -110,22 +133,19 @@ class SpeedTracker:
         """Prompts of so many tokens together have been read."""
         self._prompts += prompts
         self._prompt_tokens += tokens
+        if tokens <= prompts:
+            self._joined += prompts
 
     def read_per_s(self, now: float, *, explaining: bool = False) -> float:
         """Prompt tokens that were read per second over about the last `MEMORY_S` seconds.
 
         A decision folds in what was read since the one before; `explaining` changes nothing.
         """
-        since = now - self._read_at
-        if since <= 0.0:
-            return self._read_per_s
-        keep = math.exp(-since / MEMORY_S)
-        newest = (self._prompt_tokens - self._read_seen) / since
-        read_per_s = self._read_per_s * keep + newest * (1.0 - keep)
-        if not explaining:
-            self._read_per_s = read_per_s
-            self._read_at, self._read_seen = now, self._prompt_tokens
-        return read_per_s
+        return self._reading.per_s(self._prompt_tokens, now, explaining)
+
+    def joins_per_s(self, now: float, *, explaining: bool = False) -> float:
+        """Sequences per second that began to decode with their prompt there already; as `read_per_s`."""
+        return self._joining.per_s(self._joined, now, explaining) if self._joined else 0.0
 
     def mark(self) -> Mark:
         """The work so far, `elapsed` up to now."""

@@ -13,12 +13,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.config.discovery import KubernetesTable
 from hetlb.config.fleet import Fleet, Listen, SharedTable
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
 from hetlb.pick.server import PickServer, gateway_context
-from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
 from hetlb.proxy.leader import Leader, LeaseLeader
@@ -49,6 +47,7 @@ class PickService(Service):
         )
         self._resolver: asyncio.Task[None] | None = None
         self._lookups = asyncio.Semaphore(_LOOKUPS)
+        self.roster.on_coming = self._coming
         #: The lease of the picker that serves, where Kubernetes keeps it.
         self._lease = lease_of(fleet)
 
@@ -97,16 +96,17 @@ class PickService(Service):
             await self._lease.close()
         await super().close()
 
-    def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
+    def _coming(self, spec: InstanceSpec) -> None:
+        """Know the address of an instance before it gets a request, where no name must be resolved."""
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_addresses({**self.server.state.addresses, spec.name: address})
-        super()._add(spec, access)
 
-    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
-        sources = super()._sources_of(table, base)
-        if table.resource == "inferencepools":
-            sources.append(ObjectiveSource(table, base, self.server.state.set_objectives))
-        return sources
+    def _discovery_sources(self) -> list[Source]:
+        fleet, state = self.fleet, self.server.state
+        clusters = () if fleet.discovery is None else fleet.discovery.clusters
+        pools = [each for each in clusters if each.resource == "inferencepools"]
+        objectives = [ObjectiveSource(each, fleet.base, state.set_objectives) for each in pools]
+        return [*super()._discovery_sources(), *objectives]
 
     async def _resolve_for_ever(self) -> None:
         while True:

@@ -20,10 +20,11 @@ from aiohttp import web
 from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, AdminStateSet, Dispatch, InstanceChange
+from hetlb.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.errors import InputError
 from hetlb.proxy.dashboard.decisions import Wanted, decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source
+from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
@@ -42,10 +43,9 @@ class Control(Source, Protocol):
     def readiness(self) -> str: ...
     @property
     def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
-    def change(self, change: InstanceChange) -> None: ...
+    @property
+    def roster(self) -> Roster: ...
     def set_policy(self, name: str) -> None: ...
-    async def register(self, table: Mapping[str, Any]) -> bool: ...
-    def unregister(self, name: str) -> None: ...
     async def reload_everywhere(self) -> str: ...
     async def refresh(self) -> None: ...
     async def settled(self) -> None: ...
@@ -282,20 +282,20 @@ class _AdminApi:
         state = (await _body(request, "state")).get("state")
         if state not in tuple(AdminState):
             return _refuse(400, f"state: expected ready, drain or maint, got {_short(state)}")
-        self._control.change(AdminStateSet(name, AdminState(state)))
+        self._control.roster.change(AdminStateSet(name, AdminState(state)))
         await self._control.settled()
         return _reply({"name": name, "state": state})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()
-        new = await self._control.register(await _body(request))
+        new = await self._control.roster.register(await _body(request))
         await self._control.settled()
         return _reply(self._fleet(), 201 if new else 200)
 
     async def _unregister(self, request: web.Request) -> web.Response:
         self._check_registration()
         name = self._instance(request)
-        self._control.unregister(name)
+        self._control.roster.leave(name)
         await self._control.settled()
         return _reply({"name": name})
 

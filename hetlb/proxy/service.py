@@ -19,52 +19,36 @@ from collections.abc import Callable, Mapping, Reversible, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetlb.config.discovery import KubernetesTable
-from hetlb.config.fleet import Fleet, InstanceTable, SharedTable, load_fleet, same_server
-from hetlb.config.profile import Profile
+from hetlb.config.fleet import Fleet, SharedTable, load_fleet
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
-    AdminState,
-    AdminStateSet,
     Dispatch,
     EngineSample,
     Health,
-    InstanceAdded,
     InstanceChange,
-    InstanceRemoved,
-    InstanceSpec,
-    InstanceUpdated,
     Lease,
-    ModelsLearned,
 )
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import kv_events, systemd
 from hetlb.proxy.access import (
     Access,
     EngineAccess,
-    allowed_address,
     load_access,
-    registered_access,
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
 from hetlb.proxy.discovery import dns_names
-from hetlb.proxy.discovery.dns_names import DnsSource
-from hetlb.proxy.discovery.files import FileSource, FleetFileSource
-from hetlb.proxy.discovery.inference_pool import InferencePoolSource
-from hetlb.proxy.discovery.kubernetes import KubernetesSource
-from hetlb.proxy.discovery.members import REGISTRATION, Members
-from hetlb.proxy.discovery.source import Found, Source, Sources
+from hetlb.proxy.discovery.configured import sources_of
+from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
-from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
+from hetlb.proxy.engine_watch import EngineWatch
 from hetlb.proxy.event_log import EventLog
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
-from hetlb.proxy.registration import addresses, read_registration
 from hetlb.proxy.reload import needs_restart, read_again
+from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import Decisions
-from hetlb.proxy.scrape import Scraper, Target, models_learned, read_model_list
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.state_file import StateFile
@@ -107,6 +91,8 @@ class FleetService(ABC):
     """A fleet and its scheduler: probes, reloads, the admin listener."""
 
     driver: FleetDriver
+    #: Reads engines' own KV events.
+    _kv_events: KvEventReader
 
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
@@ -140,52 +126,24 @@ class FleetService(ABC):
         )
         #: The scheduler in use.
         self.scheduler = self._build_scheduler(setup)
-        self.scraper = Scraper(
+        self.watch = EngineWatch(
             fleet.scrape,
-            on_change=self._on_engine_change,
-            on_sample=self._on_sample,
-            access=self._engines,
+            self.scheduler,
+            self._engines,
+            lambda change: self.driver.change(change),
+            lambda name, sample: self.driver.sample(name, sample),
         )
-        #: Instances that stand in no file, and where they are from.
-        self._members = Members(self)
+        self.roster = Roster(
+            fleet,
+            self._access,
+            self._engines,
+            self.scheduler,
+            self.watch.scraper,
+            lambda change: self.driver.change(change),
+        )
+        self.roster.on_gone = lambda name: self._kv_events.set(name, None)
         self._sources: Sources | None = None
-        self._profile_cache: dict[Path, Profile] = {}
-        #: Reads engines' own KV events where one process serves the fleet.
-        self._kv_events: KvEventReader | None = None
         self.address = ("", 0)
-
-    def engine_reconnected(self, name: str, body: bytes) -> None:
-        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
-        entries = read_model_list(body)
-        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
-        if names and any(each.name == name and each.served != names for each in self.scheduler.instances):
-            self.scraper.models[name] = entries
-            self._on_engine_change(models_learned(name, entries))
-
-    def _on_engine_change(self, change: InstanceChange) -> None:
-        """The scraper found something out about an engine."""
-        before = self._served(change.name) if isinstance(change, ModelsLearned) else None
-        self.driver.change(change)
-        if isinstance(change, ModelsLearned) and change.models != before:
-            spec = self.specs().get(change.name)
-            log_models(change.name, "" if spec is None else spec.model, before, change.models)
-
-    def _on_sample(self, name: str, sample: EngineSample) -> None:
-        """The scraper read an engine's metrics."""
-        instance = next((each for each in self.scheduler.instances if each.name == name), None)
-        slept = instance is not None and instance.asleep
-        self.driver.sample(name, sample)
-        if instance is not None and instance.asleep is not slept:
-            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
-            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
-            tell(logger, event, "%s %s", name, now, instance=name)
-
-    def _served(self, name: str) -> tuple[str, ...] | None:
-        return next((each.served for each in self.scheduler.instances if each.name == name), None)
-
-    def take_out(self, name: str) -> None:
-        """An instance is this proxy itself: it stays out until an operator sets it ready."""
-        self.change(AdminStateSet(name, AdminState.MAINT))
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
         try:
@@ -197,84 +155,19 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         """Begin to probe; returns after the first round, after `most_s` at the latest."""
-        await self._discover(most_s)
-        await self.scraper.start(
-            (
-                Target(each.name, each.spec.url)
-                for each in self.scheduler.instances
-                if each.admin is not AdminState.MAINT
-            ),
-            most_s,
-        )
-        for instance in self.scheduler.instances:
-            log_absent(instance)
-            if (profile := self.fleet.profiles.get(instance.name)) is not None:
-                entries = self.scraper.models.get(instance.name, [])
-                log_other_than_profiled(
-                    instance.name, profile, entries, self.scraper.versions.get(instance.name)
-                )
+        if sources := self._discovery_sources():
+            self._sources = Sources(sources, self.roster.members.found)
+            await self._sources.start(most_s)
+        await self.watch.start(self.fleet.profiles, most_s)
 
-    async def _discover(self, most_s: float) -> None:
-        """Begin to ask the sources of instances, where there are some."""
-        table = self.fleet.discovery
-        if table is None:
-            return
-        fleet, base = self.fleet, self.fleet.base
-        sources: list[Source] = []
-        paths = [base / each for each in table.files]
-        if own := [
-            each for each in paths if fleet.path is not None and each.resolve() == fleet.path.resolve()
-        ]:
-            sources.append(FleetFileSource(own[0], table.poll_s, self._on_reload_signal))
-        if others := [each for each in paths if each not in own]:
-            sources.append(FileSource(others, table.poll_s))
-        sources += [DnsSource(each) for each in table.names]
-        for each in table.clusters:
-            sources += self._sources_of(each, base)
-        self._sources = Sources(sources, self._members.found)
-        await self._sources.start(most_s)
+    def _discovery_sources(self) -> list[Source]:
+        """Sources of instances and of what else is discovered. Raises `ConfigError`."""
+        return sources_of(self.fleet, self._on_reload_signal)
 
     @property
     def shared(self) -> SharedFigures | None:
         """Figures of the shared view, None where there is none."""
         return None if self.sharing is None else self.sharing.figures
-
-    def _sources_of(self, table: KubernetesTable, base: Path) -> list[Source]:
-        """Sources of a cluster. Raises `ConfigError`."""
-        if table.resource == "inferencepools":
-            return [InferencePoolSource(table, base)]
-        return [KubernetesSource(table, base)]
-
-    # --- the roster of instances that stand in no file ---
-
-    def specs(self) -> Mapping[str, InstanceSpec]:
-        """All instances, by name."""
-        return {each.name: each.spec for each in self.scheduler.instances}
-
-    def spec_of(self, found: Found) -> InstanceSpec:
-        """The scheduler's view of a server that was found. Raises `InputError`."""
-        table = InstanceTable(
-            name=found.name,
-            url=found.url,
-            profile=found.profile or None,
-            weight=found.weight,
-            labels=dict(found.labels),
-        )
-        return self.fleet.resolve_found(table, found.model, self._profile_cache)
-
-    def join(self, spec: InstanceSpec) -> None:
-        """An instance was found."""
-        self._add_registered(spec, None)
-
-    def leave(self, name: str) -> None:
-        """An instance is gone; what it is answering goes on."""
-        self.unregister(name)
-
-    def update(self, spec: InstanceSpec) -> None:
-        """An instance has another profile or weight."""
-        self.change(InstanceUpdated(spec))
-        tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
-             instance=spec.name)  # fmt: skip
 
     @abstractmethod
     def _on_reload_signal(self) -> None:
@@ -288,19 +181,7 @@ class FleetService(ABC):
 
     def models(self) -> list[dict[str, Any]]:
         """The union of the instances' models, of those alive or not yet known to be dead."""
-        union: dict[str, dict[str, Any]] = {}
-        for instance in self.scheduler.instances:
-            if instance.health.state is Health.EJECTED:
-                continue
-            entries = self.scraper.models.get(instance.name)
-            if entries is None and instance.spec.model:
-                entries = [{"id": instance.spec.model, "object": "model", "owned_by": "hetlb"}]
-            for entry in entries or ():
-                known = union.setdefault(entry["id"], entry)
-                longest, mine = known.get("max_model_len"), entry.get("max_model_len")
-                if isinstance(mine, int) and (not isinstance(longest, int) or mine > longest):
-                    union[entry["id"]] = entry
-        return list(union.values())
+        return self.watch.models()
 
     # --- what the admin surface sees and does ---
 
@@ -312,7 +193,7 @@ class FleetService(ABC):
     @property
     def invalid_samples(self) -> Mapping[str, int]:
         """Scrapes with absurd values, by instance."""
-        return self.scraper.invalid_samples
+        return self.watch.scraper.invalid_samples
 
     @property
     def lost_lines(self) -> int:
@@ -388,59 +269,10 @@ class FleetService(ABC):
         """The dispatch with this number, None where it is not kept any more."""
         return self.driver.decisions.find(lease)
 
-    def change(self, change: InstanceChange) -> None:
-        """An operator changed an instance."""
-        self.driver.change(change)
-        if isinstance(change, AdminStateSet):
-            text = "%s is set to %s"
-            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
-            if change.state is AdminState.MAINT:
-                self.scraper.pause(change.name)
-            elif not self.scraper.watches(change.name):
-                spec = next(each.spec for each in self.scheduler.instances if each.name == change.name)
-                self.scraper.add(Target(spec.name, spec.url))
-
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
         self.driver.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
-
-    async def register(self, table: Mapping[str, Any]) -> bool:
-        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
-        default_ttl_s = 0.0 if self.fleet.discovery is None else self.fleet.discovery.ttl_s
-        instance, model, ttl_s = read_registration(table, default_ttl_s)
-        spec = self.fleet.resolve_found(instance, model, self._profile_cache)
-        known = self.specs().get(spec.name)
-        ours = self._members.source_of(spec.name) in (REGISTRATION, "")
-        if known is not None and ours and _same_place(known, spec):
-            self._members.registered(spec.name, ttl_s)
-            if known != spec:
-                self.update(spec)
-            return False
-        address = allowed_address(await addresses(spec.url), self._access.networks)
-        if any(each.name == spec.name for each in self.scheduler.instances):
-            raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
-        if taken := next((i.name for i in self.scheduler.instances if same_server(i.spec.url, spec.url)), ""):
-            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
-        self._members.registered(spec.name, ttl_s)
-        self._add_registered(spec, address)
-        return True
-
-    def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
-        self._add(spec, self._access_of_registered(spec, address))
-
-    def _access_of_registered(self, spec: InstanceSpec, address: str | None) -> EngineAccess:
-        return registered_access(
-            spec.url,
-            self._access.model_keys.get(spec.model),
-            passthrough=self.fleet.proxy.passthrough_authorization,
-            address=address,
-        )
-
-    def unregister(self, name: str) -> None:
-        """Remove an instance; what it is answering goes on."""
-        self._members.gone(name)
-        self._remove(name)
 
     def reload(self) -> str:
         """Read the fleet file again: whole or not at all. Logs what came of it. Raises `InputError`."""
@@ -460,22 +292,8 @@ class FleetService(ABC):
 
     def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
-        running = self.fleet
-        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
-        found = [name for name in old if self._members.source_of(name) not in (None, REGISTRATION)]
-        same = [name for name in old if name in new and _same_place(old[name], new[name])]
-        updated = [new[name] for name in same if old[name] != new[name]]
-        gone = [name for name in old if name not in same and (name in new or name not in found)]
-        come = [spec for name, spec in new.items() if name not in same]
-        for name in gone:
-            self._members.gone(name)
-            self._remove(name)
-        self._access = access
-        self._engines.update(access.engines)
-        for spec in updated:
-            self.update(spec)
-        for spec in come:
-            self._add(spec, access.engines[spec.name])
+        running, self.fleet, self._access = self.fleet, fleet, access
+        done = self.roster.replace(fleet, access)
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self.admin.tls = access.admin_tls
@@ -484,50 +302,28 @@ class FleetService(ABC):
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
         if fleet.written.policy.name != running.written.policy.name:
             self.driver.set_policy(fleet.written.policy.name)
-        self.fleet = fleet
-        self._profile_cache.clear()
-        self._members.refresh()
+        self.roster.refresh()
         self._read_kv_events(fleet)
-        done = f"{len(gone)} instances out, {len(come)} in"
-        done += f", {len(updated)} changed" if updated else ""
         done += f", policy {self.scheduler.policy_name}"
         fixed = needs_restart(self._started, fleet.written)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
     def _read_kv_events(self, fleet: Fleet) -> None:
-        if self._kv_events is not None:
-            for name, source in fleet.engines.items():
-                self._kv_events.set(name, source.kv_events)
+        for name, source in fleet.engines.items():
+            self._kv_events.set(name, source.kv_events)
 
     @abstractmethod
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Have new limits, keys and certificates where clients are served."""
 
-    def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
-        self._engines[spec.name] = access
-        self.driver.change(InstanceAdded(spec))
-        if self.scraper.started:
-            self.scraper.add(Target(spec.name, spec.url))
-        source = self._members.source_of(spec.name) or "file"
-        tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
-             instance=spec.name, url=spec.url, source=source)  # fmt: skip
-
-    def _remove(self, name: str) -> None:
-        self.scraper.remove(name)
-        if self._kv_events is not None:
-            self._kv_events.set(name, None)
-        self.driver.change(InstanceRemoved(name))
-        del self._engines[name]
-        tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
-
     # --- shutdown ---
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
-        self._members.close()
+        self.roster.members.close()
         if self._sources is not None:
             await self._sources.close()
-        await self.scraper.close()
+        await self.watch.scraper.close()
         await self.admin.close()
         if self._event_log is not None:
             self._event_log.close()
@@ -557,8 +353,8 @@ class Service(FleetService):
                 self._engines,
             ),
         )
-        self.driver.on_loop = self.take_out
-        self.driver.pools.on_reconnect = self.engine_reconnected
+        self.driver.on_loop = self.roster.take_out
+        self.driver.pools.on_reconnect = self.watch.reconnected
         self.driver.probe_timeout_s = fleet.scrape.timeout_s
         self.driver.limiters.configure(self._access.limits)
         self.sharing = None if table is None else _share(table, key, self.driver)
@@ -721,8 +517,7 @@ class Service(FleetService):
         if self._takeover is not None:
             await self._takeover.close()
         await self._learnt.close()
-        if self._kv_events is not None:
-            await self._kv_events.close()
+        await self._kv_events.close()
         await super().close()
         await self._front.close()
 
@@ -755,11 +550,6 @@ def require_urls(fleet: Fleet) -> Access:
         if source.kv_events is not None:
             kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
-
-
-def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
-    """True if two specs are of one server: only its profile, capacity or weight may differ."""
-    return (one.url, one.model) == (other.url, other.model)
 
 
 def ready_line(

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from hetlb.core.types import Outcome, RejectReason, Request
+from hetlb.core.types import Outcome, RejectReason
 
 VERSION: Final = 1
 
@@ -325,50 +325,6 @@ FromScheduler: TypeAlias = (
     | Prepare
     | Commit
 )
-
-
-def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
-    """The message of a request. In a relay `pinned` holds the id of an earlier answer, not an instance."""
-    return Arrival(
-        request.id,
-        request.model,
-        request.prompt_tokens,
-        request.max_tokens,
-        request.sequences,
-        request.longest_prompt_tokens,
-        request.generates,
-        request.body_bytes,
-        request.prompt_exact,
-        request.prefix_keys,
-        request.priority,
-        request.tenant,
-        request.samples,
-        request.pinned,
-        owner,
-        strict,
-        request.blocks,
-    )
-
-
-def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
-    """The request of a message, its model and instance as they were found."""
-    return Request(
-        arrival.id,
-        model,
-        arrival.prompt_tokens,
-        arrival.max_tokens,
-        arrival.sequences,
-        arrival.longest_prompt_tokens,
-        arrival.generates,
-        arrival.body_bytes,
-        arrival.prompt_exact,
-        pinned,
-        arrival.prefix_keys,
-        arrival.priority,
-        arrival.tenant,
-        arrival.samples,
-        arrival.blocks,
-    )
 
 
 class ProtocolError(msgspec.DecodeError):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from hetlb.core.admission import QueueLimits
-from hetlb.core.types import Lease, Outcome, Reject, RejectReason, RequestId
+from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
 from hetlb.proxy.driver import DriverSetup, ExchangeDriver
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import Target
@@ -43,7 +43,6 @@ from hetlb.workers.protocol import (
     Refused,
     Rejected,
     Used,
-    arrival_of,
 )
 
 #: Bits of a request's id below the number of its relay.
@@ -460,3 +459,26 @@ class _HeldAnswer:
     def _left(self) -> None:
         self._connection = None
         self._exchange.engine_done()
+
+
+def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
+    """The message of a request. In a relay `pinned` holds the id of an earlier answer, not an instance."""
+    return Arrival(
+        request.id,
+        request.model,
+        request.prompt_tokens,
+        request.max_tokens,
+        request.sequences,
+        request.longest_prompt_tokens,
+        request.generates,
+        request.body_bytes,
+        request.prompt_exact,
+        request.prefix_keys,
+        request.priority,
+        request.tenant,
+        request.samples,
+        request.pinned,
+        owner,
+        strict,
+        request.blocks,
+    )

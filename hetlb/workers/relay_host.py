@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Final
 
@@ -59,7 +59,6 @@ from hetlb.workers.protocol import (
     Prepared,
     Report,
     Used,
-    request_of,
 )
 from hetlb.workers.relay_driver import ID_BITS
 
@@ -109,12 +108,17 @@ class _Open:
 
 
 class RelayHost(SchedulerDriver):
-    """The scheduler's driver over relays. `on_view` is called when what relays answer may differ."""
+    """The scheduler's driver over relays.
+
+    `registered` has the instances that stand in no file and the addresses that they must have (None where the
+    name resolves itself); its owner alone changes it. `on_view` is called when what relays answer may differ.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
+        registered: Mapping[str, str | None],
         on_view: Callable[[], None],
         on_report: Callable[[RelayLink, Report], None],
         on_loop: Callable[[str], None] = lambda instance: None,
@@ -123,6 +127,7 @@ class RelayHost(SchedulerDriver):
         self.loop = loop
         self.now = loop.time
         self.schedule(scheduler)
+        self._registered = registered
         self.links: list[RelayLink] = []
         self._on_view = on_view
         self._on_report = on_report
@@ -139,8 +144,6 @@ class RelayHost(SchedulerDriver):
         #: Reloads of the fleet so far: a relay that serves another one is replaced.
         self.generation = 0
         self.stalls = StallWatch(loop)
-        #: Instances and addresses of those that were registered (None where the name resolves itself).
-        self.registered: dict[str, str | None] = {}
         #: Limits of keys, over all relays.
         self.limiters = Limiters()
         #: True if requests wait, as the relays know it.
@@ -196,8 +199,8 @@ class RelayHost(SchedulerDriver):
                     each.incarnation,
                     each.spec.url,
                     each.spec.model,
-                    each.name in self.registered,
-                    self.registered.get(each.name),
+                    each.name in self._registered,
+                    self._registered.get(each.name),
                 )
                 for each in self.scheduler.instances
             ]
@@ -506,3 +509,24 @@ class RelayHost(SchedulerDriver):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
+
+
+def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
+    """The request of a message, its model and instance as they were found."""
+    return Request(
+        arrival.id,
+        model,
+        arrival.prompt_tokens,
+        arrival.max_tokens,
+        arrival.sequences,
+        arrival.longest_prompt_tokens,
+        arrival.generates,
+        arrival.body_bytes,
+        arrival.prompt_exact,
+        pinned,
+        arrival.prefix_keys,
+        arrival.priority,
+        arrival.tenant,
+        arrival.samples,
+        arrival.blocks,
+    )

@@ -24,9 +24,6 @@ from hetlb.config.fleet import Fleet
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
-    InstanceAdded,
-    InstanceChange,
-    InstanceSpec,
     Lease,
 )
 from hetlb.errors import ConfigError, InputError
@@ -67,7 +64,6 @@ class SchedulerProcess(FleetService):
     """`life` counts the scheduler processes; the first one is 1."""
 
     driver: RelayHost
-    _kv_events: KvEventReader
 
     def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
@@ -81,11 +77,13 @@ class SchedulerProcess(FleetService):
         self.driver = RelayHost(
             self.scheduler,
             self._loop,
+            self.roster.registered,
             self._view_changed,
             self._reported,
-            self.take_out,
-            self.engine_reconnected,
+            self.roster.take_out,
+            self.watch.reconnected,
         )
+        self.roster.on_edited = self._save
         self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
         self.driver.generation = state.generation
         self.driver.limiters.configure(self._access.limits)
@@ -118,19 +116,16 @@ class SchedulerProcess(FleetService):
 
     def _catch_up(self, state: State) -> None:
         """Know what the scheduler process before this one knew."""
-        driver = self.driver
+        driver, scraper = self.driver, self.watch.scraper
         for spec, address in state.registered:
-            driver.registered[spec.name] = address
-            self._engines[spec.name] = self._access_of_registered(spec, address)
-            driver.change(InstanceAdded(spec))
-            self._members.adopt(spec.name)
+            self.roster.adopt(spec, address)
         for name, admin in state.admin.items():
             driver.change(AdminStateSet(name, AdminState(admin)))
         if state.policy is not None and state.policy != self.scheduler.policy_name:
             driver.set_policy(state.policy)
-        self.scraper.versions.update(state.versions)
+        scraper.versions.update(state.versions)
         for name, entries in state.entries.items():
-            self.scraper.models[name] = entries
+            scraper.models[name] = entries
             driver.change(models_learned(name, entries))
 
     # --- life ---
@@ -249,7 +244,7 @@ class SchedulerProcess(FleetService):
         totals = link.totals
         if totals is not None:
             add(self._retired, totals)
-            self._retired.keep(set(self.specs()))
+            self._retired.keep(set(self.roster.specs()))
             self._retired_lost += link.report.lost_lines
         self._complete_records()
         if self._alone and not self.driver.links:
@@ -288,13 +283,13 @@ class SchedulerProcess(FleetService):
             generation=self.driver.generation,
             policy=self.scheduler.policy_name,
             registered=tuple(
-                (each.spec, self.driver.registered[each.name])
+                (each.spec, self.roster.registered[each.name])
                 for each in self.scheduler.instances
-                if each.name in self.driver.registered
+                if each.name in self.roster.registered
             ),
             admin={each.name: each.admin.value for each in self.scheduler.instances if each.admin != "ready"},
-            entries=dict(self.scraper.models),
-            versions=dict(self.scraper.versions),
+            entries=dict(self.watch.scraper.models),
+            versions=dict(self.watch.scraper.versions),
         )
         if state != self._state:
             self._state = state
@@ -381,28 +376,9 @@ class SchedulerProcess(FleetService):
 
     # --- what an operator changes ---
 
-    def change(self, change: InstanceChange) -> None:
-        """An operator changed an instance."""
-        super().change(change)
-        self._save()
-
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
         super().set_policy(name)
-        self._save()
-
-    def _add_registered(self, spec: InstanceSpec, address: str | None) -> None:
-        self.driver.registered[spec.name] = address
-        super()._add_registered(spec, address)
-        self._save()
-
-    def _remove(self, name: str) -> None:
-        self.driver.registered.pop(name, None)
-        super()._remove(name)
-
-    def unregister(self, name: str) -> None:
-        """Remove an instance; what it is answering goes on."""
-        super().unregister(name)
         self._save()
 
     def _on_reload_signal(self) -> None:

@@ -250,7 +250,7 @@ def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path, work
     fleet.write_text(
         "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\npolicy: {state_file: state.json}\n"
         f"proxy: {{workers: {workers}}}\n"
-        f"models: [{{name: m, instances: [{{url: '{engine(start)}'}}]}}]\n"
+        f"models: [{{name: m, instances: [{{url: '{engine(start, '--time-scale', '0.01')}'}}]}}]\n"
     )
     cold, _ = predictions(start, fleet, 40)
     assert (cold[0], cold[-1] < 128) == (64, True)

@@ -233,20 +233,11 @@ def test_with_enough_of_it_in_its_cache_the_decode_instance_reads_the_rest_itsel
     assert (second.instance, second.decode) == ("d", None)
 
 
-def after_several(scheduler: Scheduler, asked: Request) -> Lease:
-    """Lease of a request like several before it, which have ended: one alone is not split."""
-    for number in range(20):
-        lease = placed(scheduler.on_arrival(replace(asked, id=asked.id + number), 0.0))
-        if number < 19:
-            scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 0.0)
-    return lease
-
-
 def test_mixed_roles_split_where_the_bandwidth_is_worth_it() -> None:
     for bandwidth, expected in ((1e10, ("reader", "decoder")), (1e6, ("decoder", None))):
         link = replace(LINK, bandwidth_bytes_per_s=bandwidth)
         specs = [part("reader", latency=READER, link=link), part("decoder", latency=DECODER, link=link)]
-        lease = after_several(make_scheduler(specs, "hetlb"), split_request(100, max_tokens=None))
+        lease = placed(make_scheduler(specs, "hetlb").on_arrival(split_request(1, max_tokens=None), 0.0))
         got = lease.instance, None if lease.decode is None else lease.decode.instance
         if expected[1] is None:
             assert got[1] is None, got
@@ -286,7 +277,6 @@ def test_a_prompt_is_not_handed_to_an_instance_that_reads_a_long_one() -> None:
     specs = [part("reader", latency=READER), part("decoder", latency=DECODER)]
     for long, expected in ((0, "decoder"), (6000, None)):
         scheduler = make_scheduler(specs, "hetlb")
-        after_several(scheduler, split_request(100))
         if long:
             placed(scheduler.on_arrival(request(1, prompt=long, max_tokens=8, pinned="decoder"), 0.0))
         lease = placed(scheduler.on_arrival(split_request(2), 0.0))
@@ -314,6 +304,31 @@ def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
     assert d.speed.read_per_s(60.0) == pytest.approx(500.0, rel=0.05)
     assert d.speed.read_per_s(60.0) == d.speed.read_per_s(60.0)
     assert d.speed.read_per_s(180.0) < 5.0
+
+
+def test_a_prompt_pays_for_the_first_tokens_to_come_of_prompts_that_were_read_elsewhere() -> None:
+    """So an instance that decodes for others reads few prompts itself."""
+    scheduler = make_scheduler([part("p", latency=READER), part("d", latency=DECODER)], "hetlb")
+    p, d = scheduler.instances
+
+    def coming_s(instance: Instance) -> float:
+        ctx = scheduler.placement.context(split_request(1000), 100.0, 0, 60.0, None)
+        candidates = _Evaluation(ctx, [instance], explaining=True).candidates()
+        return candidates[0].terms.get("coming_s", 0.0)
+
+    assert coming_s(d) == 0.0
+    for number in range(60):
+        lease = placed(scheduler.on_arrival(split_request(number), float(number)))
+        assert lease.decode is not None
+        decode = placed(scheduler.on_prefilled(lease, number + 0.2))
+        scheduler.on_first_token(decode, number + 0.3)
+        decode.output_tokens = 2
+        scheduler.on_lease_ended(decode, Outcome.OK, number + 0.4)
+    assert d.speed.joins_per_s(60.0) == pytest.approx(1.0, rel=0.05)
+    assert p.speed.joins_per_s(60.0) == 0.0
+    read_s = DECODER.prefill_s(2000.0)
+    assert coming_s(d) == pytest.approx(21.0 * read_s * read_s / 2.0, rel=0.1)
+    assert d.speed.joins_per_s(180.0) < 0.01
 
 
 def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:

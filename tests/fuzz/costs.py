@@ -13,6 +13,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 from pick.frames import Peer, opened
 from proxy.memory import End, Proxy
@@ -245,13 +246,18 @@ def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
     """Twice as many of these cost at most so many times as much, and no more than `FUZZ_PASSES` passes.
 
     A reader may take the first bytes in a cheaper way than the rest (whole events are only counted until
-    one is cut by a turn), so that one doubling costs more than twice: the next one has to as well.
+    one is cut by a turn). The doubling in which that ends may cost any number of times as much, and so may
+    the next one, but not a third: what is superlinear costs too much in each.
     """
-    sizes = (SMALL, 2 * SMALL, 4 * SMALL)
-    small, large, largest = (before + (unit * (size // len(unit) + 1))[:size] for size in sizes)
-    check_cost(reader, large)
-    found = min(_doubled(reader, small, large), _doubled(reader, large, largest))
-    assert found <= FUZZ_GROWTH, f"{unit!r}: twice as many cost {found:.2f} times as much"
+    sizes = (SMALL, 2 * SMALL, 4 * SMALL, 8 * SMALL)
+    inputs = [before + (unit * (size // len(unit) + 1))[:size] for size in sizes]
+    check_cost(reader, inputs[1])
+    found = []
+    for small, large in pairwise(inputs):
+        found.append(_doubled(reader, small, large))
+        if found[-1] <= FUZZ_GROWTH:
+            return
+    raise AssertionError(f"{unit!r}: twice as many cost {min(found):.2f} times as much")
 
 
 def _doubled(reader: Reader, small: bytes, large: bytes) -> float:

@@ -172,6 +172,28 @@ def test_an_input_costs_a_few_passes_over_it(name: str) -> None:
     assert found <= limit(name), f"{name}: {found:.1f} passes, {limit(name):.0f} allowed"
 
 
+@pytest.mark.parametrize("dearer", [2.0, 3.5, 10.0, 100.0])
+@pytest.mark.parametrize("end", [0.5, 1.0, 1.2, 1.5, 1.9, 2.5, 3.5, 6.0, 9.0])
+def test_the_fuzzer_takes_no_step_for_growth(
+    monkeypatch: pytest.MonkeyPatch, dearer: float, end: float
+) -> None:
+    """Bytes after the first `end` times the smallest input cost `dearer` times as much."""
+    cheap = end * costs.SMALL
+    judged(monkeypatch, lambda size: min(size, cheap) + dearer * max(0.0, size - cheap))
+
+
+def test_the_fuzzer_takes_a_square_for_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match=r"twice as many cost 4\.00 times as much"):
+        judged(monkeypatch, lambda size: size * size / costs.SMALL)
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float]) -> None:
+    """Judge a reader whose cost is a function of the size, in turns of a loop."""
+    monkeypatch.setattr(costs, "cost_s", lambda reader, data, runs=3: cost(len(data)))
+    monkeypatch.setattr(costs, "_pass_s", lambda: float(costs.LEAST_BYTES))
+    costs.check_growth(lambda data: None, b"", b"x")
+
+
 def limit(name: str) -> float:
     """Passes that a byte of a case may cost: each read, and each request, is work of its own."""
     if "byte by byte" in name:

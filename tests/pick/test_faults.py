@@ -120,7 +120,7 @@ async def test_a_client_leaves_before_its_body_is_whole(tmp_path: Path, base: Pa
 async def test_a_client_leaves_while_it_waits_in_the_queue(tmp_path: Path, base: Path) -> None:
     async with rig(tmp_path, base, engines=1, policy={"name": "hetlb"}) as made:
         async with beside(made):
-            made.picker.change(CapacityLearned("i0", Capacity(max_num_seqs=1)))
+            made.picker.roster.change(CapacityLearned("i0", Capacity(max_num_seqs=1)))
             queue = made.picker.scheduler.queue
             sent = [asyncio.create_task(made.ask()) for _ in range(3)]
             await turns_until(lambda: len(queue) == 3)
@@ -468,7 +468,7 @@ async def test_nothing_goes_to_a_drained_instance(tmp_path: Path) -> None:
     from pick.test_picking import _drain
 
     async with rig(tmp_path) as made:
-        made.picker.change(_drain("i0"))
+        made.picker.roster.change(_drain("i0"))
         replies = await asyncio.gather(*(made.ask() for _ in range(BESIDE)))
         assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
         assert not made.engines[0].bodies

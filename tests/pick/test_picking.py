@@ -151,7 +151,7 @@ async def test_an_engines_own_error_passes(both: Rig) -> None:
 
 async def fill(made: Rig) -> list[asyncio.Task[Any]]:
     """Send requests to an engine that holds them until one waits in the queue."""
-    made.picker.change(CapacityLearned("i0", Capacity(max_num_seqs=1)))
+    made.picker.roster.change(CapacityLearned("i0", Capacity(max_num_seqs=1)))
     made.engines[0].released.clear()
     queue, driver = made.picker.scheduler.queue, made.picker.driver
     sent: list[asyncio.Task[Any]] = []
@@ -188,7 +188,7 @@ async def test_a_full_queue_and_a_fleet_that_is_down_are_answered(tmp_path: Path
         assert int(full.headers["retry-after"]) >= 1
         made.engines[0].released.set()
         assert {(await each).status for each in sent} == {200}
-        made.picker.change(_drain("i0"))
+        made.picker.roster.change(_drain("i0"))
         none = await made.ask()
         assert (none.status, none.json["error"]["code"]) == (503, "no_instance")
         assert len(made.engines[0].bodies) == len(sent)
@@ -240,7 +240,7 @@ async def test_fairness_objective_and_subset_reach_the_scheduler(tmp_path: Path)
         headers = {"x-gateway-inference-objective": "critical", "x-gateway-inference-fairness-id": "team"}
         for _ in range(3):
             assert (await made.ask(headers=headers)).headers["x-hetlb-instance"] == "i1"
-        made.picker.change(_drain("i1"))
+        made.picker.roster.change(_drain("i1"))
         reply = await made.ask()
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_instance")
         assert not made.engines[0].bodies
@@ -355,7 +355,7 @@ async def test_health_checks_say_who_should_get_requests(tmp_path: Path) -> None
 
             services = ("liveness", "readiness", PROCESS_SERVICE)
             assert [await status(each) for each in services] == [SERVING] * 3
-            made.picker.change(_drain("i0"))
+            made.picker.roster.change(_drain("i0"))
             assert [await status(each) for each in services] == [SERVING, NOT_SERVING, NOT_SERVING]
             with pytest.raises(grpc.aio.AioRpcError):
                 await status("other")

@@ -26,6 +26,9 @@ from hetlb.profiler.journal import Identity, Journal, Sample
 from hetlb.profiler.sweep import BusyError, Sweep
 
 Start = Callable[..., Awaitable[EmulatedEngine]]
+#: Time scale of engines whose whole grid is measured: a decode takes a tenth of a second, so that a client
+#: that waits for the core sees more of it than its end.
+MEASURED = 0.08
 GRID = "prefill: [[1, 64], [2, 64], [4, 64], [1, 256], [2, 256], [4, 256], [1, 512], [2, 512], [4, 512]]\n"
 GRID += "decode: [[1, 64], [4, 64], [16, 64], [1, 256], [4, 256], [16, 256], [1, 512], [4, 512], [16, 512]]\n"
 
@@ -45,7 +48,7 @@ async def profile(*flags: str) -> int:
 async def test_a_live_server_becomes_a_profile(
     start: Start, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = await start()
+    engine = await start(time_scale=MEASURED)
     assert await profile("--url", engine.url, *flags, "--system", "emu", "--tp", "2", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     made = load_profile(tmp_path / "p.yaml")
@@ -66,7 +69,7 @@ async def test_a_live_server_becomes_a_profile(
 async def test_an_interrupted_sweep_goes_on(
     start: Start, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await start()
+    engine = await start(time_scale=MEASURED)
     args = build_parser("profile").parse_args(["profile", "--url", engine.url, *flags])
     samples = tmp_path / "p.yaml.samples"
     kept = Journal.add
@@ -95,7 +98,7 @@ async def test_an_interrupted_sweep_goes_on(
 async def test_samples_of_another_server_are_refused(
     start: Start, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = await start()
+    engine = await start(time_scale=MEASURED)
     Journal(tmp_path / "p.yaml.samples", Identity("tiny", "0.9.1", 65536, 2048, 32)).close()
     assert await profile("--url", engine.url, *flags) == 2
     said = capsys.readouterr().err

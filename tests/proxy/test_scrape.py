@@ -45,7 +45,7 @@ async def stub(**handlers: Handler) -> AsyncIterator[str]:
 class Watch:
     """A scraper and what it reported."""
 
-    def __init__(self, timeout_s: float = 2.0) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.changes: list[InstanceChange] = []
         self.samples: list[tuple[str, EngineSample]] = []
         self._news = asyncio.Event()
@@ -71,9 +71,9 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(*urls: str, timeout_s: float = 2.0) -> AsyncIterator[Watch]:
+async def watching(*urls: str, timeout_s: float = HANG_S) -> AsyncIterator[Watch]:
     watch = Watch(timeout_s)
-    await watch.scraper.start([Target(f"e{i}", url) for i, url in enumerate(urls)])
+    await watch.scraper.start([Target(f"e{i}", url) for i, url in enumerate(urls)], HANG_S)
     try:
         yield watch
     finally:

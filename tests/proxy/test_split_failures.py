@@ -167,7 +167,7 @@ async def test_the_bootstrap_server_of_mooncake_is_not_there(tmp_path: Path) -> 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
 @pytest.mark.parametrize("phase", ["prefill", "fetch", "stream"])
 async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, stream: bool) -> None:
-    scale = {"prefill": 4.0, "fetch": 0.1, "stream": 0.5}[phase]  # a prompt of 1 s, an answer of 11 s
+    scale = {"prefill": 20.0, "fetch": 0.1, "stream": 0.5}[phase]  # a prompt of 5 s, an answer of 11 s
     async with rig(tmp_path, connector, lease_s=60.0, time_scale=scale) as fleet:
         reader, decoder = fleet.engines["e0"], fleet.engines["e1"]
         if phase == "fetch":
@@ -190,7 +190,7 @@ async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, str
 
 async def test_pushed_blocks_of_a_client_that_left_are_held_until_their_lease_ends(tmp_path: Path) -> None:
     """Blocks that the prefill engine pushes: a decode engine that is not to get them cannot release them."""
-    async with rig(tmp_path, "nixl-push", lease_s=2.0) as fleet:
+    async with rig(tmp_path, "nixl-push", lease_s=5.0) as fleet:
         reader = kv(fleet, "e0")
         reader.answering.clear()
         asked = asyncio.create_task(fleet.ask())
@@ -235,7 +235,7 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signal", ["reload", "stop"])
 async def test_the_proxy_ends_while_a_prompt_is_on_its_way(tmp_path: Path, signal: str) -> None:
-    async with rig(tmp_path, time_scale=4.0) as fleet:
+    async with rig(tmp_path, time_scale=4.0 if signal == "reload" else 20.0) as fleet:
         asked = asyncio.create_task(fleet.ask(stream=True, prompt=[1] * 4000))
         await until(lambda: fleet.engines["e0"].running)
         if signal == "stop":

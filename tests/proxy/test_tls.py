@@ -322,7 +322,7 @@ async def test_a_registered_engine_behind_tls_is_verified_by_its_name(
     async def resolve(_: str) -> list[str]:
         return ["127.0.0.1"]
 
-    monkeypatch.setattr("hetlb.proxy.service.addresses", resolve)
+    monkeypatch.setattr("hetlb.proxy.roster.addresses", resolve)
     async with Engine() as one, Engine(tls=authority.server("engine.example")) as two:
         port = two.url.rpartition(":")[2]
         async with serving(tmp_path, document(one, admin={"registration": True})) as running:

@@ -293,7 +293,7 @@ async def test_a_client_is_answered_before_it_gives_up(start: Start, header: str
     async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
         drain(proxy)
         client.send(post(b'{"model":"m","prompt":"x"}', header))
-        await waiting(proxy)
+        await turns_until(lambda: len(proxy.scheduler.queue) or proxy.ended)  # its own sweep may be first
         sweep(proxy)
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (503, "queue_expired")
@@ -304,7 +304,7 @@ async def test_a_client_is_answered_before_it_gives_up(start: Start, header: str
     assert proxy.ended == [("expired_queue", "queue", 503)]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "none", "1e-9", "99999999999", "", "2.5", "600"])
+@pytest.mark.parametrize("value", ["0", "-1", "none", "1e-9", "99999999999", "", "600.5", "600"])
 async def test_a_time_that_is_none_or_not_over_is_no_deadline(start: Start, value: str) -> None:
     async with Upstream() as engine, Client(proxy := await start(engine.url)) as client:
         drain(proxy)

@@ -24,9 +24,9 @@ from hetlb.workers.protocol import (
     FromScheduler,
     Hello,
     LiveLease,
-    arrival_of,
-    request_of,
 )
+from hetlb.workers.relay_driver import arrival_of
+from hetlb.workers.relay_host import request_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "workers.md"
 REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)

@@ -16,8 +16,8 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Outcome
 from hetlb.workers import protocol
 from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER
-from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveLease, Message, arrival_of
-from hetlb.workers.relay_driver import ID_BITS
+from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveLease, Message
+from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
 ENDS = [Outcome.OK, Outcome.CLIENT_GONE, Outcome.BROKEN_STREAM, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE]
@@ -142,7 +142,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, {}, lambda: None, lambda link, report: None)
         host.now = lambda: self.clock
         return host
 

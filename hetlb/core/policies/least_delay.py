@@ -508,24 +508,27 @@ class _Evaluation:
         )
 
     def _coming_s(self, each: _InstanceScore) -> float:
-        """Weighted seconds by which reading the prompt delays prompts that are yet to come there.
+        """Weighted seconds by which reading the prompt delays first tokens that are yet to come there.
 
-        They come as often as prompts were read there lately. Those that come before all that is pending has
-        been read wait as much longer as this one takes; at utilisation rho that lasts 1 / (1 - rho) times as
-        long (the busy period of an M/G/1 queue).
+        They come as often as prompts were read there lately, or came from elsewhere. Those that come before
+        all that is pending has been read wait as much longer as this one takes; at utilisation rho that lasts
+        1 / (1 - rho) times as long (the busy period of an M/G/1 queue). So few prompts are read where many
+        answers of prompts from elsewhere begin.
         """
         instance, mix = self.instances[each.index], self._ctx.demand.mix
-        read_per_s = instance.speed.read_per_s(self._now, explaining=self._explaining) / instance.engines
-        if read_per_s <= 0.0:
+        speed, engines, explaining = instance.speed, instance.engines, self._explaining
+        read_per_s = speed.read_per_s(self._now, explaining=explaining) / engines
+        joins_per_s = speed.joins_per_s(self._now, explaining=explaining) / engines
+        if read_per_s <= 0.0 and joins_per_s <= 0.0:
             return 0.0
         token_s = self._fleet.costs[each.index].token_read_s
         read_s = token_s * each.prompts * (self._prompt - each.cached)
         share = read_per_s * token_s
         if share > _MOST_READING:
             share = _MOST_READING
-        prompts_per_s = read_per_s / (mix.read if mix.read > 1.0 else 1.0)
+        first_per_s = read_per_s / (mix.read if mix.read > 1.0 else 1.0) + joins_per_s
         waited_s = (each.pending * token_s + 0.5 * read_s) / (1.0 - share)
-        return _FIRST_SHARE * prompts_per_s * waited_s * read_s
+        return _FIRST_SHARE * first_per_s * waited_s * read_s
 
     def _others_s(self, each: _InstanceScore, latency: LatencyModel, read_s: float) -> float:
         """Seconds by which the request delays what runs there (the externality).
@@ -1036,8 +1039,6 @@ class Hetlb(Policy):
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
         pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
-        if mixed and whole is not None and not ctx.demand.mix.splits(pair is not None):
-            pair = None
         if pair is not None and pair.in_time:
             return evaluation.split(pair)
         if whole is None:

@@ -19,8 +19,8 @@ logger = logging.getLogger("hetlb.discovery")
 REGISTRATION: Final = "registration"
 
 
-class Roster(Protocol):
-    """The fleet as members join and leave it."""
+class RosterSide(Protocol):
+    """Interface of the roster that members join and leave."""
 
     def specs(self) -> Mapping[str, InstanceSpec]:
         """All instances now, by name."""
@@ -36,7 +36,7 @@ class Roster(Protocol):
 class Members:
     """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: RosterSide) -> None:
         self._roster = roster
         self._source_of: dict[str, str] = {}
         #: Instances that each source gave last.

@@ -1,0 +1,101 @@
+"""Knowledge read from the engines themselves: probes, metrics, lists of models.
+
+It goes to the scheduler as it is; what it changes for an operator is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hetlb.config.fleet import ScrapeTable
+from hetlb.config.profile import Profile
+from hetlb.core.instance import Instance
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
+from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
+from hetlb.proxy.scrape import Scraper, Target, models_learned, read_model_list
+from hetlb.proxy.telemetry.events import Event, tell
+
+logger = logging.getLogger("hetlb.proxy")
+
+
+class EngineWatch:
+    """The scraper of a fleet, and where its facts go: `change` and `sample` give them to the scheduler."""
+
+    def __init__(
+        self,
+        table: ScrapeTable,
+        scheduler: Scheduler,
+        engines: Mapping[str, EngineAccess],
+        change: Callable[[InstanceChange], None],
+        sample: Callable[[str, EngineSample], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._change = change
+        self._sample = sample
+        self.scraper = Scraper(table, on_change=self._learned, on_sample=self._sampled, access=engines)
+
+    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
+        """Begin to probe; returns after the first round, after `most_s` at the latest."""
+        instances = self._scheduler.instances
+        watched = (each for each in instances if each.admin is not AdminState.MAINT)
+        await self.scraper.start((Target(each.name, each.spec.url) for each in watched), most_s)
+        for instance in self._scheduler.instances:
+            log_absent(instance)
+            if (profile := profiles.get(instance.name)) is not None:
+                entries = self.scraper.models.get(instance.name, [])
+                log_other_than_profiled(
+                    instance.name, profile, entries, self.scraper.versions.get(instance.name)
+                )
+
+    def reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        instance = self._instance(name)
+        if names and instance is not None and instance.served != names:
+            self.scraper.models[name] = entries
+            self._learned(models_learned(name, entries))
+
+    def models(self) -> list[dict[str, Any]]:
+        """The union of the instances' models, of those alive or not yet known to be dead."""
+        union: dict[str, dict[str, Any]] = {}
+        for instance in self._scheduler.instances:
+            if instance.health.state is Health.EJECTED:
+                continue
+            entries = self.scraper.models.get(instance.name)
+            if entries is None and instance.spec.model:
+                entries = [{"id": instance.spec.model, "object": "model", "owned_by": "hetlb"}]
+            for entry in entries or ():
+                known = union.setdefault(entry["id"], entry)
+                longest, mine = known.get("max_model_len"), entry.get("max_model_len")
+                if isinstance(mine, int) and (not isinstance(longest, int) or mine > longest):
+                    union[entry["id"]] = entry
+        return list(union.values())
+
+    def _instance(self, name: str) -> Instance | None:
+        return next((each for each in self._scheduler.instances if each.name == name), None)
+
+    def _learned(self, change: InstanceChange) -> None:
+        """The scraper found something out about an engine."""
+        if not isinstance(change, ModelsLearned):
+            self._change(change)
+            return
+        instance = self._instance(change.name)
+        before, model = (None, "") if instance is None else (instance.served, instance.spec.model)
+        self._change(change)
+        if change.models != before:
+            log_models(change.name, model, before, change.models)
+
+    def _sampled(self, name: str, sample: EngineSample) -> None:
+        """The scraper read an engine's metrics."""
+        instance = self._instance(name)
+        slept = instance is not None and instance.asleep
+        self._sample(name, sample)
+        if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
+            tell(logger, event, "%s %s", name, now, instance=name)

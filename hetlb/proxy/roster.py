@@ -1,0 +1,215 @@
+"""Roster of a running fleet: its instances as they come and go, and what an operator sets of each.
+
+An instance that comes is in the scheduler, is watched and has its keys when the call returns; one that goes
+has none of them, and what it is answering goes on. Instances come with the fleet file, from a source
+(`discovery/`) or by registration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetlb.config.fleet import Fleet, InstanceTable, same_server
+from hetlb.config.profile import Profile
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceSpec,
+    InstanceUpdated,
+)
+from hetlb.errors import ConfigError
+from hetlb.proxy.access import Access, EngineAccess, allowed_address, registered_access
+from hetlb.proxy.discovery.members import REGISTRATION, Members
+from hetlb.proxy.discovery.source import Found
+from hetlb.proxy.registration import addresses, read_registration
+from hetlb.proxy.scrape import Scraper, Target
+from hetlb.proxy.telemetry.events import Event, tell
+
+logger = logging.getLogger("hetlb.proxy")
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: a hook that is not set."""
+
+
+class Roster:
+    """The instances of a fleet, wherever they are from.
+
+    `engines` are their keys and certificates, by instance: the driver and the scraper read it, the roster
+    alone changes it. `change` gives the scheduler a fact.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        access: Access,
+        engines: dict[str, EngineAccess],
+        scheduler: Scheduler,
+        scraper: Scraper,
+        change: Callable[[InstanceChange], None],
+    ) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._engines = engines
+        self._scheduler = scheduler
+        self._scraper = scraper
+        self._change = change
+        #: Instances that stand in no file, and where they are from.
+        self.members = Members(self)
+        #: Address that each of them must have; None where its name resolves itself.
+        self.registered: dict[str, str | None] = {}
+        self._profiles: dict[Path, Profile] = {}
+        #: Called before the scheduler knows a new instance, and before it forgets one.
+        self.on_coming: Callable[[InstanceSpec], None] = _nothing
+        self.on_gone: Callable[[str], None] = _nothing
+        #: Called after each change by an operator or a source.
+        self.on_edited: Callable[[], None] = _nothing
+
+    def specs(self) -> Mapping[str, InstanceSpec]:
+        """All instances, by name."""
+        return {each.name: each.spec for each in self._scheduler.instances}
+
+    # --- sources ---
+
+    def spec_of(self, found: Found) -> InstanceSpec:
+        """The scheduler's view of a server that was found. Raises `InputError`."""
+        table = InstanceTable(
+            name=found.name,
+            url=found.url,
+            profile=found.profile or None,
+            weight=found.weight,
+            labels=dict(found.labels),
+        )
+        return self._fleet.resolve_found(table, found.model, self._profiles)
+
+    def join(self, spec: InstanceSpec, address: str | None = None) -> None:
+        """An instance that stands in no file came; its name resolves to `address`, or itself."""
+        self.registered[spec.name] = address
+        self._add(spec, self._access_of(spec, address))
+        self.on_edited()
+
+    def leave(self, name: str) -> None:
+        """An instance goes; what it is answering goes on."""
+        self.members.gone(name)
+        self._remove(name)
+        self.on_edited()
+
+    def update(self, spec: InstanceSpec) -> None:
+        """An instance has another profile or weight."""
+        self.change(InstanceUpdated(spec))
+        tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
+             instance=spec.name)  # fmt: skip
+
+    # --- operators ---
+
+    def change(self, change: InstanceChange) -> None:
+        """An operator changed an instance."""
+        self._change(change)
+        if isinstance(change, AdminStateSet):
+            text = "%s is set to %s"
+            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
+            if change.state is AdminState.MAINT:
+                self._scraper.pause(change.name)
+            elif not self._scraper.watches(change.name):
+                self._scraper.add(Target(change.name, self.specs()[change.name].url))
+        self.on_edited()
+
+    def take_out(self, name: str) -> None:
+        """An instance is this proxy itself: it stays out until an operator sets it ready."""
+        self.change(AdminStateSet(name, AdminState.MAINT))
+
+    async def register(self, table: Mapping[str, Any]) -> bool:
+        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
+        default_ttl_s = 0.0 if self._fleet.discovery is None else self._fleet.discovery.ttl_s
+        instance, model, ttl_s = read_registration(table, default_ttl_s)
+        spec = self._fleet.resolve_found(instance, model, self._profiles)
+        known = self.specs().get(spec.name)
+        ours = self.members.source_of(spec.name) in (REGISTRATION, "")
+        if known is not None and ours and _same_place(known, spec):
+            self.members.registered(spec.name, ttl_s)
+            if known != spec:
+                self.update(spec)
+            return False
+        address = allowed_address(await addresses(spec.url), self._access.networks)
+        present = self.specs()
+        if spec.name in present:
+            raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        if taken := next((name for name, each in present.items() if same_server(each.url, spec.url)), ""):
+            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+        self.members.registered(spec.name, ttl_s)
+        self.join(spec, address)
+        return True
+
+    # --- the fleet file ---
+
+    def replace(self, fleet: Fleet, access: Access) -> str:
+        """Have the instances of another fleet file; what is the same keeps its load. Says what changed."""
+        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
+        found = [name for name in old if self.members.source_of(name) not in (None, REGISTRATION)]
+        same = [name for name in old if name in new and _same_place(old[name], new[name])]
+        updated = [new[name] for name in same if old[name] != new[name]]
+        gone = [name for name in old if name not in same and (name in new or name not in found)]
+        come = [spec for name, spec in new.items() if name not in same]
+        for name in gone:
+            self.members.gone(name)
+            self._remove(name)
+        self._fleet, self._access = fleet, access
+        self._engines.update(access.engines)
+        for spec in updated:
+            self.update(spec)
+        for spec in come:
+            self._add(spec, access.engines[spec.name])
+        done = f"{len(gone)} instances out, {len(come)} in"
+        return done + (f", {len(updated)} changed" if updated else "")
+
+    def refresh(self) -> None:
+        """Choose profiles again after `replace`, and have what was found since names became free."""
+        self._profiles.clear()
+        self.members.refresh()
+
+    def adopt(self, spec: InstanceSpec, address: str | None) -> None:
+        """Have an instance of an earlier process; the first source that gives it takes it over."""
+        self.registered[spec.name] = address
+        self._engines[spec.name] = self._access_of(spec, address)
+        self._change(InstanceAdded(spec))
+        self.members.adopt(spec.name)
+
+    # --- inside ---
+
+    def _access_of(self, spec: InstanceSpec, address: str | None) -> EngineAccess:
+        return registered_access(
+            spec.url,
+            self._access.model_keys.get(spec.model),
+            passthrough=self._fleet.proxy.passthrough_authorization,
+            address=address,
+        )
+
+    def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
+        self.on_coming(spec)
+        self._engines[spec.name] = access
+        self._change(InstanceAdded(spec))
+        if self._scraper.started:
+            self._scraper.add(Target(spec.name, spec.url))
+        source = self.members.source_of(spec.name) or "file"
+        tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+             instance=spec.name, url=spec.url, source=source)  # fmt: skip
+
+    def _remove(self, name: str) -> None:
+        self.registered.pop(name, None)
+        self._scraper.remove(name)
+        self.on_gone(name)
+        self._change(InstanceRemoved(name))
+        del self._engines[name]
+        tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
+
+
+def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
+    """True if two specs are of one server: only its profile, capacity or weight may differ."""
+    return (one.url, one.model) == (other.url, other.model)
