@@ -203,21 +203,25 @@ class _Evaluation:
 
     __slots__ = (
         "_booked", "_by_role", "_chosen", "_ctx", "_explaining", "_fleet", "_half_grown", "_late_s",
-        "_late_weight", "_long_context", "_most_rate", "_now", "_output", "_overbooked", "_own_context",
-        "_own_weight", "_prompt", "_prompts", "_scores", "_sequences", "_share", "_shortest_s", "_thinned",
-        "_thinned_least", "_thinning", "_todo", "instances", "whole_score",
+        "_late_weight", "_long_context", "_mixed", "_most_rate", "_now", "_output", "_overbooked",
+        "_own_context", "_own_weight", "_prompt", "_prompts", "_scores", "_sequences", "_share",
+        "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo", "instances", "whole_score",
     )  # fmt: skip
 
     def __init__(
         self,
         ctx: SchedulingContext,
         instances: Sequence[Instance],
-        may_pass_over: bool = True,
+        mixed: bool = True,
         share: float = 1.0,
         explaining: bool = False,
     ) -> None:
-        """Score `instances`, there for a `share` of what is asked for; `explaining`: nothing is decided."""
+        """Score `instances`, there for a `share` of what is asked for; `explaining`: nothing is decided.
+
+        `mixed`: all have the role `both`. Otherwise none is passed over.
+        """
         self._ctx = ctx
+        self._mixed = mixed
         self._explaining = explaining
         #: Decision about a request that may be split: whether it was asked for, and the pair that was chosen.
         self._by_role = False
@@ -256,7 +260,7 @@ class _Evaluation:
         room = self._look()
         if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
             room = self._look_closely()
-        if room and may_pass_over and len(self._scores) > 1:
+        if room and mixed and len(self._scores) > 1:
             self._pass_over(room)
 
     def lowest(self, among: list[int] | None = None) -> int | None:
@@ -516,12 +520,12 @@ class _Evaluation:
         They come as often as prompts were read there lately, or came from elsewhere. Those that come before
         all that is pending has been read wait as much longer as this one takes; at utilisation rho that lasts
         1 / (1 - rho) times as long (the busy period of an M/G/1 queue). So few prompts are read where many
-        answers of prompts from elsewhere begin.
+        answers of prompts from elsewhere begin, unless roles are stated.
         """
         instance, mix = self.instances[each.index], self._ctx.demand.mix
         speed, engines, explaining = instance.speed, instance.engines, self._explaining
         read_per_s = speed.read_per_s(self._now, explaining=explaining) / engines
-        joins_per_s = speed.joins_per_s(self._now, explaining=explaining) / engines
+        joins_per_s = speed.joins_per_s(self._now, explaining=explaining) / engines if self._mixed else 0.0
         if read_per_s <= 0.0 and joins_per_s <= 0.0:
             return 0.0
         token_s = self._fleet.costs[each.index].token_read_s
