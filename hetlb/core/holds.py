@@ -53,8 +53,7 @@ class Holds:
         link = target.spec.kv_transfer
         if link is not None and hold.sent_tokens > 0:
             seconds = max(0.0, now - lease.dispatched_at - hold.expected_s)
-            pair = source.incarnation, target.incarnation
-            self.transfers.observe(pair, link, hold.sent_tokens, seconds, now)
+            self.transfers.observe(source, target, link, hold.sent_tokens, seconds, now)
 
     def check_integrity(self, instances: Iterable[Instance]) -> None:
         """Assert that every hold is kept by one instance, and that none keeps another."""

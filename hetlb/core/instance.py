@@ -506,7 +506,7 @@ class Instance:
         if now > speed.last:
             self._elapsed(now)
         self._occupancy = None
-        self.leases[lease.id] = lease
+        self.leases[lease.key] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
         self.kv_prompt_tokens += lease.kv_prompt_tokens
@@ -591,10 +591,7 @@ class Instance:
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
         assert not lease.ended, f"{lease!r} was released before"
-        # Twice as fast, compiled, as `pop`.
-        leases, lease_id = self.leases, lease.id
-        assert leases.get(lease_id) is lease, f"{lease!r} is not booked on {self.name}"
-        del leases[lease_id]
+        del self.leases[lease.key]
         if now > self.speed.last:
             self._elapsed(now)
         if lease.incoming:

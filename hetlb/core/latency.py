@@ -21,6 +21,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.pickle_by_fields import PickleByFields
 
 
@@ -42,11 +44,46 @@ _EXACT_PARTS: Final = 8.0
 #: Points between which a corner is compared with its bound.
 _CORNERS: Final = 64
 #: Batches up to this one are found without a search.
-_MOST_CELLS: Final = 4096
+_MOST_PIECES: Final = 1024
+
+
+@mypyc_attr(acyclic=True)
+class _Cell:
+    """Cell of an axis of a `PrefillGrid`: `index`, ends, logarithm of its width, and the next one."""
+
+    __slots__ = ("above", "high", "index", "log_width", "low")
+
+    def __init__(self, index: int, low: float, high: float, above: _Cell | None) -> None:
+        self.index = index
+        self.low = low
+        self.high = high
+        self.log_width = math.log(high / low)
+        self.above = above
+
+
+def _first_cell(axis: tuple[int, ...]) -> _Cell:
+    above: _Cell | None = None
+    for i in range(len(axis) - 2, -1, -1):
+        above = _Cell(i, axis[i], axis[i + 1], above)
+    assert above is not None
+    return above
+
+
+class _Cells(PickleByFields):
+    """First cells of the axes of a grid, derived from its fields and none themselves."""
+
+    __slots__ = ("_first_batches", "_first_lengths")
+
+    _first_batches: _Cell
+    _first_lengths: _Cell
+
+    def _cut(self, batches: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        object.__setattr__(self, "_first_batches", _first_cell(batches))
+        object.__setattr__(self, "_first_lengths", _first_cell(lengths))
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillGrid(PickleByFields):
+class PrefillGrid(_Cells):
     """log(measured / predicted) of a form at the points of a grid; bilinear in log(batch), log(length)."""
 
     batches: tuple[int, ...]
@@ -66,11 +103,12 @@ class PrefillGrid(PickleByFields):
             )
         if not all(math.isfinite(value) and abs(value) < 50 for row in self.log_ratio for value in row):
             raise ValueError("log_ratio: expected numbers between -50 and 50")
+        self._cut(self.batches, self.lengths)
 
     def factor(self, batch: float, length: float) -> float:
         """Measured / predicted at a point; beyond the grid that of its edge."""
-        i, u = _position(self.batches, batch)
-        j, v = _position(self.lengths, length)
+        i, u = _position(self._first_batches, batch)
+        j, v = _position(self._first_lengths, length)
         low = self.log_ratio[i]
         at_low = low[j] + v * (low[j + 1] - low[j])
         if u == 0.0:
@@ -88,21 +126,16 @@ class PrefillGrid(PickleByFields):
         return math.exp(min(min(row) for row in self.log_ratio))
 
 
-def _position(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    """The cell that holds `value` and how far in it lies, 0..1 in logarithms."""
-    if value <= axis[0]:
+def _position(cell: _Cell, value: float) -> tuple[int, float]:
+    """The cell that holds `value`, from the first one on, and how far in it lies, 0..1 in logarithms."""
+    if value <= cell.low:
         return 0, 0.0
-    if value >= axis[-1]:
-        return len(axis) - 2, 1.0
-    # By halves, without a call: the last that is not above.
-    i, end = 0, len(axis) - 1
-    while end - i > 1:
-        middle = (i + end) >> 1
-        if axis[middle] <= value:
-            i = middle
-        else:
-            end = middle
-    return i, math.log(value / axis[i]) / math.log(axis[i + 1] / axis[i])
+    # An axis has a dozen points: with plain numbers that is sooner done than a search by halves.
+    while cell.high <= value:
+        if cell.above is None:
+            return cell.index, 1.0
+        cell = cell.above
+    return cell.index, math.log(value / cell.low) / cell.log_width
 
 
 def in_tiles(tokens: float, tile: float) -> float:
@@ -257,26 +290,58 @@ class PnormPrefill(PickleByFields):
         return replace(self, bound=PrefillBound.of(self.p, self.grid))
 
 
-class _Cells(PickleByFields):
-    """Index of a table by batch, which is derived from its fields and none itself.
+@mypyc_attr(acyclic=True)
+class _Piece:
+    """Line between two points of a `DecodeTable`, for batches up to `high`; `above` is the next one.
 
-    `_cells` has for each whole number up to `_MOST_CELLS` the first position from 1 on whose batch is not
-    below it.
+    A step takes `seconds + (batch - low) * rise_s / width`.
     """
 
-    __slots__ = ("_cells",)
+    __slots__ = ("above", "high", "low", "rise_s", "seconds", "width")
 
-    _cells: list[int]
+    def __init__(
+        self, low: float, width: float, seconds: float, rise_s: float, high: float, above: _Piece | None
+    ) -> None:
+        self.low = low
+        self.width = width
+        self.seconds = seconds
+        self.rise_s = rise_s
+        self.high = high
+        self.above = above
 
-    def _index(self, batches: tuple[int, ...]) -> None:
-        cells: list[int] = []
-        for i in range(1, len(batches)):
-            cells += [i] * (min(batches[i], _MOST_CELLS) + 1 - len(cells))
-        object.__setattr__(self, "_cells", cells)
+
+class _Pieces(PickleByFields):
+    """Lines of a table, derived from its fields and none itself.
+
+    `_pieces` has for each whole number from 0 to `_end`, which is at most `_MOST_PIECES`, the first whose
+    `high` is not below it.
+    """
+
+    __slots__ = ("_end", "_pieces")
+
+    _end: float
+    _pieces: list[_Piece]
+
+    def _cut(self, batches: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+        above: _Piece | None = None
+        last = len(batches) - 1
+        pieces: list[_Piece] = []
+        for i in range(last, 0, -1):
+            low = batches[i - 1]
+            high = math.inf if i == last else batches[i]
+            above = _Piece(low, batches[i] - low, seconds[i - 1], seconds[i] - seconds[i - 1], high, above)
+            pieces.append(above)
+        pieces.append(_Piece(0.0, 1.0, seconds[0], 0.0, batches[0], above))
+        pieces.reverse()
+        found: list[_Piece] = []
+        for piece, batch in zip(pieces, batches, strict=True):
+            found += [piece] * (min(batch, _MOST_PIECES) + 1 - len(found))
+        object.__setattr__(self, "_end", float(len(found) - 1))
+        object.__setattr__(self, "_pieces", found)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTable(_Cells):
+class DecodeTable(_Pieces):
     """A decode step as `token_s * kv_tokens + context_s * kv_tokens / batch + seconds(batch)`.
 
     `seconds` stand for `batches`, in between lines; beyond the last the line goes on. What the batch costs
@@ -301,24 +366,16 @@ class DecodeTable(_Cells):
         falling = any(high < low for low, high in pairwise(self.seconds))
         if falling or not self.seconds[0] > 0.0 or not math.isfinite(self.seconds[-1]):
             raise ValueError(f"seconds: expected numbers above 0 that do not fall, got {list(self.seconds)}")
-        self._index(self.batches)
+        self._cut(self.batches, self.seconds)
 
     def step_line(self, batch: float) -> tuple[float, float]:
         """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
-        batches, seconds = self.batches, self.seconds
-        last = len(batches) - 1
-        if batch <= batches[0]:
-            own_s = seconds[0]
-        else:
-            # The first from 1 on that is not below, or the last.
-            i = last
-            if batch < batches[last]:
-                cells = self._cells
-                i = cells[int(batch)] if batch < _MOST_CELLS else cells[_MOST_CELLS]
-                while batches[i] < batch:  # once at most, as batches are whole numbers, up to there
-                    i += 1
-            low = batches[i - 1]
-            own_s = seconds[i - 1] + (batch - low) * (seconds[i] - seconds[i - 1]) / (batches[i] - low)
+        pieces = self._pieces
+        piece = pieces[int(batch)] if batch < self._end else pieces[-1]
+        while piece.high < batch:  # once at most, as points are whole numbers, but for very large ones
+            assert piece.above is not None
+            piece = piece.above
+        own_s = piece.seconds + (batch - piece.low) * piece.rise_s / piece.width
         return own_s, self.token_s + self.context_s / batch
 
     def step_s(self, batch: float, kv_tokens: float) -> float:

@@ -54,9 +54,9 @@ class Ledger:
 
     def drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked; the instance that it was booked on."""
-        leased, lease_id = self.leased, lease.id
-        instance = leased[lease_id]
-        del leased[lease_id]
+        leased, key = self.leased, lease.key
+        instance = leased[key]
+        del leased[key]
         instance.release(lease, now)
         return instance
 
@@ -114,7 +114,7 @@ class Ledger:
             shared=shared,
         )
         self._next_lease += 1
-        self.leased[lease.id] = instance
+        self.leased[lease.key] = instance
         return lease
 
     def leases(self) -> list[Lease]:

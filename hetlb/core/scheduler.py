@@ -284,7 +284,7 @@ class Scheduler:
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
-        instance = self._ledger.leased[lease.id]
+        instance = self._ledger.leased[lease.key]
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:

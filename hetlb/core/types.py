@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
@@ -306,6 +306,7 @@ class Lease:
         "incarnation",
         "incoming",
         "instance",
+        "key",
         "kv_prompt_tokens",
         "kv_tokens",
         "mark",
@@ -341,6 +342,9 @@ class Lease:
         shared: Shared | None = None,
     ) -> None:
         self.id = lease_id
+        #: `id` as the one object that tables of leases have for it: compiled, an integer is none, and one
+        #: that is made for each look has to be compared.
+        self.key: Any = lease_id
         self.request = request
         self.instance = instance
         self.incarnation = incarnation

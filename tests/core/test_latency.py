@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 import pytest
@@ -163,3 +163,24 @@ def test_a_table_gives_what_a_search_for_the_batch_does(
         expected = (own_s, table.token_s + table.context_s / each)
         assert table.step_line(each) == expected
         assert pickle.loads(pickle.dumps(table)).step_line(each) == expected
+
+
+@given(
+    st.sets(st.integers(1, 100_000), min_size=2, max_size=9).map(sorted),
+    st.floats(0.5, 200_000.0),
+    st.data(),
+)
+def test_a_grid_is_linear_in_logarithms_between_its_points(
+    lengths: list[int], length: float, data: st.DataObject
+) -> None:
+    """To the last bit what a search for the cell gives, also on points and beyond the edges."""
+    row = data.draw(st.lists(st.floats(-2.0, 2.0), min_size=len(lengths), max_size=len(lengths)))
+    grid = PrefillGrid((1, 4), tuple(lengths), (tuple(row), tuple(row)))
+    for each in (length, float(data.draw(st.sampled_from(lengths)))):
+        j = min(max(bisect_right(lengths, each) - 1, 0), len(lengths) - 2)
+        share = math.log(each / lengths[j]) / math.log(lengths[j + 1] / lengths[j])
+        if each <= lengths[0]:
+            share = 0.0
+        elif each >= lengths[-1]:
+            share = 1.0
+        assert grid.factor(1.0, each) == math.exp(row[j] + share * (row[j + 1] - row[j]))

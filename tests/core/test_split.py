@@ -391,7 +391,7 @@ def test_a_pair_that_was_slow_is_tried_again_after_a_while() -> None:
     times = scheduler._holds.transfers
     nominal = times.estimate_s(p, d, 1000, 0.0)
     for _ in range(3):
-        times.observe((p.incarnation, d.incarnation), LINK, 1000, 2.0, 10.0)
+        times.observe(p, d, LINK, 1000, 2.0, 10.0)
     assert times.estimate_s(p, d, 1000, 10.0) > 20 * nominal
     assert times.estimate_s(p, d, 1000, 1000.0) < 1.1 * nominal
 

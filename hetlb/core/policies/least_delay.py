@@ -202,10 +202,10 @@ class _Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_explaining", "_fleet", "_half_grown", "_late_s", "_late_weight",
-        "_long_context", "_mixed", "_most_rate", "_now", "_output", "_overbooked", "_own_context",
-        "_own_weight", "_prompt", "_prompts", "_scores", "_sequences", "_share", "_shortest_s", "_thinned",
-        "_thinned_least", "_thinning", "_todo", "instances",
+        "_booked", "_by_role", "_chosen", "_ctx", "_explaining", "_fleet", "_half_grown", "_late_s",
+        "_late_weight", "_long_context", "_mixed", "_most_rate", "_now", "_output", "_overbooked",
+        "_own_context", "_own_weight", "_prompt", "_prompts", "_scores", "_sequences", "_share",
+        "_shortest_s", "_thinned", "_thinned_least", "_thinning", "_todo", "instances", "whole_score",
     )  # fmt: skip
 
     def __init__(
@@ -223,6 +223,9 @@ class _Evaluation:
         self._ctx = ctx
         self._mixed = mixed
         self._explaining = explaining
+        #: Decision about a request that may be split: whether it was asked for, and the pair that was chosen.
+        self._by_role = False
+        self._chosen: _Pair | None = None
         self._now = ctx.now
         self._share = share
         request, mix = ctx.request, ctx.demand.mix
@@ -733,10 +736,11 @@ class _Evaluation:
             seconds += (long - thinning) * full_s
         return seconds
 
-    def best_whole(self, mixed: bool) -> tuple[int, float] | None:
-        """The instance with room and the lowest score of those that take whole requests, and that score.
+    def best_whole(self, mixed: bool) -> int:
+        """The index of the instance with room and the lowest score of those that take whole requests, or -1.
 
-        Prompts that will be read there beside the answer count too. `mixed`: all take whole requests.
+        `whole_score` is that score then, with the prompts that will be read there beside the answer. `mixed`:
+        all take whole requests.
         """
         whole: list[int] | None = None
         if not mixed:
@@ -752,11 +756,13 @@ class _Evaluation:
             ]
         index = self.lowest(whole)
         if index is None:
-            return None
+            return -1
         each = self._scores[index]
         self._rate(each, _EXACT)
         slowed_s = self._reading_to_come_s(index)[0]
-        return index, each.score + slowed_s + self._delay_to_come_s(index, each.decode_s + slowed_s)
+        delay_s = self._delay_to_come_s(index, each.decode_s + slowed_s)
+        self.whole_score = each.score + slowed_s + delay_s
+        return index
 
     def best_pair(self, transfers: TransferTimes, below: float, mixed: bool) -> _Pair | None:
         """The prefill and decode instance with the lowest score together; None if none is `below`.
@@ -806,12 +812,12 @@ class _Evaluation:
         if reading + decoding >= below:
             return None
         late: _Pair | None = None
-        for i, j, least in (
-            (source, target, reading + decoding),
-            (source, target_2, reading + decoding_2),
-            (source_2, target, reading_2 + decoding),
-            (source_2, target_2, reading_2 + decoding_2),
-        ):
+        for combination in range(4):
+            if combination == 2:
+                source, reading = source_2, reading_2
+            i, j, least = source, target, reading + decoding
+            if combination & 1:
+                j, least = target_2, reading + decoding_2
             if least < below and i != j and self._suits(i, j, mixed):
                 pair = self._pair(transfers, i, j, below)
                 if pair is not None:
@@ -893,19 +899,26 @@ class _Evaluation:
 
     def split(self, pair: _Pair) -> SplitChoice:
         """Bookings of a pair: the prefill alone here, the decoding alone there."""
-        source, target = self.instances[pair.source], self.instances[pair.target]
-        score, prompt = pair.score, self._prompt
+        source, target, prompt = self.instances[pair.source], self.instances[pair.target], self._prompt
+        self._by_role, self._chosen = True, pair
+        work_s = source.latency.prefill_s(prompt)
+        decode_work_s = target.latency.answer_s(prompt, self._output, 0.0, 0.0)
         return SplitChoice(
             pair.source,
             pair.target,
-            min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
-            lambda: [*self.by_role(), Candidate(pair_name(source.name, target.name), score)],
-            decode_work_s=min(target.latency.answer_s(prompt, self._output, 0.0, 0.0), MAX_WORKLOAD_S),
+            work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S,
+            self,
+            decode_work_s=decode_work_s if decode_work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S,
             first_s=self._scores[pair.source].first_s,
             decode_first_s=pair.start_s,
         )
 
-    def by_role(self) -> list[Candidate]:
+    def whole(self, index: int) -> SplitChoice:
+        """Booking of the whole request at one instance that might have been split."""
+        self._by_role = True
+        return SplitChoice(index, index, _paper_work(self._ctx, self.instances[index])[2], self)
+
+    def _with_roles(self) -> list[Candidate]:
         """Candidates for people; those that get no whole request by their role are not eligible."""
         candidates = self.candidates()
         for candidate, instance in zip(candidates, self.instances, strict=True):
@@ -914,6 +927,10 @@ class _Evaluation:
                 if instance.spec.role is Role.PREFILL or self._prompt - cached > OWN_READ_TOKENS:
                     candidate.eligible = False
                     candidate.reason = f"its role is {instance.spec.role}"
+        pair = self._chosen
+        if pair is not None:
+            source, target = self.instances[pair.source], self.instances[pair.target]
+            candidates.append(Candidate(pair_name(source.name, target.name), pair.score))
         return candidates
 
     def _joining_s(self, each: _InstanceScore) -> float:
@@ -932,8 +949,8 @@ class _Evaluation:
         return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
 
     def __call__(self) -> list[Candidate]:
-        """`candidates`, as a decision hands them on."""
-        return self.candidates()
+        """Candidates of what was decided, as a decision hands them on."""
+        return self._with_roles() if self._by_role else self.candidates()
 
     def candidates(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
@@ -1032,8 +1049,8 @@ class Hetlb(Policy):
             evaluation = _Evaluation(ctx, group.instances, share=group.share)
             evaluations.append((group, evaluation))
             best = evaluation.best_whole(mixed=True)
-            if best is not None and best[1] < least:
-                index, least = group.indices[best[0]], best[1]
+            if best >= 0 and evaluation.whole_score < least:
+                index, least = group.indices[best], evaluation.whole_score
         work_s = 0.0 if index is None else _paper_work(ctx, instances[index])[2]
         return index, work_s, lambda: _of_many(instances, evaluations)
 
@@ -1042,13 +1059,13 @@ class Hetlb(Policy):
     ) -> SplitChoice | None:
         evaluation = _Evaluation(ctx, instances, mixed)
         whole = evaluation.best_whole(mixed)
-        pair = evaluation.best_pair(transfers, math.inf if whole is None else _WORTH * whole[1], mixed)
+        below = math.inf if whole < 0 else _WORTH * evaluation.whole_score
+        pair = evaluation.best_pair(transfers, below, mixed)
         if pair is not None and pair.in_time:
             return evaluation.split(pair)
-        if whole is None:
-            return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation.candidates)
-        index = whole[0]
-        return SplitChoice(index, index, _paper_work(ctx, instances[index])[2], evaluation.by_role)
+        if whole < 0:
+            return None if pair is None else SplitChoice(-1, -1, 0.0, evaluation)
+        return evaluation.whole(whole)
 
     def suited(
         self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
