@@ -42,9 +42,9 @@ class Ledger:
     ) -> Lease:
         """Leases of both legs of a request: that of the prefill, which names that of the decode."""
         request, now = ctx.request, ctx.now
-        lease = self.grant(request, source, 1.0, round(pair.work_s * 1e9), now)
+        lease = self.grant(request, source, 1.0, _nearest(pair.work_s * 1e9), now)
         lease.expected_first_s = pair.first_s / source.speed.factor
-        decode_ns = round(pair.decode_work_s * 1e9)
+        decode_ns = _nearest(pair.decode_work_s * 1e9)
         decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
         decode.expected_first_s = pair.decode_first_s
         source.acquire(lease)
