@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             await service.start()
             tune_gc()
-            print(service.ready_line.replace("hetlb ready", "hetlb pick ready", 1), flush=True)
-            await service.run()
+            line = service.ready_line.replace("hetlb ready", "hetlb pick ready", 1)
+            await service.run(lambda: print(line, flush=True))
         except asyncio.CancelledError:
             pass  # Ctrl-C before the service had its own handlers
         finally:

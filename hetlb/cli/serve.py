@@ -152,14 +152,17 @@ async def _run(service: Service, takeover: Takeover | None) -> None:
     try:
         await service.start(systemd.inherited(), takeover)
         tune_gc()
-        print(service.ready_line, flush=True)
-        systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
-        tell(logger, Event.STARTED, "%s", version_line())
-        await service.run()
+        await service.run(lambda: _announce(service))
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers
     finally:
         await service.close()
+
+
+def _announce(service: Service) -> None:
+    print(service.ready_line, flush=True)
+    systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
+    tell(logger, Event.STARTED, "%s", version_line())
 
 
 def fleet_of(args: argparse.Namespace) -> Fleet:

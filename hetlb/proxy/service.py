@@ -418,13 +418,18 @@ class Service(FleetService):
 
     # --- running ---
 
-    async def run(self) -> None:
-        """Serve until told to stop by SIGTERM or SIGINT, then stop. The service was started before."""
+    async def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until told to stop by SIGTERM or SIGINT, then stop. The service was started before.
+
+        `ready` is called once signals are handled: those that learn from it may send one.
+        """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
         loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
+            if ready is not None:
+                ready()
             await self._stop.wait()
             systemd.notify("STOPPING=1")
             if self.replaced:

@@ -355,10 +355,14 @@ async def test_a_fleet_from_addresses_has_nothing_to_reload(tmp_path: Path) -> N
 
 async def test_sighup_reloads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever a test before left: the new handler is waited for
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    handlers: list[Any] = []
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one)) as running:
-        serve = asyncio.create_task(running.service.run())
-        await turns_until(lambda: signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL)
+        serve = asyncio.create_task(
+            running.service.run(lambda: handlers.append(signal.getsignal(signal.SIGHUP)))
+        )
+        await turns_until(lambda: bool(handlers))
+        assert handlers != [signal.SIG_DFL]  # signals are handled before anything says that it is ready
         running.rewrite(document(one, two))
         os.kill(os.getpid(), signal.SIGHUP)
         await turns_until(lambda: running.names == ["i0", "i1"])
