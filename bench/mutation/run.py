@@ -61,6 +61,17 @@ CORE_TESTS = (
     "tests/core/test_health_transitions.py",
     "tests/core/test_admission.py",
 )
+LEDGER_TESTS = (
+    *CORE_TESTS,
+    "tests/core/test_adapters.py",
+    "tests/core/test_data_parallel.py",
+    "tests/core/test_finished_sequences.py",
+    "tests/core/test_predictor.py",
+    "tests/core/test_prefix_evidence.py",
+    "tests/core/test_prefix_index.py",
+    "tests/core/test_shared_view.py",
+    "tests/core/test_split.py",
+)
 MODULES = {
     "ledger": Module(
         (
@@ -86,7 +97,7 @@ MODULES = {
             "hetlb.core.placement.xǁPlacementǁbook",
             *(f"hetlb.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
         ),
-        CORE_TESTS,
+        LEDGER_TESTS,
     ),
     "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
     "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
@@ -209,6 +220,7 @@ def _copy(module: Module, folder: Path) -> None:
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hetlb", folder / "hetlb", ignore=ignore)
+    shutil.copytree(ROOT / "docs", folder / "docs")  # tests hold tables of the pages
     for test in module.tests:
         if (ROOT / test).exists():
             (folder / test).parent.mkdir(parents=True, exist_ok=True)
@@ -221,6 +233,7 @@ def _copy(module: Module, folder: Path) -> None:
     settings = {
         "source_paths": ["hetlb"],
         "only_mutate": list(module.files),
+        "also_copy": ["docs"],
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": tests,
     }

@@ -6,6 +6,7 @@ from helpers import dispatched, make_scheduler, request, spec
 from hetlb.core.admission import QueueLimits
 from hetlb.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.core.latency import DEFAULT_LATENCY
+from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -279,3 +280,34 @@ def test_switching_the_policy_keeps_the_ledger() -> None:
     for lease in leases:
         scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
     assert [(i.work_ns, i.kv_tokens, i.in_flight) for i in scheduler.instances] == [(0, 0, 0)] * 2
+
+
+def test_a_request_refused_by_the_last_instance_waits_and_goes_when_one_is_back() -> None:
+    scheduler = make_scheduler([spec("a")])
+    lease = dispatched(scheduler.on_arrival(request(1), 0.0))
+    commands = scheduler.on_lease_ended(lease, Outcome.CONNECT_FAILED, 0.1)
+    assert not any(isinstance(command, Dispatch | Reject) for command in commands)
+    assert 1 in scheduler.queue
+    scheduler.on_instance(Probed("a", ProbeResult.OK), 1.0)
+    assert dispatched(scheduler.on_instance(Probed("a", ProbeResult.OK), 2.0)).request.id == 1
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UPSTREAM_ERROR])
+def test_an_answer_by_the_engine_brings_a_suspect_up(outcome: Outcome) -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single", health=Health.SUSPECT)
+    lease = dispatched(scheduler.on_arrival(request(1), 0.0))
+    commands = scheduler.on_lease_ended(lease, outcome, 0.2)
+    changes = [command for command in commands if isinstance(command, HealthChanged)]
+    assert [(c.instance, c.health) for c in changes] == [("a", Health.UP)]
+    assert scheduler.instances[0].health.state is Health.UP
+
+
+def test_lengths_are_learnt_for_each_sequence() -> None:
+    predictor = OnlinePredictor()
+    scheduler = make_scheduler([spec("a")], predictor=predictor)
+    for i in range(60):
+        lease = dispatched(scheduler.on_arrival(request(i, sequences=4, samples=4, max_tokens=None), 0.0))
+        lease.output_tokens = 400
+        scheduler.on_lease_ended(lease, Outcome.OK, 0.1)
+    assert predictor.predict(request(100, max_tokens=None)) == pytest.approx(100.0, rel=0.2)
