@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.block_index import BlocksRemoved, BlocksStored, KvEventBatch
+from hetlb.core.block_index import BlocksRemoved, BlocksStored, KvEventBatch, block_digests
 from hetlb.core.instance import Instance
 from hetlb.core.prefix_index import PrefixIndex, PrefixKey, Tree
 from hetlb.core.types import Capacity, CapacityLearned, Outcome
@@ -80,4 +82,22 @@ def test_events_of_blocks_take_the_tree_s_part_of_what_was_evicted() -> None:
     assert instance.tree.unused_tokens == 1000
     scheduler.on_kv_events("x", KvEventBatch((BlocksRemoved(names[50:]),)), 3.0)
     assert instance.tree.unused_tokens == 500  # half of all blocks
+    scheduler.check_integrity()
+
+
+def test_blocks_that_an_engine_told_of_and_those_on_their_way_are_not_read_again() -> None:
+    digests = block_digests(array("q", range(1200)), 100)
+    scheduler = make_scheduler([spec("x", kv=100_000)], "hetlb")
+    stored = BlocksStored(tuple(range(8)), None, digests[:8], 100)
+    scheduler.on_kv_events("x", KvEventBatch((stored,), begins=True), 0.0)
+    sent = request(1, prompt=1200, blocks=(100, digests))
+    first = dispatched(scheduler.on_arrival(sent, 1.0))
+    assert first.shared is not None
+    assert (first.unread_tokens, first.shared.held_tokens, first.shared.tokens) == (400, 800, 0)
+    second = dispatched(scheduler.on_arrival(request(2, prompt=1200, blocks=(100, digests)), 1.0))
+    assert second.unread_tokens == 1  # the first one is about to read the rest
+    for lease in (first, second):
+        scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 2.0)
+    third = dispatched(scheduler.on_arrival(request(3, prompt=1200, blocks=(100, digests)), 3.0))
+    assert third.unread_tokens == 400
     scheduler.check_integrity()
