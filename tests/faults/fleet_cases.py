@@ -150,7 +150,7 @@ async def who_fails_fast_is_out(rig: Rig) -> None:
     errors = 0
     for _ in range(25):
         errors += sum(answer.status != 200 for answer in await rig.ask_many(2))
-    # Where its time is over, both of a pair may meet it once more.
+    # An ejection may end meanwhile: both of a pair may meet it once more.
     most = 5 + 2 * max(0, await rig.ejections("i0") - 1)
     assert errors <= most, f"{errors} of 50 went to an instance that fails at once"
 

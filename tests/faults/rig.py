@@ -137,7 +137,7 @@ class Rig:
         return (await metrics(self.admin_port)).get((name, labels), 0.0)
 
     async def ejections(self, name: str) -> int:
-        """How often an instance was ejected."""
+        """Number of ejections of an instance."""
         return int(await self.metric("hetlb_instance_ejections_total", f'server="{name}"'))
 
     async def set_state(self, name: str, state: str) -> None:

@@ -119,7 +119,7 @@ async def probes_are_green_and_answers_fail(rig: Rig) -> None:
     answers = [await rig.ask() for _ in range(30)]
     ejections = await rig.ejections("i0")
     assert ejections >= 1
-    # Where its time is over, one more failure ejects it again.
+    # An ejection may end meanwhile: one more failure ejects it again.
     assert sum(answer.status != 200 for answer in answers) <= 4 + ejections
     await rig.engine.probed(6)
     health = await rig.health("i0")

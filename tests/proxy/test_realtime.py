@@ -178,7 +178,7 @@ async def test_sessions_are_spread(tmp_path: Path) -> None:
                 for _ in range(6):
                     client = await stack.enter_async_context(session(running))
                     await client.recv()
-                # How evenly depends on the time between them.
+                # The spread depends on the time between them.
                 assert min(running.instance(name).sequences for name in running.names) >= 1
                 for visit in (*one.asked, *other.asked):
                     visit.left.set()
