@@ -591,6 +591,7 @@ class Instance:
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
         assert not lease.ended, f"{lease!r} was released before"
+        assert self.leases.get(lease.key) is lease, f"{lease!r} is not booked on {self.name}"
         del self.leases[lease.key]
         if now > self.speed.last:
             self._elapsed(now)
