@@ -111,7 +111,7 @@ MODULES = {
         LEDGER_TESTS,
     ),
     "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
-    "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
+    "admission": Module(("hetlb/core/admission.py",), (), (*CORE_TESTS, "tests/core/test_overtaking.py")),
     "placement": Module(("hetlb/core/placement.py",), (), PLACEMENT_TESTS),
     "ready": Module(("hetlb/core/ready.py",), (), PLACEMENT_TESTS),
     "backlog": Module(("hetlb/core/backlog.py",), (), PLACEMENT_TESTS),

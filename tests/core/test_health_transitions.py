@@ -17,10 +17,12 @@ from hetlb.core.health import (
     RISE,
     WINDOW_S,
     HealthTracker,
+    Verdict,
     transitions_table,
+    verdict,
 )
 from hetlb.core.probation import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
-from hetlb.core.types import Health, ProbeResult
+from hetlb.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
 
@@ -233,7 +235,7 @@ def test_a_refused_connection_means_another_process() -> None:
     failing(health, PASSIVE_FALL)
     assert health.ejected_for_failures
     assert not health.on_refused(1.0)
-    assert not health.ejected_for_failures
+    assert health.ejected_for_failures is False
     for _ in range(RISE):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
@@ -297,6 +299,34 @@ def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     assert health.clean is False
     health.on_success(100.0 + FORGIVE_AFTER_S)
     assert health.clean is True
+
+
+def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
+    refused = tracker()
+    refused.on_refused(0.0)
+    assert refused.ejected_for_failures is False
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    assert health.ejected_for_failures is True
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert health.ejected_for_failures is False
+    health.on_success(health.ejected_until)
+    for _ in range(FALL):
+        health.on_probe(FAILED, 20.0)
+    assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
+
+
+@pytest.mark.parametrize("server_error", [False, True])
+def test_the_end_of_a_lease_is_evidence_of_one_kind(server_error: bool) -> None:
+    says = {outcome: verdict(outcome, server_error) for outcome in Outcome}
+    assert says == dict.fromkeys(Outcome, Verdict.NOTHING) | {
+        Outcome.OK: Verdict.WELL,
+        Outcome.UPSTREAM_ERROR: Verdict.ERROR if server_error else Verdict.WELL,
+        Outcome.CONNECT_FAILED: Verdict.ABSENT,
+        Outcome.NO_RESPONSE: Verdict.FAILED,
+        Outcome.BROKEN_STREAM: Verdict.FAILED,
+    }
 
 
 def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
@@ -429,3 +459,6 @@ def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() ->
 def test_the_docs_show_the_transitions() -> None:
     docs = Path(__file__).parents[2] / "docs" / "behaviour.md"
     assert transitions_table() in docs.read_text()
+    assert transitions_table().startswith(
+        "| state | event | next |\n|---|---|---|\n| suspect, up | a connection"
+    )

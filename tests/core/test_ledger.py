@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from hetlb.core.types import (
     Capacity,
     CapacityLearned,
     Connector,
+    Dispatch,
     EngineSample,
     Hold,
     KvTransfer,
@@ -235,6 +236,18 @@ def test_a_prompt_that_is_elsewhere_does_not_run_here() -> None:
     account.end(0)
     mark = account.instance.speed.mark()
     assert (mark.sequence_s, mark.token_s) == (4.0, 90.0 + 110.0 + 45.0)
+
+
+def test_a_lease_books_the_work_of_its_score_in_whole_nanoseconds() -> None:
+    """Of more than 10 s, so that a part in a thousand million shows."""
+    scheduler = make_scheduler([spec("a", latency=FAST.scaled(1000.0))], "paper")
+    [instance] = scheduler.instances
+    [command] = scheduler.on_arrival(request(1, prompt=2000), 0.0)
+    assert isinstance(command, Dispatch)
+    [candidate] = command.candidates
+    assert candidate.processing_s is not None
+    assert candidate.processing_s > 10.0
+    assert command.lease.work_ns == instance.work_ns == round(candidate.processing_s * 1e9)
 
 
 # --- prefixes and blocks ---
@@ -456,7 +469,8 @@ def forgotten_group(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
 
 
 def waits_too(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    scheduler.queue.push(lease.request, 0.0)
+    for waits in (lease.request, request(5)):
+        scheduler.queue.push(waits, 0.0)
 
 
 def retry_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:

@@ -339,6 +339,9 @@ def test_a_lease_that_ends_without_a_first_token_shows_no_load(outcome: Outcome)
     assert load.expected.keys() == {lease.id for lease in leases}
     scheduler.on_lease_ended(leases[0], outcome, 1.0, retry=False)
     assert load.expected.keys() == {leases[1].id}
+    plain = arrived(scheduler, 9)
+    scheduler.on_lease_ended(plain, outcome, 1.0, retry=False)
+    assert load.expected.keys() == {leases[1].id}
     scheduler.on_first_token(leases[1], 1.1)
     scheduler.on_lease_ended(leases[1], outcome, 1.2, retry=False)
     assert not load.expected
