@@ -413,11 +413,12 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     stages = (Stage(0, 1, 20), Stage(1, 1, 12))
     cost = ProfileCost(of)
     groups = []
-    for role, own in ((Role.PREFILL, stages), (Role.DECODE, (Stage(0, 1, 32),))):
+    alone = (Stage(0, 1, 32),)
+    for role, own in ((Role.PREFILL, stages), (Role.DECODE, alone), (Role.BOTH, alone)):
         tokens = kv_cache_tokens(of, own)
         groups.append(Group(role, own, cost.capacity(own, role, tokens), tokens))
-    plan = Plan(tuple(groups), {(0, 1): 0.1}, {})
-    first, second = commands(of, lay_out(of, plan))
+    plan = Plan(tuple(groups[:2]), {(0, 1): 0.1}, {})
+    first, second = commands(of, plan, lay_out(of, plan))
     assert "VLLM_PP_LAYER_PARTITION=20,12" in first
     assert "--pipeline-parallel-size 2" in first
     assert '"kv_role":"kv_producer"' in first
@@ -426,6 +427,12 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     write_fleet(tmp_path / "f.yaml", of, plan, lay_out(of, plan), cost)
     roles = [i["role"] for i in yaml.safe_load((tmp_path / "f.yaml").read_text())["models"][0]["instances"]]
     assert roles == ["prefill", "decode"]
+    # One that does both transfers too, unless nothing is split.
+    for flows, whole in (({(0, 1): 0.1}, '"kv_role":"kv_both"'), ({}, "vllm serve")):
+        plan = Plan((groups[0], groups[2]), flows, {1: 0.1})
+        last = commands(of, plan, lay_out(of, plan))[-1]
+        assert whole in last
+        assert ("kv-transfer-config" in last) == plan.splits
     load_fleet(tmp_path / "f.yaml")
 
 
