@@ -262,6 +262,25 @@ def test_exhaustive_search_is_exhaustive() -> None:
     assert best.throughput == pytest.approx(most)
 
 
+def test_groups_of_both_roles_serve_most_as_such() -> None:
+    """With the role that limits the flow, which the scheduler would use it for, none serves more."""
+    of = cluster([machine("h", "H100", 4), machine("a", "A100", 5)], rows=((2000, 100),))
+    table, network = GroupTable(of, ProfileCost(of)), Network(of)
+    found = Search(table, kept=1000, kept_share=0.3).run(SolveLimits(), most_steps=3000)
+    mixed = 0
+    for plan in found.plans:
+        for g, each in enumerate(plan.groups):
+            if plan.splits and each.role is Role.BOTH:
+                mixed += 1
+                for role in (Role.PREFILL, Role.DECODE):
+                    other = table.group(each.composition, role)
+                    assert other is not None
+                    groups = [*plan.groups[:g], other, *plan.groups[g + 1 :]]
+                    better = Network.bound(groups) > Network.bound(plan.groups) * (1 + 1e-9)
+                    assert not better or network.solve(groups).throughput <= plan.throughput * (1 + 1e-9)
+    assert mixed > 20
+
+
 def test_appendix_e_with_heavy_decoding_gives_three_gpus_of_each_kind_to_decode() -> None:
     """HexGen-2, appendix E.3: one H100 and one A100 prefill, three and three decode (its roles alone)."""
     of = appendix_e()
