@@ -78,6 +78,7 @@ LEDGER_TESTS = (
 )
 PLACEMENT_TESTS = (
     *LEDGER_TESTS,
+    "tests/core/test_backlog.py",
     "tests/core/test_demand.py",
     "tests/core/test_overtaking.py",
     "tests/core/test_policies.py",
@@ -112,14 +113,18 @@ MODULES = {
     ),
     "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
     "admission": Module(("hetlb/core/admission.py",), (), (*CORE_TESTS, "tests/core/test_overtaking.py")),
-    "placement": Module(("hetlb/core/placement.py",), (), PLACEMENT_TESTS),
-    "ready": Module(("hetlb/core/ready.py",), (), PLACEMENT_TESTS),
-    "backlog": Module(("hetlb/core/backlog.py",), (), PLACEMENT_TESTS),
-    "restraints": Module(
-        ("hetlb/core/throttle.py", "hetlb/core/retries.py", "hetlb/core/holds.py"), (), PLACEMENT_TESTS
+    "placement": Module(
+        (
+            "hetlb/core/placement.py",
+            "hetlb/core/ready.py",
+            "hetlb/core/backlog.py",
+            "hetlb/core/throttle.py",
+            "hetlb/core/holds.py",
+        ),
+        (),
+        PLACEMENT_TESTS,
     ),
-    "speed": Module(("hetlb/core/speed.py",), (), LEDGER_TESTS),
-    "prefixes": Module(("hetlb/core/prefix_index.py",), (), LEDGER_TESTS),
+    "evidence": Module(("hetlb/core/speed.py", "hetlb/core/prefix_index.py"), (), LEDGER_TESTS),
     "gate": Module(
         ("hetlb/proxy/http/http1.py",),
         (),
