@@ -141,6 +141,8 @@ def explain_fleet(
                 names[name].assume(work_s=value)
             else:
                 names[name].assume(kv_utilization=value)
+    if not fleet.instances:
+        raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
     if model is None:
         model = fleet.instances[0].model
     elif model not in scheduler.models:
