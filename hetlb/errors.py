@@ -18,6 +18,7 @@ A request that hetlb itself turns down raises nothing: the scheduler returns a `
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -85,3 +86,10 @@ class NoResponse(UpstreamError):
 
 class BrokenStream(UpstreamError):
     """A response began and broke off or was malformed."""
+
+
+def connect_reason(error: OSError) -> str:
+    """Reason for which a host was not reached, in the system's words: `Connection refused`."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)  # a name without an address has a negative number

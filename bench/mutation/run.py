@@ -1,10 +1,11 @@
 """Mutation testing: does a test fail when one line of what must never be wrong is changed?
 
-Shows: for the ledger, health, admission and the framing gate, how many of mutmut's mutants the tests of each
-kill, and which survive.
+Shows: for the parts of the mapper (ledger, health, admission, placement, ...) and for the framing gate, how
+many of mutmut's mutants the tests of each kill, and which survive.
 Mutants live in a copy under --folder, never in this tree; every mutant meets only tests that reach
 the function it is in; one at a time per core, at the lowest priority. With `--sample N` at most N mutants of
-a module are drawn (`--seed`). Exit status 1 where a module is below `--least`.
+a module are drawn (`--seed`), with `--only` those of functions of a name, with `--survivors` those that a
+saved result lists: so a new test is tried within a minute. Exit status 1 where a module is below `--least`.
 
 `make mutation`, or `.venv/bin/python bench/mutation/run.py [MODULE ...] [--save FILE]`; mutmut gets a virtual
 environment of its own under .cache. About 5 minutes a module on two cores.
@@ -55,6 +56,7 @@ CORE_TESTS = (
     "tests/core/test_health.py",
     "tests/core/test_queue.py",
     "tests/core/test_scheduler.py",
+    "tests/core/test_throttle.py",
     "tests/core/test_throttling.py",
     "tests/core/test_least_delay.py",
     "tests/core/test_speed.py",
@@ -62,6 +64,8 @@ CORE_TESTS = (
     "tests/core/test_admission.py",
 )
 LEDGER_TESTS = (
+    "tests/core/test_ledger.py",
+    "tests/core/test_retries.py",
     *CORE_TESTS,
     "tests/core/test_adapters.py",
     "tests/core/test_data_parallel.py",
@@ -71,6 +75,13 @@ LEDGER_TESTS = (
     "tests/core/test_prefix_index.py",
     "tests/core/test_shared_view.py",
     "tests/core/test_split.py",
+)
+PLACEMENT_TESTS = (
+    *LEDGER_TESTS,
+    "tests/core/test_demand.py",
+    "tests/core/test_overtaking.py",
+    "tests/core/test_policies.py",
+    "tests/core/test_ready.py",
 )
 MODULES = {
     "ledger": Module(
@@ -100,15 +111,24 @@ MODULES = {
         LEDGER_TESTS,
     ),
     "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
-    "admission": Module(("hetlb/core/admission.py",), (), CORE_TESTS),
+    "admission": Module(("hetlb/core/admission.py",), (), (*CORE_TESTS, "tests/core/test_overtaking.py")),
+    "placement": Module(("hetlb/core/placement.py",), (), PLACEMENT_TESTS),
+    "ready": Module(("hetlb/core/ready.py",), (), PLACEMENT_TESTS),
+    "backlog": Module(("hetlb/core/backlog.py",), (), PLACEMENT_TESTS),
+    "restraints": Module(
+        ("hetlb/core/throttle.py", "hetlb/core/retries.py", "hetlb/core/holds.py"), (), PLACEMENT_TESTS
+    ),
+    "speed": Module(("hetlb/core/speed.py",), (), LEDGER_TESTS),
+    "prefixes": Module(("hetlb/core/prefix_index.py",), (), LEDGER_TESTS),
     "gate": Module(
         ("hetlb/proxy/http/http1.py",),
         (),
         ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py"),
     ),
 }  # fmt: skip
-#: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again.
-NUMBERED = """
+#: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again; and a mutant
+#: that a property test meets only beyond its first examples counts as alive, so that a run takes minutes.
+CONFTEST = """
 
 import pytest as _pytest
 
@@ -122,6 +142,8 @@ def _numbered(self, argnames, argvalues, **more):
 
 
 _pytest.Metafunc.parametrize = _numbered
+settings.register_profile("mutation", settings.get_profile("hetlb"), max_examples=25)
+settings.load_profile("mutation")
 """
 
 
@@ -132,6 +154,8 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="write the result here")
     parser.add_argument("--least", type=float, default=80.0, help="per cent killed (default 80)")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a module")
+    parser.add_argument("--only", metavar="NAME", help="mutants of functions named so, as in Ledger.gr*")
+    parser.add_argument("--survivors", type=Path, metavar="FILE", help="mutants that this result lists")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample (default 0)")
     parser.add_argument("--folder", type=Path, help="for the copies (default a temporary one)")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="of each module (default 1800)")
@@ -177,8 +201,8 @@ def _run(name: str, mutmut: Path, folder: Path, args: argparse.Namespace) -> dic
     names = [f"{function}__mutmut_*" for function in module.functions] or [
         f"{file.removesuffix('.py').replace('/', '.')}.*" for file in module.files
     ]
-    if args.sample is not None:
-        names = _sample(mutmut, folder, names, args)
+    if chosen := args.sample is not None or args.only is not None or args.survivors is not None:
+        names = _chosen(name, mutmut, folder, names, args)
     log = folder / "mutmut.log"
     command = ["nice", "-n", "19", str(mutmut), "run", "--max-children", str(os.cpu_count() or 1), *names]
     with log.open("w") as output:
@@ -209,7 +233,7 @@ def _run(name: str, mutmut: Path, folder: Path, args: argparse.Namespace) -> dic
         "survived": len(survivors),
         "not_reached": len(untested),
         "killed_per_cent": round(100 * killed / len(ran), 1),
-        "whole": status is not None and args.sample is None,
+        "whole": status is not None and not chosen,
         "survivors": [_diff(sources, key) for key in (*survivors, *untested)],
     }
 
@@ -228,7 +252,7 @@ def _copy(module: Module, folder: Path) -> None:
     for shared in ("helpers.py", "conftest.py"):
         shutil.copy(ROOT / "tests" / shared, folder / "tests" / shared)
     with (folder / "tests" / "conftest.py").open("a") as conftest:
-        conftest.write(NUMBERED)
+        conftest.write(CONFTEST)
     tests = [test for test in module.tests if (folder / test).exists()]
     settings = {
         "source_paths": ["hetlb"],
@@ -242,14 +266,29 @@ def _copy(module: Module, folder: Path) -> None:
     (folder / "pyproject.toml").write_text(project + "\n[tool.mutmut]\n" + "\n".join(lines) + "\n")
 
 
-def _sample(mutmut: Path, folder: Path, names: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Some of the mutants that match, by name: mutmut makes them all before it runs one."""
+def _chosen(
+    name: str, mutmut: Path, folder: Path, names: Sequence[str], args: argparse.Namespace
+) -> list[str]:
+    """The mutants asked for, by name: mutmut makes them all before it runs one.
+
+    A survivor is found again by its change: its number is another one as soon as the function is changed.
+    """
     subprocess.run(
         [str(mutmut), "run", "hetlb.nothing__mutmut_1"], cwd=folder, capture_output=True, check=False
     )
-    module = MODULES[folder.name]
-    found = [key for key in _codes(folder, module) if any(fnmatch(key, name) for name in names)]
-    return sorted(random.Random(args.seed).sample(sorted(found), min(args.sample, len(found))))
+    module = MODULES[name]
+    found = sorted(key for key in _codes(folder, module) if any(fnmatch(key, each) for each in names))
+    if args.only is not None:
+        found = [key for key in found if fnmatch(_function(key), f"*.{args.only}")]
+    if args.survivors is not None:
+        listed = json.loads(args.survivors.read_text())["modules"].get(name, {"survivors": []})["survivors"]
+        sources = _sources(folder, module)
+        found = [key for key in found if _diff(sources, key) in listed]
+    if args.sample is not None:
+        found = sorted(random.Random(args.seed).sample(found, min(args.sample, len(found))))
+    if not found:
+        raise SystemExit(f"{name}: expected mutants to run, got none: --only and --survivors leave none")
+    return found
 
 
 def _codes(folder: Path, module: Module) -> dict[str, int | None]:
@@ -278,8 +317,12 @@ def _diff(sources: dict[str, list[str]], key: str) -> dict[str, str]:
     lines = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     was = " ".join(line[1:].strip() for line in lines if line[0] == "-")
     now = " ".join(line[1:].strip() for line in lines if line[0] == "+")
-    function = mutated.replace("xǁ", "").replace("ǁ", ".").replace(".x_", ".")
-    return {"function": function, "was": was, "now": now}
+    return {"function": _function(key), "was": was, "now": now}
+
+
+def _function(key: str) -> str:
+    """The dotted name of the function that a mutant is of."""
+    return key.partition("__mutmut_")[0].replace("xǁ", "").replace("ǁ", ".").replace(".x_", ".")
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:

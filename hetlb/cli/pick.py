@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         from hetlb.pick.service import PickService, check_pick
     except ImportError as error:
-        raise InputError(f"expected the extra `pick` (pip install 'hetlb[pick]'): {error}") from error
+        raise InputError(
+            f"expected the packages of hetlb[pick]: pip install 'hetlb[pick]' ({error})"
+        ) from error
     fleet = _fleet_of(args)
     require_urls(fleet)
     check_pick(fleet)

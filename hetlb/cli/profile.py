@@ -182,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{flag.replace('_', '-')}: expected a whole number from 1, got {value}")
     degrees = _degrees(args)
+    _make_folder(args.out)
     kind, _, file = (args.source or "").partition(":")
     written = []
     if args.url is not None:
@@ -210,6 +211,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(written[0] if len(written) == 1 else written))
     return 0
+
+
+def _make_folder(out: Path) -> None:
+    """Create the folder of the profile: before the work, not after it."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out: expected a folder that can be written: {error.filename}: {error.strerror}"
+        ) from error
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:

@@ -131,7 +131,7 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
         from hetlb.stage.model import DTYPES, TorchRunner
     except ImportError as error:
         raise InputError(
-            f"expected the packages of hetlb[stage] (pip install 'hetlb[stage]'): {error}"
+            f"expected the packages of hetlb[stage]: pip install 'hetlb[stage]' ({error})"
         ) from error
     from hetlb.stage.auth import read_key
     from hetlb.stage.checkpoint import load_config

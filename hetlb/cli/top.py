@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError, InputError, connect_reason
 
 #: The proxy speaks once a second; a stream that is silent for this long is dead.
 SILENCE_S = 5.0
@@ -92,8 +92,7 @@ async def snapshots(session: aiohttp.ClientSession, url: str) -> AsyncGenerator[
                     _, _, data = event.partition(b"\ndata: ")
                     yield json.loads(data)
     except aiohttp.ClientConnectorError as error:
-        reason = os.strerror(error.os_error.errno) if error.os_error.errno else str(error)
-        raise HetlbError(f"no connection: {reason}") from error
+        raise HetlbError(f"no connection: {connect_reason(error.os_error)}") from error
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise HetlbError(f"the connection broke: {str(error) or 'nothing came'}") from error
     raise HetlbError("the proxy closed the connection")

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from hetlb.errors import HetlbError
+from hetlb.errors import HetlbError, connect_reason
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _IDLE_TIMEOUT_S = 60.0
@@ -151,8 +151,8 @@ async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
 
 def why(error: Exception) -> str:
     """Reason for which there is no answer, in a few words."""
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-        return os.strerror(error.os_error.errno)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return connect_reason(error.os_error)
     return str(error) or "timeout"
 
 

@@ -214,8 +214,16 @@ class HttpStream(Upstream):
     def refuse(self, error: GateError) -> None:
         """Answer a request that may not pass."""
         answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
-        self._state.driver.refused(answer.outcome)
         headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
+        if isinstance(error, Refusal):
+            headers += error_responses.header_pairs(error.lines)
+        state = self._state
+        if self._head is None:
+            state.driver.refused(answer.outcome)
+        else:
+            now = state.driver.now()
+            label = state.router.refused(self._head, self._tenant, answer, error.status, now)
+            headers += ((b"x-request-id", label.encode("ascii")),)
         self._answer(error.status, headers, error_responses.error_body(answer, error.message))
 
     # --- the request ---

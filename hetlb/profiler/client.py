@@ -20,7 +20,7 @@ import msgspec
 
 from hetlb.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.core.types import Capacity, EngineSample
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError, InputError, connect_reason
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS = range(1000, 2000)
@@ -236,12 +236,14 @@ class EngineClient:
             ) as reply:
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise ServerFailed(f"{self._url}{path}: expected a page, got none: {_reason(error)}") from error
+            raise ServerFailed(f"{self._url}{path}: no answer: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.TimeoutError):
-        return "no answer in time"
+        return "timeout"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return connect_reason(error.os_error)
     return str(error) or type(error).__name__
 
 

@@ -477,10 +477,10 @@ class ClientConnection(asyncio.Protocol):
         self._at = end
         self._blank_lines = 0
         head, length = clients.heads.find(raw)
-        self._head = head  # first: how a refusal is written depends on it
+        self._head, self._tenant = head, None  # first: how a refusal is written depends on them
+        self._since = self._fed_at = self._now()
         self._enter(HEAD_PASSED)
         self._tenant = clients.router.authenticate(head)
-        self._since = self._fed_at = self._now()
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
@@ -625,17 +625,23 @@ class ClientConnection(asyncio.Protocol):
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
         retry_after_s: float | None = None
         lines: tuple[tuple[bytes, bytes], ...] = ()
+        named = False
         if isinstance(error, Refusal):
             answer = error.answer
+            named = len(error.lines) > 0
             retry_after_s = error.retry_after_s if answer.should_retry else None
             lines = error_responses.header_pairs(error.lines)
         else:
             answer = error_responses.bad_request(error.status)
-        self._clients.driver.refused(answer.outcome)
+        head = self._head
+        if head is None:
+            self._clients.driver.refused(answer.outcome)
+        else:
+            label = self._clients.router.refused(head, self._tenant, answer, error.status, self._since)
+            lines += ((b"x-request-id", label.encode("ascii")),)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
-        head = self._head
-        known = error.status in (400, 403, 404, 405) or len(lines) > 0
+        known = error.status in (400, 403, 404, 405) or named
         keep = head is not None and head.keep_alive and whole and known
         self._send(
             error_responses.response(

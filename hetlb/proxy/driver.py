@@ -54,6 +54,7 @@ from hetlb.proxy.scheduling import (
 )
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import Gaps
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
 
@@ -69,14 +70,15 @@ GAP_S: Final = 1.0
 class DriverSetup:
     """Parts of every driver of exchanges.
 
-    `on_ended` gets the requests that ended, some at once. `access` says how the engines are reached, by
-    instance; the owner of this mapping alone changes it.
+    `on_ended` gets the requests that ended, some at once, `on_refused` each that did not pass. `access`
+    says how the engines are reached, by instance; the owner of this mapping alone changes it.
     """
 
     table: ProxyTable
     token_estimator: TokenEstimator
     loop: asyncio.AbstractEventLoop
     on_ended: Callable[[list[Exchange]], None] | None = None
+    on_refused: Callable[[RequestRecord], None] | None = None
     access: Mapping[str, EngineAccess] = field(default_factory=dict)
 
 
@@ -95,6 +97,7 @@ class ExchangeDriver(ABC):
         self.forward_rules = ForwardRules(table.forward_headers)
         self._access = setup.access
         self._on_ended = setup.on_ended
+        self._on_refused = setup.on_refused
         self._drain_rate = DrainRate(random.Random())
         self._next_id = 1
         self._sweeper: asyncio.TimerHandle | None = loop.call_later(SWEEP_S, self._sweep)
@@ -231,9 +234,11 @@ class ExchangeDriver(ABC):
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def refused(self, outcome: Outcome) -> None:
-        """A request was answered before it became one."""
+    def refused(self, outcome: Outcome, record: RequestRecord | None = None) -> None:
+        """A request was answered before the scheduler saw it; `record` where its head was read."""
         self._totals.count(outcome, Phase.QUEUED.value)
+        if record is not None and self._on_refused is not None:
+            self._on_refused(record)
 
     def settle(self) -> None:
         """Count and log the requests that ended since the last time."""

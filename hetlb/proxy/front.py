@@ -22,6 +22,7 @@ from hetlb.proxy.router import Router
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
 
 
@@ -91,6 +92,11 @@ class Front:
             add(exchange)
         if self._lines is not None:
             self._lines.write(*[line(exchange, epoch_s) for exchange in ended])
+
+    def request_refused(self, record: RequestRecord) -> None:
+        """Log a request that did not pass."""
+        if self._lines is not None:
+            self._lines.write(self._write_line(record, time.time() - self._driver.now()))
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, and let what is open end within `grace_s`."""

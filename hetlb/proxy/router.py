@@ -18,7 +18,7 @@ import hetlb
 from hetlb.config.fleet import ProxyTable
 from hetlb.core.block_index import PromptBlocks, block_digests
 from hetlb.core.prefix_index import PrefixKey
-from hetlb.core.types import Request
+from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.client_response import ClientSide
 from hetlb.proxy.driver import ExchangeDriver
@@ -26,16 +26,20 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
+from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.realtime import Session, check_upgrade, model_asked_for
+from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
+#: Characters of the path of a refused request in the request log.
+_MOST_PATH: Final = 128
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -120,7 +124,11 @@ class Router:
         Its body is in `pieces`, which `form` has read where it is one.
         """
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
-            return self._loop(head)
+            raise Refusal(
+                error_responses.LOOP,
+                "The request came back: an instance leads to this proxy.",
+                lines=b"via: 1.1 " + self._driver.forward_rules.own + b"\r\n",
+            )
         if form is None and len(pieces) != 1:
             pieces = [b"".join(pieces)]
         path = head.path
@@ -135,11 +143,11 @@ class Router:
                 return self._own(head, tenant)
             allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
             if head.method not in allowed:
-                return _method_not_allowed(head, allowed)
+                raise _method_not_allowed(allowed)
             where = self._driver.pin(kept[0], None if tenant is None else tenant.name, strict=True)
             return self._exchange(client, head, _PINNED, Call(), pieces, where, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
-            return _method_not_allowed(head, (b"POST",))
+            raise _method_not_allowed((b"POST",))
         if form is not None:
             call = form.finish()
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
@@ -164,7 +172,7 @@ class Router:
     ) -> Exchange | bytes:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
-            return _method_not_allowed(head, (b"GET",))
+            raise _method_not_allowed((b"GET",))
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
         call.model = model_asked_for(head.query)
@@ -220,14 +228,12 @@ class Router:
         each = max(1, -(-call.prompt_tokens_total // prompts))
         body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         request_id = driver.next_id()
-        label = head.fields.get(b"x-request-id")
+        text = label_of(head)
         engine_text: str | None = None
-        if label is None or _LABEL.fullmatch(label) is None:
+        if text is None:
             text = self._label_prefix + hex(request_id)[2:]
-        else:
-            text = label.decode("ascii")
-            if tenant is not None:  # engines take it for their own id: no tenant may choose that of another
-                engine_text = f"{text}.{hex(request_id)[2:]}"
+        elif tenant is not None:  # engines take it for their own id: no tenant may choose that of another
+            engine_text = f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
         owner = None if tenant is None else tenant.name
         prefix_keys: tuple[PrefixKey, ...] = ()
@@ -294,18 +300,20 @@ class Router:
 
     # --- answers of hetlb's own ---
 
-    def _loop(self, head: RequestHead) -> bytes:
-        """A request of our own came back: an instance leads here."""
-        self._driver.refused(error_responses.LOOP.outcome)
-        return error_responses.response(
-            error_responses.LOOP.status,
-            error_responses.error_body(
-                error_responses.LOOP, "The request came back: an instance leads to this proxy.", head.path
-            ),
-            headers=((b"via", b"1.1 " + self._driver.forward_rules.own),),
-            close=not head.keep_alive,
-            head_only=head.method == b"HEAD",
-        )
+    def refused(
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, status: int, since: float
+    ) -> str:
+        """Count and log a request that came in at `since` and did not pass. Its `x-request-id`."""
+        driver = self._driver
+        request_id = driver.next_id()
+        label = label_of(head) or self._label_prefix + hex(request_id)[2:]
+        path = head.path if len(head.path) <= _MOST_PATH else head.path[:_MOST_PATH] + "..."
+        owner = None if tenant is None else tenant.name
+        request = Request(request_id, "", 0, generates=False)
+        record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
+        record.outcome, record.status, record.ended_at = answer.outcome, status, driver.now()
+        driver.refused(answer.outcome, record)
+        return label
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
         path, status, body = head.path, 200, b""
@@ -324,7 +332,7 @@ class Router:
         else:
             raise GateError(404, "Not Found")
         if head.method not in methods:
-            return _method_not_allowed(head, methods)
+            raise _method_not_allowed(methods)
         return error_responses.response(
             status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
         )
@@ -340,15 +348,17 @@ class Router:
         for entry in self._models(tenant):
             if entry.get("id") == name:
                 return entry
-        raise GateError(404, f"The model `{name}` does not exist.")
+        raise Refusal(
+            error_responses.REJECTIONS[RejectReason.UNKNOWN_MODEL], f"The model `{name}` does not exist."
+        )
 
 
-def _method_not_allowed(head: RequestHead, allowed: tuple[bytes, ...]) -> bytes:
+def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
     answer = error_responses.bad_request(405, "method_not_allowed")
-    return error_responses.response(
-        405,
-        error_responses.error_body(answer, "Method Not Allowed", head.path),
-        headers=((b"allow", b", ".join(allowed)),),
-        close=not head.keep_alive,
-        head_only=head.method == b"HEAD",
-    )
+    return Refusal(answer, "Method Not Allowed", lines=b"allow: " + b", ".join(allowed) + b"\r\n")
+
+
+def label_of(head: RequestHead) -> str | None:
+    """The client's `x-request-id`, None without one that can be kept."""
+    label = head.fields.get(b"x-request-id")
+    return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

@@ -350,6 +350,7 @@ class Service(FleetService):
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
                 asyncio.get_running_loop(),
                 lambda ended: self._front.requests_ended(ended),
+                lambda record: self._front.request_refused(record),
                 self._engines,
             ),
         )

@@ -2,17 +2,19 @@
 
 The processes are proxies or endpoint pickers. Publish/subscribe carries the changes, one message for all of a
 turn of the event loop; each process hears of every change and of its own, whose way there and back is the age
-that the others' news have. It says something at least four times in `silent_s`, so that silence is death. It
-tells all it has when it comes, when it is asked to, and when it was cut off. Without the server nothing is
-heard of the others, and each goes on with its own view and the engines' own figures.
+that the others' news have. It says something at least four times in `silent_s`, so that silence is death, and
+that it leaves when it stops. It tells all it has when it comes, when it is asked to, and when it was cut off.
+Without the server nothing is heard of the others, and each goes on with its own view and the engines' own
+figures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -32,13 +34,17 @@ from hetlb.proxy.telemetry.prometheus import SharedFigures
 logger = logging.getLogger("hetlb.shared")
 
 _VERSION: Final = 1
-#: Kinds of messages: changes, all that holds, and the question for all that holds.
+#: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
+#: process that stops.
 _CHANGES: Final = 0
 _STATE: Final = 1
 _ASK: Final = 2
+_LEAVE: Final = 3
 #: Messages that wait to be published, at most; more is told as a whole later.
 _MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
+#: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
+_LAST_WORDS_S: Final = 1.0
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
 _DEAF: Final = 2.0
 _BookedFields: TypeAlias = tuple[
@@ -120,6 +126,7 @@ class Sharing:
         #: True while the server is reached.
         self.connected = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._publisher: asyncio.Task[None] | None = None
 
     @property
     def figures(self) -> SharedFigures:
@@ -137,21 +144,26 @@ class Sharing:
 
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
-        runs = [self._listen(), self._publish(), self._beat()]
+        runs = [self._listen(), self._beat()]
         if self.leader is not None:
             runs.append(self.leader.run())
         self._tasks = [self._loop.create_task(each) for each in runs]
+        self._publisher = self._loop.create_task(self._publish())
 
     async def close(self) -> None:
-        """Stop; a leader lets another lead at once."""
-        tasks, self._tasks = set(self._tasks), []
-        while tasks:
-            for task in tasks:
-                task.cancel()
-            # redis-py takes a cancellation for a timeout now and then: it is said again.
-            _, tasks = await asyncio.wait(tasks, timeout=_RETRY_S)
-        if self.leader is not None:
-            await self.leader.release()
+        """Stop: peers hear the last changes and forget this process; a leader lets another lead at once."""
+        tasks, self._tasks = self._tasks, []
+        await _cancel(tasks)
+        publisher, self._publisher = self._publisher, None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_LAST_WORDS_S, self._table.silent_s)):
+                if publisher is not None and self.connected:
+                    self._send(_LEAVE, self.view.take())
+                    await self._outbox.join()
+                if self.leader is not None:
+                    await self.leader.release()
+        if publisher is not None:
+            await _cancel([publisher])
         await self._redis.aclose()
 
     # --- out ---
@@ -164,7 +176,7 @@ class Sharing:
 
     def _tell(self) -> None:
         self._telling = False
-        if changes := self.view.take():
+        if self._publisher is not None and (changes := self.view.take()):
             self._send(_CHANGES, changes)
 
     def _send(self, kind: int, changes: list[Change]) -> None:
@@ -194,6 +206,8 @@ class Sharing:
             except (RedisError, OSError, TimeoutError):
                 self._missed = True
                 await asyncio.sleep(_RETRY_S)
+            finally:
+                self._outbox.task_done()
 
     async def _beat(self) -> None:
         """Be heard of, and find out which peers are not heard of any more."""
@@ -203,6 +217,8 @@ class Sharing:
             self._send(_CHANGES, self.view.take())
             for peer, heard_at in list(self._heard_at.items()):
                 if now - heard_at > self._table.silent_s:
+                    text = "shared state: peer %s is gone, and its leases with it"
+                    tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
                     self._forget(peer, now)
 
     # --- in ---
@@ -228,6 +244,7 @@ class Sharing:
         self._missed = False
         while not self._outbox.empty():
             self._outbox.get_nowait()
+            self._outbox.task_done()
         self._send_state()
         self._send(_ASK, [])
 
@@ -283,13 +300,24 @@ class Sharing:
             self._send(_ASK, [])
         else:
             self._carry_out(self.view.receive(peer, changes, now))
+        if kind == _LEAVE:
+            self._forget(peer, now)
 
     def _forget(self, peer: str, now: float) -> None:
+        """End the leases of a peer that left, or is silent."""
         del self._heard_at[peer]
         self._next.pop(peer, None)
-        text = "shared state: peer %s is gone, and its leases with it"
-        tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
         self._carry_out(self.view.gone(peer, now))
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their ends."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        # redis-py takes a cancellation for a timeout now and then: it is said again.
+        _, left = await asyncio.wait(left, timeout=_RETRY_S)
 
 
 # --- the short form ----------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Relay:
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
                 self._loop,
                 lambda ended: self._front.requests_ended(ended),
+                lambda record: self._front.request_refused(record),
                 self._engines,
             ),
         )

@@ -13,6 +13,9 @@ from hetlb.config.profile import load_profile
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
 HEADER = "system,backend,backend_version,model,tp,phase,batch,length,latency_ms\n"
+ROOFLINE = [
+    "--peak-flops", "125e12", "--bandwidth", "900e9", "--parameters", "8e9", "--kv-bytes-per-token", "131072",
+]  # fmt: skip
 
 
 def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,14 +45,30 @@ def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_roofline_is_marked_unmeasured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "r.yaml")
-    figures = "--peak-flops 125e12 --bandwidth 900e9 --parameters 8e9 --kv-bytes-per-token 131072"
-    assert main(["profile", "--from", "roofline", "--tp", "2", "--out", out, *figures.split()]) == 0
+    assert main(["profile", "--from", "roofline", "--tp", "2", "--out", out, *ROOFLINE]) == 0
     source = load_profile(Path(out)).source
     assert source is not None
     assert not source.measured
     capsys.readouterr()
     assert main(["profile", "show", out]) == 0
     assert "unmeasured" in capsys.readouterr().out
+
+
+def test_the_folder_of_the_profile_is_created(tmp_path: Path) -> None:
+    out = tmp_path / "profiles" / "v100.yaml"
+    assert main(["profile", "--from", "roofline", *ROOFLINE, "--out", str(out)]) == 0
+    assert load_profile(out).decode.k8 > 0
+
+
+def test_a_file_in_place_of_the_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profiles").write_text("")
+    out = str(tmp_path / "profiles" / "v100.yaml")
+    assert main(["profile", "--from", "roofline", *ROOFLINE, "--out", out]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hetlb profile: --out: expected a folder that can be written: ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

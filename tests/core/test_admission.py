@@ -183,7 +183,7 @@ def test_an_entry_holds_what_was_said_of_it() -> None:
 
 def test_a_request_waits_once() -> None:
     queue = filled(QueueLimits(), asked(1))
-    with pytest.raises(AssertionError, match="request 1 is queued already"):
+    with pytest.raises(AssertionError, match=r"^request 1 is queued already$"):
         queue.push(asked(1), 0.0)
 
 
@@ -367,25 +367,47 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
     def share_of_nobody(queue: Queue) -> None:
         queue._shares["nobody"] = type(queue._shares["a"])()
 
-    for break_it in (
-        wrong_bytes, forgotten, unknown, empty_flow, empty_priority, empty_line, out_of_order, wrong_share,
-        wrong_share_bytes, share_of_nobody,
-    ):  # fmt: skip
+    def line_of_none(queue: Queue) -> None:
+        fair = queue._lines[LINE][0]
+        fair.lines[7] = type(fair.lines[0])()
+
+    def overtaken_too_often(queue: Queue) -> None:
+        queue.held[1][3].credit = -1
+
+    def forgotten_key(queue: Queue) -> None:
+        queue._keys.clear()
+
+    for break_it, says in (
+        (wrong_bytes, None),
+        (forgotten, None),
+        (unknown, None),
+        (empty_flow, "^an empty flow was left behind$"),
+        (empty_priority, "^an empty priority$"),
+        (empty_line, "^an empty line was left behind$"),
+        (out_of_order, "^priorities out of order$"),
+        (wrong_share, None),
+        (wrong_share_bytes, None),
+        (share_of_nobody, None),
+        (line_of_none, "^fits$"),
+        (overtaken_too_often, "^overtaken too often$"),
+        (forgotten_key, "^keys of lines$"),
+    ):
         queue = filled(QueueLimits(), asked(1, "a", body=5), asked(2, "a", body=6), asked(3, "b", priority=4))
+        queue.check_integrity()
         break_it(queue)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=says):
             queue.check_integrity()
 
 
 def test_bytes_never_fall_below_zero() -> None:
     queue = filled(QueueLimits(), asked(1, body=5))
     queue.bytes = 4
-    with pytest.raises(AssertionError, match="queued bytes fell below zero"):
+    with pytest.raises(AssertionError, match=r"^queued bytes fell below zero$"):
         queue.remove(1)
 
 
 def test_sizes_that_do_not_add_up_are_noticed() -> None:
     queue = filled(QueueLimits(), asked(1), size=10)
     queue._sizes["m"] += 1
-    with pytest.raises(AssertionError, match="sizes waiting for m do not add up"):
+    with pytest.raises(AssertionError, match=r"^sizes waiting for m do not add up$"):
         queue.remove(1)

@@ -33,6 +33,8 @@ def test_a_request_gets_the_slot_of_a_sequence_that_ended_before_its_request() -
     assert instance.unfinished_sequences == SLOTS + 3
     assert scrape(scheduler, SLOTS - 24, 0, 3.0) == [2]
     assert instance.unfinished_sequences == SLOTS - 23
+    [_, second] = instance.leases.values()
+    assert second.mark is not None, "it could begin at once"
     scheduler.check_integrity()
 
 

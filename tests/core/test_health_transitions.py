@@ -17,10 +17,12 @@ from hetlb.core.health import (
     RISE,
     WINDOW_S,
     HealthTracker,
+    Verdict,
     transitions_table,
+    verdict,
 )
 from hetlb.core.probation import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
-from hetlb.core.types import Health, ProbeResult
+from hetlb.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
 
@@ -82,6 +84,35 @@ def test_the_only_one_becomes_suspect_and_says_so() -> None:
     changes = [health.on_probe(FAILED, 0.0, alone=True) for _ in range(FALL)]
     assert changes == [False, False, True]
     assert (health.state, health.reason) == (Health.SUSPECT, "3 probes failed in a row")
+
+
+def test_a_tracker_begins_with_nothing_against_its_instance() -> None:
+    for state in (Health.UP, Health.SUSPECT):
+        health = tracker(state)
+        assert (health.state, health.ejected_until) == (state, 0.0)
+        assert health.clean is (state is Health.UP)
+        assert health.ejected_for_failures is False
+    assert tracker().on_answering(0.0) is False
+
+
+def test_a_probe_says_how_it_failed() -> None:
+    suspect = tracker(Health.SUSPECT)
+    suspect.on_probe(FAILED, 0.0)
+    assert suspect.reason == "a probe failed"
+    suspect.on_probe(FAILED, 0.0, detail="no answer in 2 s")
+    assert suspect.reason == "no answer in 2 s"
+    for alone, state in ((True, Health.SUSPECT), (False, Health.EJECTED)):
+        health = tracker()
+        for _ in range(FALL):
+            health.on_probe(FAILED, 0.0, alone=alone, detail="no answer in 2 s")
+        assert (health.state, health.reason) == (state, "3 probes failed in a row: no answer in 2 s")
+    health = tracker()
+    health.on_probe(ProbeResult.REFUSED, 3.0, detail="no route")
+    assert (health.state, health.reason, health.ejected_until) == (Health.EJECTED, "no route", 3.0)
+    health.on_refused(4.0)
+    assert (health.reason, health.ejected_until) == ("no route", 3.0)
+    health.on_refused(4.0, "no address")
+    assert health.reason == "no address"
 
 
 # --- the share of failed answers ---
@@ -204,7 +235,7 @@ def test_a_refused_connection_means_another_process() -> None:
     failing(health, PASSIVE_FALL)
     assert health.ejected_for_failures
     assert not health.on_refused(1.0)
-    assert not health.ejected_for_failures
+    assert health.ejected_for_failures is False
     for _ in range(RISE):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
@@ -234,6 +265,75 @@ def test_half_open_until_an_answer_ends_well() -> None:
         health.on_probe(OK, health.ejected_until)
     assert not health.on_success(health.ejected_until)
     assert failing(health, PASSIVE_FALL, health.ejected_until) == [False] * (PASSIVE_FALL - 1) + [True]
+
+
+def test_probes_from_before_it_was_ejected_are_not_of_the_way_back() -> None:
+    health = tracker()
+    for _ in range(RISE):
+        assert not health.on_probe(OK, 0.0)
+    failing(health, PASSIVE_FALL)
+    assert not health.on_probe(OK, health.ejected_until)
+    assert health.on_probe(OK, health.ejected_until)
+    assert health.reason == "2 probes answered"
+
+
+def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
+    """Up, no failure within the window, every ejection forgiven; anything else ends it."""
+    health = tracker()
+    health.on_server_error(0.0, may_eject=True)
+    assert health.clean is False
+    health.on_success(WINDOW_S - 0.001)
+    assert health.clean is False
+    health.on_success(WINDOW_S)
+    assert health.clean is True
+    health.on_probe(FAILED, WINDOW_S)
+    assert health.clean is False
+    health.on_success(WINDOW_S)
+    assert health.clean is True
+    failing(health, PASSIVE_FALL, 100.0)
+    assert health.clean is False
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert (health.state, health.clean) == (Health.UP, False)
+    health.on_success(100.0 + FORGIVE_AFTER_S - 0.001)
+    assert health.clean is False
+    health.on_success(100.0 + FORGIVE_AFTER_S)
+    assert health.clean is True
+
+
+def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
+    refused = tracker()
+    refused.on_refused(0.0)
+    assert refused.ejected_for_failures is False
+    health = tracker()
+    failing(health, PASSIVE_FALL)
+    assert health.ejected_for_failures is True
+    for _ in range(RISE):
+        health.on_probe(OK, health.ejected_until)
+    assert health.ejected_for_failures is False
+    health.on_success(health.ejected_until)
+    for _ in range(FALL):
+        health.on_probe(FAILED, 20.0)
+    assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
+
+
+@pytest.mark.parametrize("server_error", [False, True])
+def test_the_end_of_a_lease_is_evidence_of_one_kind(server_error: bool) -> None:
+    says = {outcome: verdict(outcome, server_error) for outcome in Outcome}
+    assert says == dict.fromkeys(Outcome, Verdict.NOTHING) | {
+        Outcome.OK: Verdict.WELL,
+        Outcome.UPSTREAM_ERROR: Verdict.ERROR if server_error else Verdict.WELL,
+        Outcome.CONNECT_FAILED: Verdict.ABSENT,
+        Outcome.NO_RESPONSE: Verdict.FAILED,
+        Outcome.BROKEN_STREAM: Verdict.FAILED,
+    }
+
+
+def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
+    health = tracker()
+    health.on_refused(0.0)
+    assert not health.on_success(100.0)
+    assert (health.state, health.clean) == (Health.EJECTED, False)
 
 
 def test_an_ejected_instance_is_not_ejected_again() -> None:
@@ -295,6 +395,34 @@ def test_a_dispatch_begins_the_pause_anew_and_only_in_doubt() -> None:
     assert not health.probation.held(107.0)
 
 
+@pytest.mark.parametrize(
+    ("failures", "requests"),
+    [(2, 1), (3, 2), (4, 2), (5, 4), (6, 8), (7, 16), (19, 1 << 16), (20, 1 << 17), (21, 1 << 17)],
+)
+def test_a_pause_ends_when_so_many_requests_went_elsewhere(failures: int, requests: int) -> None:
+    """After each dispatch as many again."""
+    health = tracker()
+    for _ in range(failures):
+        health.on_failure(0.0, may_eject=False)
+    for _ in range(2):
+        for _ in range(requests):
+            assert health.probation.held(0.5)
+            health.probation.passed_over()
+        assert not health.probation.held(0.5)
+        assert health.probation.active(0.5)
+        health.probation.dispatched(0.4)
+
+
+def test_of_server_errors_time_alone_ends_the_pause() -> None:
+    health = tracker()
+    for _ in range(PROBATION_AFTER):
+        health.on_server_error(0.0, may_eject=False)
+    for _ in range(100):
+        health.probation.passed_over()
+    assert health.probation.held(0.999)
+    assert not health.probation.held(1.0)
+
+
 def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
     health = tracker()
     for _ in range(8):
@@ -331,3 +459,6 @@ def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() ->
 def test_the_docs_show_the_transitions() -> None:
     docs = Path(__file__).parents[2] / "docs" / "behaviour.md"
     assert transitions_table() in docs.read_text()
+    assert transitions_table().startswith(
+        "| state | event | next |\n|---|---|---|\n| suspect, up | a connection"
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.core.block_index import BlocksRemoved, BlocksStored, KvEventBatch, block_digests
 from hetlb.core.instance import Instance
-from hetlb.core.prefix_index import PrefixIndex, PrefixKey, Tree
+from hetlb.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
 from hetlb.core.types import Capacity, CapacityLearned, Outcome
 
 KEYS: tuple[PrefixKey, ...] = (("a", 500), ("b", 1000))
@@ -47,6 +48,167 @@ def test_reported_evictions_replace_guesses() -> None:
     tree.clear()
     assert tree.unused_tokens == 0
     tree.check_integrity()
+
+
+def used(tree: Tree, *keys: PrefixKey, prompt: int = 5000) -> Shared:
+    """What a request brought that has ended."""
+    shared = tree.attach(keys, prompt)
+    tree.detach(shared.node)
+    return shared
+
+
+def test_a_report_counts_from_so_many_tokens_that_no_request_used() -> None:
+    tree = Tree(PrefixIndex(), 1)
+    tree.correct(Shared(None, 0, 0, 63, 63), 0)
+    assert tree.share == 1.0
+    tree.correct(Shared(None, 0, 0, 64, 64), 0)
+    assert tree.share == 0.8
+    tree.told = True
+    tree.correct(Shared(None, 0, 0, 64, 64), 0)
+    assert tree.share == 0.8, "it tells what it evicts"
+
+
+def test_an_expectation_is_met_from_three_quarters_of_what_no_request_used() -> None:
+    tree, shared = Tree(PrefixIndex(), 1), Shared(None, 0, 0, 1000, 400)
+    tree.correct(shared, 900)
+    assert tree.share == 1.0
+    tree.correct(shared, 899)
+    assert tree.share == 0.8
+    tree.correct(shared, 900)
+    assert tree.share == 0.8 * 1.02
+    for _ in range(20):
+        tree.correct(shared, 2000)
+    assert tree.share == 1.0
+    for _ in range(40):
+        tree.correct(shared, 0)
+    assert tree.share == LEAST_SHARE
+
+
+def test_unused_prefixes_stay_within_their_share_of_the_room() -> None:
+    tree = Tree(PrefixIndex(), 1)
+    for name in "abcd":
+        used(tree, (name, 100))
+    tree.evict(400)
+    assert list(tree.unused) == ["a", "b", "c", "d"]
+    tree.evict(399)
+    assert list(tree.unused) == ["b", "c", "d"]
+    used(tree, ("b", 100))
+    tree.share = 0.5
+    tree.evict(400)
+    assert list(tree.unused) == ["d", "b"], "the one used last goes last"
+    tree.check_integrity()
+
+
+def test_an_index_forgets_the_oldest_beyond_its_number_whatever_the_room() -> None:
+    index = PrefixIndex(most_unused=3)
+    tree, other = Tree(index, 1), Tree(index, 2)
+    used(other, ("z", 10))
+    for name in "abc":
+        used(tree, (name, 100))
+    tree.told = True
+    tree.evict(10**9)
+    assert (list(tree.unused), list(other.unused), index.unused) == (["b", "c"], ["z"], 3)
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+    tree = Tree(PrefixIndex(), 1)
+    used(tree, ("x", 100), ("y", 300), ("z", 350))
+    assert [(node.key, node.own, node.tokens) for node in tree.unused.values()] == [
+        ("z", 50, 350),
+        ("y", 200, 300),
+        ("x", 100, 100),
+    ]
+    tree.evicted(49)
+    assert tree.unused_tokens == 350
+    tree.evicted(1)
+    assert tree.unused_tokens == 300
+    tree.evicted(1000)
+    assert (tree.unused_tokens, tree.nodes) == (0, {})
+    used(tree, ("x", 100))
+    tree.evicted(99)
+    assert tree.unused_tokens == 100, "what was evicted beyond all of it counts no more"
+
+
+def test_keys_that_do_not_go_on_are_passed_over() -> None:
+    """Ends that do not grow, or that lie behind the end of the prompt."""
+    tree = Tree(PrefixIndex(), 1)
+    shared = tree.attach((("a", 100), ("b", 100), ("c", 90), ("d", 200), ("e", 201)), 200)
+    assert (shared.tokens, shared.new_tokens, list(tree.nodes)) == (200, 200, ["a", "d"])
+    again = tree.attach((("a", 100), ("d", 200)), 200)
+    assert (again.tokens, again.new_tokens, again.held_tokens, again.idle_tokens) == (200, 0, 199, 0)
+    assert tree.detach(again.node) == 0
+    assert tree.detach(shared.node) == 200
+    idle = tree.attach((("a", 100), ("x", 150)), 200)
+    assert (idle.held_tokens, idle.idle_tokens, idle.new_tokens) == (100, 100, 150)
+
+
+def test_a_conversation_is_remembered_once_and_from_its_longest_turn() -> None:
+    index = PrefixIndex()
+    tree = Tree(index, 1)
+    tree.remember("s", 300, None)
+    tree.remember("s", 500, None)
+    assert (tree.unused_tokens, len(index), index.unused) == (500, 1, 1)
+    shared = tree.attach((("x", 400),), 450)
+    tree.remember("t", 400, shared.node)
+    assert "t" not in tree.nodes, "there is nothing beyond its prefix"
+    tree.remember("t", 401, shared.node)
+    assert (tree.nodes["t"].own, tree.nodes["t"].tokens) == (1, 401)
+    tree.check_integrity()
+
+
+def test_each_engine_holds_what_its_own_tree_does_and_pays_for_the_rest_with_others() -> None:
+    """Of `x` three requests run, of `y` one: a request that reads them pays 2 of 5, and 2 of 3 parts."""
+    index = PrefixIndex()
+    trees = [Tree(index, number) for number in range(3)]
+    for _ in range(2):
+        trees[0].attach((("x", 1000),), 2000)
+    trees[0].attach((("x", 1000), ("y", 1600)), 2000)
+    used(trees[1], ("x", 1000))
+    trees[2].remember("s", 700, None)
+    keys: tuple[PrefixKey, ...] = (("s", None), ("x", 1000), ("y", 1600), ("z", 1700))
+    found = index.held(keys, 2000)
+    assert found is not None
+    assert found.tokens == {0: 1600, 1: 1000, 2: 700}
+    assert found.credits == {0: 800.0, 1: 600.0, 2: 0.0}
+    assert found.credit == 800.0
+    short = index.held(keys, 1301)
+    assert short is not None
+    assert short.tokens == {0: 1300, 1: 1000, 2: 700}
+    assert short.credit == 700.0
+    assert index.held((("none", None), ("z", 1700)), 2000) is None
+    assert index.held((("none", 10), ("x", 1000)), 2000) is None
+    behind = index.held((("none", None), ("x", 1000)), 2000)
+    assert behind is not None
+    assert behind.tokens == {0: 1000, 1: 1000}
+
+
+def test_a_tree_whose_counts_are_wrong_is_noticed() -> None:
+    def wrong_used(tree: Tree) -> None:
+        tree.used_tokens += 1
+
+    def wrong_unused(tree: Tree) -> None:
+        tree.unused_tokens -= 1
+
+    def negative(tree: Tree) -> None:
+        tree.nodes["a"].users = -1
+        tree.used_tokens = 100
+
+    def lost(tree: Tree) -> None:
+        tree.unused_tokens -= tree.unused.pop("b").own
+
+    for break_it, says in (
+        (wrong_used, "^tokens in use"),
+        (wrong_unused, "^unused tokens"),
+        (negative, "^negative users"),
+        (lost, "^unused nodes"),
+    ):
+        tree = Tree(PrefixIndex(), 1)
+        tree.attach((("a", 100),), 500)
+        used(tree, ("b", 100))
+        tree.check_integrity()
+        break_it(tree)
+        with pytest.raises(AssertionError, match=says):
+            tree.check_integrity()
 
 
 def ended(first: str, **facts: object) -> tuple[Instance, str]:

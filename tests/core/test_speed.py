@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.speed import MEMORY_S, MOST_PROFILED, TRUST, SpeedTracker
+from hetlb.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
 from hetlb.core.types import Outcome
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
@@ -98,3 +100,136 @@ def test_the_paper_knows_no_correction() -> None:
     serve(slow, 3.0, True)
     works = [dispatched(each.on_arrival(request(1000), 1e6)).work_ns for each in (right, slow)]
     assert works[0] == works[1] > 0
+
+
+# --- the tracker by itself ---
+
+#: Seconds after which half of the evidence is forgotten.
+HALF_S = MEMORY_S * math.log(2.0)
+
+
+def test_what_ran_adds_up_until_now() -> None:
+    tracker = SpeedTracker(True, 10.0)
+    assert (tracker.last, tracker.factor, tracker.engines, tracker.seen) == (10.0, 1.0, 1, False)
+    assert (tracker.last_expected_s, tracker.last_mixed) == (0.0, False)
+    begin = tracker.mark()
+    assert (begin.sequence_s, begin.token_s, begin.prompt_tokens, begin.prompts) == (0.0, 0.0, 0, 0)
+    tracker.elapsed(3, 100.0, 12.0)
+    tracker.elapsed(3, 100.0, 12.0)
+    tracker.elapsed(9, 900.0, 11.0)
+    tracker.elapsed(1, 40.0, 12.5)
+    tracker.read(2, 700)
+    tracker.read(1, 300)
+    end = tracker.mark()
+    assert (end.sequence_s, end.token_s, end.prompt_tokens, end.prompts) == (6.5, 220.0, 1000, 3)
+    assert (begin.sequence_s, tracker.last) == (0.0, 12.5)
+
+
+def test_the_rate_of_reading_follows_within_the_memory() -> None:
+    """1000 tokens within a half-life count half, and half of that after another."""
+    tracker = SpeedTracker(True, 0.0)
+    tracker.read(1, 1000)
+    now = HALF_S
+    assert tracker.read_per_s(now, explaining=True) == pytest.approx(500.0 / HALF_S)
+    assert tracker.read_per_s(now) == pytest.approx(500.0 / HALF_S)
+    assert tracker.read_per_s(now) == tracker.read_per_s(now - 1.0) == pytest.approx(500.0 / HALF_S)
+    assert tracker.read_per_s(2 * now, explaining=True) == pytest.approx(250.0 / HALF_S)
+    assert tracker.read_per_s(3 * now, explaining=True) == pytest.approx(125.0 / HALF_S)
+    tracker.read(1, 500)
+    assert tracker.read_per_s(2 * now) == pytest.approx(500.0 / HALF_S)
+    assert tracker.joins_per_s(2 * now) == 0.0
+
+
+def test_prompts_that_were_there_join_and_are_not_read() -> None:
+    tracker = SpeedTracker(True, 0.0)
+    tracker.read(2, 3)
+    assert tracker.joins_per_s(HALF_S, explaining=True) == 0.0
+    tracker.read(3, 3)
+    tracker.read(1, 0)
+    assert tracker.joins_per_s(HALF_S, explaining=True) == pytest.approx(2.0 / HALF_S)
+    assert tracker.joins_per_s(HALF_S) == pytest.approx(2.0 / HALF_S)
+    assert tracker.joins_per_s(2 * HALF_S) == pytest.approx(1.0 / HALF_S)
+
+
+def test_the_factor_is_the_ratio_of_the_sums() -> None:
+    """A measured profile has `PRIOR_S` of agreement; half is forgotten at each half-life."""
+    tracker = SpeedTracker(True, 0.0)
+    assert tracker.prefilled(PRIOR_S, 3 * PRIOR_S, 0.0)
+    assert (tracker.factor, tracker.seen) == (2.0, True)
+    assert tracker.prefilled(1.0, 3.0, HALF_S)
+    assert tracker.factor == pytest.approx((2 * PRIOR_S + 3.0) / (PRIOR_S + 1.0))
+
+
+def test_without_a_profile_the_first_answer_counts_alone() -> None:
+    tracker = SpeedTracker(False, 0.0)
+    assert not tracker.seen
+    assert tracker.prefilled(0.1, 1.0, 0.0)
+    assert (tracker.factor, tracker.seen) == (pytest.approx(10.0), True)
+    # It is not believed to be right because it is nearly so.
+    assert tracker.prefilled(1000.0, 1100.0, 0.0)
+    assert tracker.factor == pytest.approx(1101.0 / 1000.1)
+
+
+@pytest.mark.parametrize(("profiled", "most"), [(True, MOST_PROFILED), (False, MOST_UNPROFILED)])
+def test_the_factor_ends_at_its_bounds(profiled: bool, most: float) -> None:
+    slow, fast = SpeedTracker(profiled, 0.0), SpeedTracker(profiled, 0.0)
+    assert slow.prefilled(1.0, 1e6, 0.0)
+    assert fast.prefilled(1e6, 1.0, 0.0)
+    assert (slow.factor, fast.factor) == (most, 1.0 / most)
+    assert not slow.prefilled(1.0, 1e6, 0.0)
+
+
+def test_no_time_is_no_evidence() -> None:
+    tracker = SpeedTracker(False, 0.0)
+    assert not tracker.prefilled(0.0, 5.0, 0.0)
+    assert not tracker.prefilled(5.0, 0.0, 0.0)
+    begin = tracker.mark()
+    assert not tracker.answered(MODEL, begin, 0.0, 50.0, 0.0, 2048)
+    assert not tracker.answered(MODEL, begin, 5.0, 0.5, 0.0, 2048)
+    assert (tracker.seen, tracker.factor) == (False, 1.0)
+    assert tracker.answered(MODEL, begin, 5.0, 1.0, 0.0, 2048), "one step is enough"
+
+
+def test_a_small_change_is_not_put_in_force() -> None:
+    tracker = SpeedTracker(False, 0.0)
+    assert tracker.prefilled(1.0, 2.0, 0.0)
+    assert not tracker.prefilled(1.0, 2.19, 0.0)  # 4.19 / 2: less than a twentieth more
+    assert tracker.factor == 2.0
+    assert tracker.prefilled(1.0, 2.3, 0.0)
+    assert tracker.factor == pytest.approx(6.49 / 3.0)
+
+
+def test_back_within_the_trust_the_profile_is_believed_again() -> None:
+    tracker = SpeedTracker(True, 0.0)
+    assert tracker.prefilled(10.0, 40.0, 0.0)
+    assert tracker.factor == pytest.approx(3.0)
+    assert tracker.prefilled(1000.0, 1000.0, 0.0)
+    assert tracker.factor == 1.0
+    assert not tracker.prefilled(1000.0, 1000.0, 0.0)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_answer_is_expected_to_take_its_steps_and_the_reading_beside_it(engines: int) -> None:
+    """8 sequences with 3000 tokens ran on all engines, and prompts of 500 tokens were read."""
+    for prompts, mixed in ((0, False), (6, False), (600, True)):
+        tracker = SpeedTracker(True, 0.0)
+        tracker.engines = engines
+        tracker.elapsed(2, 50.0, 1.0)
+        since = tracker.mark()
+        tracker.elapsed(8, 3000.0, 5.0)
+        tracker.read(prompts, prompts * 500)
+        tracker.answered(MODEL, since, 4.0, 100.0, 5.0, 256)
+        running, tokens = 8 / engines, 3000.0 / engines
+        step_s = MODEL.step_s(running, tokens)
+        read_s = MODEL.first_token_s(500.0, 0.0, 0.0, running, tokens, 256)
+        delay_s = prompts / engines * delay_of_reading_s(read_s, 500.0, running, step_s, 256)
+        assert tracker.last_expected_s == pytest.approx(100.0 * step_s + delay_s)
+        assert tracker.last_mixed is (delay_s > 0.1 * tracker.last_expected_s)
+        assert tracker.last_mixed is mixed
+
+
+def test_an_answer_runs_at_least_itself() -> None:
+    tracker = SpeedTracker(True, 0.0)
+    since = tracker.mark()
+    tracker.answered(MODEL, since, 4.0, 100.0, 4.0, 2048)
+    assert tracker.last_expected_s == pytest.approx(100.0 * MODEL.step_s(1.0, 0.0))

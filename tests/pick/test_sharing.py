@@ -162,7 +162,8 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
         await turns_until(lambda: both.booked == [8, 8])
         first = both.pickers[0].sharing
         assert first is not None
-        await first.close()  # not a word more from the first
+        first.connected = False
+        await first.close()  # as if it were killed: not a word more from the first
         await turns_until(lambda: both.booked[1] == 0)
         # One that comes now hears all there is.
         restarted = made.picker.sharing = Sharing(

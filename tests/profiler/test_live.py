@@ -191,7 +191,7 @@ def test_a_grid_file_is_checked(tmp_path: Path) -> None:
 
 async def test_no_server_there(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert await profile("--url", "http://127.0.0.1:9", *flags) == 1
-    assert "expected a page, got none" in capsys.readouterr().err
+    assert "http://127.0.0.1:9/v1/models: no answer: Connection refused\n" in capsys.readouterr().err
 
 
 # --- servers that do not do what they are asked -------------------------------------------------------

@@ -3,6 +3,7 @@ A request is one line in either format, whatever its client calls itself, its re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,6 +161,51 @@ async def test_the_file_chooses_the_format(tmp_path: Path, capfd: pytest.Capture
         "request": "mine", "model": "m", "instance": "i0", "outcome": "ok", "status": 200,
     }  # fmt: skip
     assert abs(datetime.fromisoformat(logged["time"]) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+async def test_a_request_that_does_not_pass_has_an_id_and_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = "/v1/" + "x" * 500
+    async with Engine() as engine:
+        fleet = document(engine, proxy={"request_log_format": "json"})
+        async with serving(tmp_path, fleet) as running, aiohttp.ClientSession() as session:
+            base = f"http://127.0.0.1:{running.port}"
+            for path, status in (("/v1/completions", 400), (long, 404)):
+                async with session.post(base + path, data=b"{", headers={"x-request-id": "mine"}) as reply:
+                    assert (reply.status, reply.headers["x-request-id"]) == (status, "mine")
+            async with session.get(base + "/v1/completions", headers={"x-request-id": "not mine"}) as reply:
+                assert (reply.status, reply.headers["allow"]) == (405, "POST")
+                made = reply.headers["x-request-id"]
+            assert not engine.asked
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith('{"time')]
+    assert [(line["request"], line["path"], line["status"]) for line in lines] == [
+        ("mine", "/v1/completions", 400),
+        ("mine", long[:128] + "...", 404),
+        (made, "/v1/completions", 405),
+    ]
+    assert made.startswith("hetlb-")
+    assert {(line["outcome"], line["phase"], line["instance"]) for line in lines} == {
+        ("bad_request", "queue", None)
+    }
+    assert all(line["total_s"] >= 0.0 for line in lines)
+
+
+async def test_a_key_that_is_wrong_is_not_logged_as_the_one_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    digest = hashlib.sha256(b"sk-a").hexdigest()
+    (tmp_path / "keys.yaml").write_text(f"- {{name: alice, sha256: {digest}}}\n")
+    async with Engine() as engine:
+        fleet = document(engine, proxy={"request_log_format": "json", "api_keys_file": "keys.yaml"})
+        async with serving(tmp_path, fleet) as running, aiohttp.ClientSession() as session:
+            for key, status in (("sk-a", 400), ("sk-b", 401)):
+                headers = {"authorization": f"Bearer {key}"}
+                url = f"http://127.0.0.1:{running.port}/v1/completions"
+                async with session.post(url, data=b"{", headers=headers) as reply:
+                    assert reply.status == status
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith('{"time')]
+    assert [(line["status"], line["tenant"]) for line in lines] == [(400, "alice"), (401, None)]
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -317,6 +317,8 @@ async def test_refusals_have_openais_form_and_reach_no_engine(start: Start, stat
         assert not engine.visits
         if status == 405:
             assert answer.headers["allow"]
+        if status in (404, 405, 413):
+            assert answer.headers["x-request-id"]
 
 
 async def test_own_pages(start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,35 @@ async def test_a_request_that_an_engine_turns_away_is_booked_where_it_went(tmp_p
         assert two.asked
         for running in both:
             running.scheduler.check_integrity()
+
+
+@needs_server
+async def test_peers_forget_a_proxy_that_stops_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Silence would take longer than the test may.
+    async with Engine() as one, pair(tmp_path, [one], silent_s=60.0) as (_, both):
+        one.hold()
+        sent = asyncio.create_task(both[1].ask())
+        await turns_until(lambda: booked(both) == [1, 1])
+        await both[1].service.stop(0.0)
+        await turns_until(lambda: booked(both[:1]) == [0] and peers(both[0]) == 0)
+        assert (await sent).status == 503
+        one.released.set()
+        assert not said(caplog.records, "is gone, and its leases with it")
+        both[0].scheduler.check_integrity()
+
+
+@needs_server
+async def test_a_server_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
+    async with Engine() as one, pair(tmp_path, [one], silent_s=60.0) as (server, both):
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        sharing = both[1].service.sharing
+        assert sharing is not None
+        async with asyncio.timeout(30.0):
+            await sharing.close()
+        server.process.send_signal(signal.SIGCONT)
 
 
 @needs_server

@@ -52,7 +52,7 @@ LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 
 _TYPES = {404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
-_CODES = {401: "invalid_api_key", 403: "model_not_allowed"}
+_CODES = {401: "invalid_api_key", 403: "model_not_allowed", 404: "not_found"}
 
 
 def bad_request(status: int, code: str | None = None) -> Answer:

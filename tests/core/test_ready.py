@@ -1,0 +1,312 @@
+"""Filter of instances: what each of them may get, and what is said of those that may not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from helpers import make_scheduler, request, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.instance import Instance
+from hetlb.core.ready import ReadyInstances, least_tokens, with_excluded
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Candidate,
+    Connector,
+    EngineSample,
+    Health,
+    InstanceSpec,
+    KvTransfer,
+    Probed,
+    ProbeResult,
+    Role,
+)
+
+LINK = KvTransfer(Connector.NIXL)
+
+
+def fleet(*specs: InstanceSpec, health: Health = Health.UP) -> tuple[Scheduler, ReadyInstances]:
+    scheduler = make_scheduler(specs, "hetlb", health=health)
+    return scheduler, ready(scheduler)
+
+
+def ready(scheduler: Scheduler, now: float = 0.0) -> ReadyInstances:
+    return ReadyInstances(scheduler.instances, now)
+
+
+def names(instances: list[Instance]) -> str:
+    return "".join(each.name for each in instances)
+
+
+def choices(
+    filtered: ReadyInstances,
+    *,
+    tried: list[str] | None = None,
+    now: float = 0.0,
+    holds_back: bool = True,
+    **more: Any,
+) -> tuple[str, dict[str, str], list[tuple[int, str]] | None]:
+    found, excluded, availabilities = filtered.choices(request(1, **more), tried, now, holds_back=holds_back)
+    return names(found), excluded, availabilities
+
+
+def set_health(scheduler: Scheduler, name: str, *results: ProbeResult) -> None:
+    for result in results:
+        scheduler.on_instance(Probed(name, result), 0.0)
+
+
+# --- which are there ---
+
+
+def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
+    scheduler, all_there = fleet(*(spec(name) for name in "abcde"))
+    assert (names(all_there.able), all_there.excluded) == ("abcde", {})
+    scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
+    scheduler.on_instance(AdminStateSet("b", AdminState.MAINT), 0.0)
+    set_health(scheduler, "c", ProbeResult.REFUSED)
+    scheduler.on_scrape("d", EngineSample(0, 0, 0.0, asleep=True), 0.0)
+    some = ready(scheduler)
+    assert (names(some.able), names(list(some.instances))) == ("e", "abcde")
+    assert some.excluded == {
+        "a": "draining",
+        "b": "in maintenance",
+        "c": "ejected: connection refused",
+        "d": "asleep",
+    }
+    assert choices(some) == ("e", some.excluded, None)
+    assert choices(some, pinned="a") == ("", {
+        "a": "draining",
+        **dict.fromkeys("bcde", "the request belongs to another instance"),
+    }, None)  # fmt: skip
+
+
+def test_suspects_take_requests_where_none_is_up() -> None:
+    scheduler, none_up = fleet(*(spec(name) for name in "abc"), health=Health.SUSPECT)
+    assert (names(none_up.able), none_up.excluded) == ("abc", {})
+    set_health(scheduler, "b", ProbeResult.OK)
+    one_up = ready(scheduler)
+    assert (names(one_up.able), names(one_up.parts)) == ("b", "")
+    assert one_up.excluded == dict.fromkeys("ac", "suspect: not probed yet")
+    assert choices(one_up, tried=["b"]) == ("ac", {"b": "tried before"}, None)
+    assert choices(one_up, tried=[]) == ("b", one_up.excluded, None)
+
+
+def test_a_subset_and_those_that_had_it_are_heeded() -> None:
+    _, filtered = fleet(*(spec(name) for name in "abcd"))
+    assert choices(filtered, subset=("b", "c"), tried=["c"]) == (
+        "b",
+        {
+            "a": "not in the subset of the gateway",
+            "c": "tried before",
+            "d": "not in the subset of the gateway",
+        },
+        None,
+    )
+    assert choices(filtered, pinned="b", tried=["b"])[0] == ""
+    assert choices(filtered, pinned="b")[0] == "b"
+
+
+# --- lengths ---
+
+
+def test_an_instance_is_of_the_class_of_its_length() -> None:
+    scheduler, filtered = fleet(
+        spec("a", kv=1000), spec("b", kv=3000), spec("c", kv=1000), spec("d", kv=2000)
+    )
+    assert (filtered.limits, filtered.longest_prompt) == ([1000, 2000, 3000], 3000)
+    assert filtered.longest_tokens == 1000
+    assert [filtered.class_of(each) for each in scheduler.instances] == [0, 2, 0, 1]
+    for tokens, fit in ((1, 0), (950, 0), (951, 1), (1950, 1), (1951, 2), (2950, 2), (9000, 2)):
+        assert filtered.fit_of(request(1, prompt=tokens, max_tokens=50)) == fit
+    assert choices(filtered, prompt=950) == ("abcd", {}, None)
+    small = "too small for prompt and max_tokens"
+    assert choices(filtered, prompt=951) == ("bd", {"a": small, "c": small}, None)
+    assert choices(filtered, prompt=1951) == ("b", dict.fromkeys("acd", small), None)
+    # It fits none: the largest has the last word.
+    assert choices(filtered, prompt=9000) == ("b", dict.fromkeys("acd", small), None)
+    assert choices(filtered, prompt=9000, tried=["b"])[0] == "d"
+
+
+def test_of_equal_lengths_all_are_one_class() -> None:
+    scheduler, filtered = fleet(spec("a", kv=1000), spec("b", kv=1000))
+    assert [filtered.class_of(each) for each in scheduler.instances] == [0, 0]
+    assert filtered.fit_of(request(1, prompt=5000)) == 0
+
+
+def test_an_unknown_length_is_no_limit() -> None:
+    _, filtered = fleet(spec("a", kv=None), spec("b", kv=1000))
+    assert (filtered.limits, filtered.longest_prompt) == ([1000, math.inf], math.inf)
+    assert choices(filtered, prompt=10**6)[0] == "a"
+    _, empty = fleet(InstanceSpec("x", ""))
+    nothing = ReadyInstances([], 0.0)
+    assert (nothing.able, nothing.limits, nothing.longest_prompt) == ([], [], math.inf)
+    assert nothing.longest_tokens == math.inf
+    assert empty.longest_tokens == math.inf
+
+
+def test_a_suspect_that_is_large_enough_is_better_than_one_that_is_not() -> None:
+    scheduler, _ = fleet(spec("a", kv=1000), spec("b", kv=3000), spec("c", kv=3000), health=Health.SUSPECT)
+    set_health(scheduler, "a", ProbeResult.OK)
+    assert choices(ready(scheduler), prompt=2000) == (
+        "bc",
+        {"a": "too small for prompt and max_tokens"},
+        None,
+    )
+    set_health(scheduler, "c", ProbeResult.OK)
+    assert choices(ready(scheduler), prompt=2000) == (
+        "c",
+        {"a": "too small for prompt and max_tokens", "b": "suspect: not probed yet"},
+        None,
+    )
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60))
+def test_the_class_of_a_request_is_the_first_that_takes_it(lengths: list[int], tokens: int) -> None:
+    scheduler, filtered = fleet(*(spec(f"i{n}", kv=length) for n, length in enumerate(lengths)))
+    fit = filtered.fit_of(request(1, prompt=tokens, max_tokens=0))
+    for instance, length in zip(scheduler.instances, lengths, strict=True):
+        assert (filtered.class_of(instance) >= fit) == (length >= tokens or length == max(lengths))
+
+
+def test_one_token_of_output_is_the_least() -> None:
+    assert least_tokens(request(1, prompt=10, longest=30)) == 31
+    assert least_tokens(request(1, prompt=10, longest=0)) == 11
+    assert least_tokens(request(1, prompt=10, generates=False)) == 10
+
+
+# --- restraints ---
+
+
+def busy(scheduler: Scheduler, name: str, until: float) -> None:
+    each = next(each for each in scheduler.instances if each.name == name)
+    each.mark_busy(until, 0, 0.0)
+
+
+def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:
+    scheduler, free = fleet(*(spec(name) for name in "abc"))
+    assert not free.throttled
+    busy(scheduler, "a", 5.0)
+    restrained = ready(scheduler, 1.0)
+    assert (restrained.throttled, restrained.longest_tokens) == (True, -1.0)
+    why = "last: it said it is busy, for 4 s more"
+    assert choices(restrained, now=1.0) == ("abc", {}, [(1, why), (0, ""), (0, "")])
+    assert choices(restrained, now=1.0, holds_back=False) == (
+        "bc",
+        {"a": why},
+        [(1, why), (0, ""), (0, "")],
+    )
+    assert restrained.excluded == {}, "what is shared is not changed"
+    assert choices(restrained, now=1.0, pinned="a", holds_back=False)[0] == "a"
+    assert choices(restrained, now=1.0, pinned="b") == (
+        "b",
+        dict.fromkeys("ac", "the request belongs to another instance"),
+        None,
+    )
+    assert choices(restrained, now=5.0) == ("abc", {}, None)
+
+
+def test_probation_is_heeded_unless_all_are_on_it() -> None:
+    scheduler, _ = fleet(spec("a"), spec("b"))
+    first, second = scheduler.instances
+    for _ in range(2):
+        first.health.probation.failed(None, 0.0)
+    why = "on probation: 2 answers failed in a row"
+    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [(2, why), (0, "")])
+    for _ in range(2):
+        second.health.probation.failed(None, 0.0)
+    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])
+
+
+# --- roles ---
+
+
+def linked(name: str, role: Role, **more: Any) -> InstanceSpec:
+    return spec(name, role=role, kv_transfer=more.pop("link", LINK), **more)
+
+
+@pytest.mark.parametrize(
+    ("roles", "whole", "parts", "mixed"),
+    [
+        ("p d", "d", "pd", False),
+        ("p d b", "b", "pdb", False),
+        ("p p", "pp", "", True),
+        ("d d", "dd", "", True),
+        ("b b", "bb", "bb", True),
+        ("p b", "b", "pb", False),
+        ("d b", "b", "db", False),
+        ("b", "b", "", True),
+    ],
+)
+def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
+    roles: str, whole: str, parts: str, mixed: bool
+) -> None:
+    of = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+    kinds = roles.split()
+    scheduler, filtered = fleet(*(linked(f"{kind}{n}", of[kind]) for n, kind in enumerate(kinds)))
+    assert "".join(each.name[0] for each in filtered.able) == whole
+    assert "".join(each.name[0] for each in filtered.parts) == parts
+    assert filtered.mixed is mixed
+    kept = {each.name: f"its role is {each.spec.role}" for each in scheduler.instances}
+    for each in filtered.able:
+        del kept[each.name]
+    assert filtered.roles == filtered.excluded == kept
+
+
+def test_without_a_link_none_is_split() -> None:
+    _, filtered = fleet(linked("p", Role.PREFILL, link=None), linked("d", Role.DECODE))
+    assert (filtered.parts, names(filtered.able)) == ([], "d")
+
+
+def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
+    _, filtered = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE))
+    assert choices(filtered, tried=["d"]) == ("p", {"d": "tried before"}, None)
+    assert choices(filtered, pinned="p") == ("p", {"d": "the request belongs to another instance"}, None)
+    assert choices(filtered, tried=[]) == ("d", {"p": "its role is prefill"}, None)
+    assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
+
+
+def test_of_suspects_that_decode_and_readers_that_are_up_the_suspects_take_whole_requests() -> None:
+    scheduler, _ = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE), health=Health.SUSPECT)
+    set_health(scheduler, "p", ProbeResult.OK)
+    filtered = ready(scheduler)
+    assert names(filtered.able) == "d"
+
+
+def test_parts_are_those_that_fit_had_it_not_and_are_not_restrained() -> None:
+    scheduler, filtered = fleet(
+        linked("p", Role.PREFILL, kv=1000),
+        linked("q", Role.PREFILL, kv=3000),
+        linked("d", Role.DECODE, kv=3000),
+        linked("e", Role.DECODE, kv=2000),
+    )
+
+    def parts(
+        prompt: int = 100, tried: list[str] | None = None, now: float = 0.0, ceiling: int | None = None
+    ) -> str:
+        return names(ready(scheduler, now).parts_for(request(1, prompt=prompt), tried, now, ceiling))
+
+    assert filtered.parts_for(request(1), None, 0.0, None) is filtered.parts
+    assert (parts(950), parts(951), parts(1951), parts(3000)) == ("pqde", "qde", "qd", "")
+    assert (parts(tried=["p"]), parts(tried=["p", "q"]), parts(tried=[])) == ("qde", "", "pqde")
+    assert (parts(ceiling=2), parts(ceiling=1), parts(ceiling=3)) == ("pe", "", "pqde")
+    busy(scheduler, "d", 5.0)
+    assert (parts(now=1.0), parts(now=5.0)) == ("pqe", "pqde")
+
+
+# --- all of them, for people ---
+
+
+def test_those_left_out_are_shown_in_their_places() -> None:
+    scheduler, _ = fleet(*(spec(name) for name in "abc"))
+    scored = [Candidate("a", 1.0), Candidate("c", 2.0)]
+    shown = with_excluded(scored, scheduler.instances, {"b": "draining"})
+    assert [(each.instance, each.score, each.eligible, each.reason) for each in shown] == [
+        ("a", 1.0, True, scored[0].reason),
+        ("b", math.inf, False, "draining"),
+        ("c", 2.0, True, scored[1].reason),
+    ]
