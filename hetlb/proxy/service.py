@@ -38,8 +38,6 @@ from hetlb.proxy.access import (
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
-from hetlb.proxy.discovery import dns_names
-from hetlb.proxy.discovery.configured import sources_of
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch
@@ -162,7 +160,11 @@ class FleetService(ABC):
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances and of what else is discovered. Raises `ConfigError`."""
-        return sources_of(self.fleet, self._on_reload_signal)
+        if self.fleet.discovery is None:
+            return []
+        from hetlb.proxy.discovery.configured import sources_of
+
+        return sources_of(self.fleet, self.fleet.discovery, self._on_reload_signal)
 
     @property
     def shared(self) -> SharedFigures | None:
@@ -551,6 +553,8 @@ def require_urls(fleet: Fleet) -> Access:
     if fleet.tracing is not None:
         check_installed(fleet.where)
     if fleet.discovery is not None and fleet.discovery.dns:
+        from hetlb.proxy.discovery import dns_names
+
         dns_names.check_installed(fleet.where)
     for source in fleet.engines.values():
         if source.kv_events is not None:
