@@ -41,7 +41,6 @@ from hetlb.proxy.admin_listener import AdminListener, named
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch
-from hetlb.proxy.event_log import EventLog
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.reload import needs_restart, read_again
@@ -60,6 +59,7 @@ from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
+    from hetlb.proxy.event_log import EventLog
     from hetlb.proxy.sharing import Sharing
 
 logger = logging.getLogger("hetlb.proxy")
@@ -109,7 +109,7 @@ class FleetService(ABC):
         self.admin = AdminListener(self._access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = None if event_log is None else EventLog(event_log)
+        self._event_log = None if event_log is None else _open_event_log(event_log)
         setup = SchedulerSetup(
             specs=fleet.instances,
             policy=fleet.policy.name,
@@ -528,6 +528,12 @@ class Service(FleetService):
         await self._kv_events.close()
         await super().close()
         await self._front.close()
+
+
+def _open_event_log(path: Path) -> EventLog:
+    from hetlb.proxy.event_log import EventLog
+
+    return EventLog(path)
 
 
 def tune_gc() -> None:
