@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.errors import InputError
+from hetlb.files import whole_file
 
 COLOURS = (
     *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),
@@ -49,13 +50,10 @@ def plot_distribution(axis: Any, values: Iterable[float], **style: Any) -> None:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write to `path`; the format is that of its ending. Raises `InputError`."""
-    scratch = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(scratch)
-        scratch.replace(path)
+        with whole_file(path) as scratch:
+            figure.savefig(scratch)
     except (OSError, ValueError) as error:
         raise InputError(
             f"--plot: expected a picture file that can be written, got {path}: {error}"
         ) from error
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -9,8 +9,6 @@ import argparse
 import json
 import math
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +18,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
+from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, get, no_proxy
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES
@@ -141,6 +139,8 @@ def explain_fleet(
                 names[name].assume(work_s=value)
             else:
                 names[name].assume(kv_utilization=value)
+    if not fleet.instances:
+        raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
     if model is None:
         model = fleet.instances[0].model
     elif model not in scheduler.models:
@@ -204,22 +204,13 @@ def _explain_running(url: str, last: int, args: argparse.Namespace) -> int:
 
 
 def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
-    request = urllib.request.Request(f"{url}/v1/decisions?last={last}")
-    for name, value in authorization(token_variable).items():
-        request.add_unredirected_header(name, value)
+    answer = get(url, f"/v1/decisions?last={last}", token_variable)
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            document = json.load(reply)
-        if not isinstance(document, dict) or not {"decisions", "clock_s"} <= document.keys():
-            raise ValueError("its answer holds no decisions")
-    except urllib.error.HTTPError as error:
-        raise InputError(f"--url: {url}: {refusal(error.code, error.reason)}") from error
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", None) or error
-        why = getattr(cause, "strerror", None) or cause
-        raise InputError(
-            f"--url: expected the admin address of a running proxy, got {url!r}: {why}"
-        ) from error
+        document = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise InputError(no_proxy(url, error)) from error
+    if not isinstance(document, dict) or not {"decisions", "clock_s"} <= document.keys():
+        raise InputError(no_proxy(url, "its answer holds no decisions"))
     return document
 
 

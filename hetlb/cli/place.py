@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import shlex
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +27,7 @@ from hetlb.core.paths.scheduler import PATH_POLICIES, PathScheduler
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_placement
+from hetlb.plan.fleet_file import FleetWriter
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import flow_bound
 from hetlb.plan.placement.check_path import check_path
@@ -376,14 +375,8 @@ def _write_fleet(path: Path, cluster: Cluster, found: list[Pipeline]) -> None:
         {"name": f"pipeline-{i}", "url": f"http://{pipeline.nodes[0]}:8000", "weight": pipeline.tokens_per_s}
         for i, pipeline in enumerate(found)
     ]
-    fleet = {"version": 1, "models": [{"name": cluster.model.name, "instances": instances}]}
-    heading = (
-        "# Written by `hetlb place`: node names stand for hosts, the first of each pipeline has the API.\n"
-    )
-    try:
-        path.write_text(heading + yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a place to write to: {os.strerror(error.errno or 0)}") from error
+    heading = "Written by `hetlb place`: node names stand for hosts, the first of each pipeline has the API."
+    FleetWriter(path).write(heading, [{"name": cluster.model.name, "instances": instances}])
 
 
 def _print(document: dict[str, Any], console: Console) -> None:

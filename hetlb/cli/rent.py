@@ -464,12 +464,20 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
 # --- sweeps ---------------------------------------------------------------------------------------------
 
 
+def read_budgets(text: str) -> list[float]:
+    """`--budgets`: each once, ascending. Raises `InputError`."""
+    try:
+        budgets = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        budgets = [math.nan]
+    if not all(0.0 < budget < math.inf for budget in budgets):
+        raise InputError(f"--budgets: expected numbers above 0 separated by commas, got {text!r}")
+    return budgets
+
+
 def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits) -> int:
     """A plan for every budget; those that another one beats in both cost and throughput are marked."""
-    try:
-        budgets = sorted({float(part) for part in args.budgets.split(",")})
-    except ValueError:
-        raise InputError(f"--budgets: expected numbers separated by commas, got {args.budgets!r}") from None
+    budgets = read_budgets(args.budgets)
     if table.problem.request_rate is not None:
         raise InputError("--budgets: expected a market with budget_per_hour, got one with target")
     points: list[dict[str, Any]] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,6 +28,7 @@ from hetlb.config.profile import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.plan.check import check
+from hetlb.plan.fleet_file import FleetWriter
 from hetlb.plan.layouts import (
     Evaluated,
     Fleet,
@@ -55,7 +54,6 @@ from hetlb.plan.tp_search import (
     search,
     static_estimate,
 )
-from hetlb.profiler.sources import profile_text
 from hetlb.sim.engine import DEFAULT_MAX_NUM_SEQS, EngineLimits, EngineModel
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.workload.traces import read_trace
@@ -469,40 +467,29 @@ def commands(found: Found, data_parallel: bool = False) -> list[str]:
 
 
 def write_fleet(path: Path, found: Found, data_parallel: bool) -> None:
-    """The chosen layouts as a fleet file: machine names are taken as host names."""
-    try:
-        instances = [
-            {
-                "name": server.name,
-                "url": f"http://{server.machine.name}:{server.port}",
-                "profile": os.path.relpath(
-                    _profile_path(found, server, path.parent / f"{path.stem}-profiles"),
-                    path.resolve().parent,
-                ),
-            }
-            for server in servers(found, data_parallel)
-        ]
-        fleet = {"version": 1, "models": [{"name": found.cluster.model.name, "instances": instances}]}
-        source = found.cluster.path.name
-        heading = f"# Written by `hetlb search` from {source}: machine names stand for hosts.\n"
-        path.write_text(heading + yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: expected a place to write to: {error.strerror}"
-        ) from error
+    """The chosen layouts as a fleet file: machine names are taken as host names. Raises `InputError`."""
+    writer = FleetWriter(path)
+    instances = [
+        {
+            "name": server.name,
+            "url": f"http://{server.machine.name}:{server.port}",
+            "profile": _profile_reference(found, server, writer),
+        }
+        for server in servers(found, data_parallel)
+    ]
+    heading = f"Written by `hetlb search` from {found.cluster.path.name}: machine names stand for hosts."
+    writer.write(heading, [{"name": found.cluster.model.name, "instances": instances}])
 
 
-def _profile_path(found: Found, server: _Server, folder: Path) -> Path:
-    """The profile of a server; one of a pipeline is written, since it is composed."""
+def _profile_reference(found: Found, server: _Server, writer: FleetWriter) -> str:
+    """The profile of a server as the fleet file names it; one of a pipeline is written, being composed."""
     part = server.part
-    written = found.cluster.path.parent / dict(server.machine.profiles)[part.tensor_parallel_size]
     if part.pipeline_parallel_size == 1:
-        return written.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{server.machine.name}-{part.name}.yaml"
+        written = dict(server.machine.profiles)[part.tensor_parallel_size]
+        return writer.reference(found.cluster.path.parent / written)
+    name = f"{server.machine.name}-{part.name}"
     profile = found.instances[server.machine.kind][part].profile
-    path.write_text(profile_text(msgspec.structs.replace(profile, name=path.stem)), encoding="utf-8")
-    return path.resolve()
+    return writer.add_profile(name, msgspec.structs.replace(profile, name=name))
 
 
 # --- for people -----------------------------------------------------------------------------------------

@@ -11,30 +11,24 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetlb.cli.simulate_plot import write_plot
-from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.core.admission import QueueLimits
+from hetlb.config.fleet import load_fleet
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
 from hetlb.core.paths.eventlog import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import PREDICTORS, LengthDistribution
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health
-from hetlb.errors import ConfigError, InputError, PlanError, ProfileError, TraceError
+from hetlb.core.predictor import PREDICTORS
+from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
 from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
 from hetlb.workload.content import HASH_BLOCK_TOKENS, PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
@@ -229,58 +223,7 @@ def read_restarts(text: str | None) -> tuple[float, ...]:
     return times
 
 
-def watch(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, those watched that a picture shows in detail.
-
-    They are the first seed's at the highest rate: latencies of requests that came all at once say little
-    beyond the throughput, so `inf` is watched only where there is no other.
-    """
-    rates = list(dict.fromkeys(cell.rate for cell in cells))
-    finite = [rate for rate in rates if isinstance(rate, float) and math.isfinite(rate)]
-    rate = max(finite) if finite else rates[0]
-    return [
-        Cell(cell.policy, cell.rate, cell.seed, watched=True)
-        if cell.rate == rate and cell.seed == cells[0].seed
-        else cell
-        for cell in cells
-    ]
-
-
 # --- runs -----------------------------------------------------------------------------------------------
-
-
-def make_study(
-    fleet: Fleet,
-    load: Load,
-    *,
-    predictor: str = "empirical",
-    rule: IterationRule = IterationRule.TOKEN,
-    model: str | None = None,
-    queue_limit: int | None = None,
-    prefix_cache: bool = False,
-    restarts_s: tuple[float, ...] = (),
-) -> Study:
-    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
-    models = list(dict.fromkeys(spec.model for spec in fleet.instances))
-    name = models[0] if model is None else model
-    if name not in models:
-        raise ConfigError(f"--model: expected one of {', '.join(models)}, got {name!r}")
-    setup = SchedulerSetup(
-        specs=tuple(spec for spec in fleet.instances if spec.model == name),
-        policy=fleet.policy.name,
-        params=fleet.policy_params,
-        limits=QueueLimits(max_requests=queue_limit, max_bytes=None, timeout_s=None),
-        predictor=predictor,
-        seed=0,
-        lengths=LengthDistribution(row.output_tokens for row in load.rows),
-        initial_health=Health.UP,
-    )
-    engines = {
-        spec.name: replace(engine_spec(fleet, spec.name), prefix_cache=prefix_cache) for spec in setup.specs
-    }
-    # Texts and further columns of a trace may be large, and processes get a copy of all this.
-    rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
-    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s)
 
 
 def sweep(study: Study, cells: Sequence[Cell], jobs: int | None = None) -> list[Ran]:
@@ -311,56 +254,6 @@ def sweep(study: Study, cells: Sequence[Cell], jobs: int | None = None) -> list[
 def _cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
-    """One run as it stands in the JSON."""
-    return {
-        "policy": ran.cell.policy,
-        "seed": ran.cell.seed,
-        **ran.summary,
-        "request_rate": request_rate,
-        "predictor": study.setup.predictor,
-        "iteration": study.rule.value,
-        "bound": ran.bound,
-        "steady_bound": ran.steady_bound,
-        "split": ran.split,
-    }
-
-
-def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Runs that differ in their seed alone."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for each in runs:
-        groups.setdefault((each["policy"], each["request_rate"]), []).append(each)
-    return groups
-
-
-def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Runs of several seeds as one: the median of every figure by itself, `seeds` in place of `seed`."""
-    first = runs[0]
-    found: dict[str, Any] = {"policy": first["policy"], "seeds": [each["seed"] for each in runs]}
-    for key, value in first.items():
-        if key in ("policy", "seed"):
-            continue
-        values = [each[key] for each in runs]
-        if key == "instances":
-            found[key] = [
-                {"name": parts[0]["name"], **_medians(parts)} for parts in zip(*values, strict=True)
-            ]
-        elif isinstance(value, dict):
-            found[key] = _medians(values)
-        else:
-            found[key] = median(values) if isinstance(value, int | float) else value
-    return found
-
-
-def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        key: None if tables[0][key] is None else median(table[key] for table in tables)
-        for key in tables[0]
-        if not isinstance(tables[0][key], str)
-    }
 
 
 def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds: int) -> None:
@@ -395,25 +288,6 @@ def _rate_in_words(rate: str) -> str:
     if rate == TRACE:
         return "arrivals of the trace"
     return "all at once" if math.isinf(float(rate)) else f"{rate} requests/s"
-
-
-def engine_spec(fleet: Fleet, name: str) -> EngineSpec:
-    """The simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
-    profile = fleet.profiles.get(name)
-    if profile is None:
-        raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
-    try:
-        limits = EngineLimits.from_capacity(profile.capacity)
-        request_s = profile.host.request_s if profile.host is not None else 0.0
-        return EngineSpec(
-            profile.latency,
-            limits,
-            request_s,
-            max_model_len=profile.capacity.max_model_len,
-            adapter_load_s=fleet.policy.adapter_load_s,
-        )
-    except ValueError as error:
-        raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 
 
 def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:

@@ -53,6 +53,12 @@ class _Held:
         self.timer = timer
 
 
+def _has_source(params: dict[str, Any]) -> bool:
+    """True if the parameters ask for a fetch and say where from; vLLM goes on without a fetch otherwise."""
+    addressed = "remote_bootstrap_addr" in params or {"remote_host", "remote_port"} <= params.keys()
+    return addressed and bool(params.get("do_remote_prefill"))
+
+
 def _waits(choice: Choice) -> bool:
     return choice.state is SequenceState.FETCHING
 
@@ -121,7 +127,7 @@ class KvExchange:
         elif params.get("do_remote_decode"):
             choice.held = True
             reply.on_finished = lambda reply: self._offer(reply, params)
-        elif params.get("do_remote_prefill"):
+        elif _has_source(params):
             choice.remote_tokens = choice.prompt_tokens
             reply.kv_source = params
 
@@ -212,7 +218,7 @@ class KvExchange:
 
     def reject(self, params: dict[str, Any]) -> None:
         """A request with these parameters is refused before it runs."""
-        if self.settings.connector != "nixl-push" and params.get("do_remote_prefill"):
+        if self.settings.connector != "nixl-push" and _has_source(params):
             self._start(self._tell_done(params))
 
     def _start(self, work: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import hetlb
 from hetlb.errors import InputError
+from hetlb.files import whole_file
 
 
 def platform_document() -> dict[str, Any]:
@@ -61,10 +62,9 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 def write_text(flag: str, path: Path, text: str) -> None:
     """Write a whole file or none. Raises `InputError` naming the flag."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with whole_file(path) as scratch:
+            scratch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(
             f"{flag}: expected a file that can be written, got {path}: {error.strerror}"

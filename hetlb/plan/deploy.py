@@ -6,20 +6,16 @@ called by their GPU and a number, and these names stand for hosts.
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from hetlb.errors import ConfigError
 from hetlb.plan.configurations import Candidate
+from hetlb.plan.fleet_file import FleetWriter
 from hetlb.plan.market import Market
 from hetlb.plan.planning import Table
 from hetlb.plan.rent import Plan
 from hetlb.plan.simulation import instance_names, planned_shares
-from hetlb.profiler.sources import profile_text
 
 _FIRST_PORT = 8000
 
@@ -123,49 +119,41 @@ def write_fleet(path: Path, table: Table, plan: Plan, instances: list[Instance])
     """The plan as a fleet file, with the plan's shares for the policy `planned`.
 
     Profiles that are no file yet (pipelines, rooflines) are written into a folder beside it. Raises
-    `ConfigError` where something cannot be written.
+    `InputError` where something cannot be written.
     """
-    folder = path.parent / f"{path.stem}-profiles"
+    writer = FleetWriter(path)
     models = []
-    try:
-        for model in table.market.models:
-            entries = []
-            for instance in instances:
-                if instance.candidate.model != model:
-                    continue
-                entry = {"name": instance.name, "url": instance.url}
-                if (profile := _profile_path(table, instance.candidate, folder)) is not None:
-                    entry["profile"] = os.path.relpath(profile, path.resolve().parent)
-                entries.append(entry)
-            if entries:
-                models.append({"name": model, "instances": entries})
-        shares = [
-            {
-                "type": each.name,
-                "model": each.model,
-                "share": each.share,
-                "input_tokens": each.input_tokens,
-                "output_tokens": each.output_tokens,
-                "instances": dict(each.instances),
-            }
-            for each in planned_shares(plan, table.types)
-            if table.lengths_known
-        ]
-        fleet = {"version": 1, "policy": {"name": "hetlb", "shares": shares}, "models": models}
-        heading = f"# Written by `hetlb rent` from {table.market.path.name}: machine names stand for hosts.\n"
-        path.write_text(heading + yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: expected a place to write to: {error.strerror}"
-        ) from error
+    for model in table.market.models:
+        entries = []
+        for instance in instances:
+            if instance.candidate.model != model:
+                continue
+            entry = {"name": instance.name, "url": instance.url}
+            if (profile := _profile_reference(table, instance.candidate, writer)) is not None:
+                entry["profile"] = profile
+            entries.append(entry)
+        if entries:
+            models.append({"name": model, "instances": entries})
+    shares = [
+        {
+            "type": each.name,
+            "model": each.model,
+            "share": each.share,
+            "input_tokens": each.input_tokens,
+            "output_tokens": each.output_tokens,
+            "instances": dict(each.instances),
+        }
+        for each in planned_shares(plan, table.types)
+        if table.lengths_known
+    ]
+    heading = f"Written by `hetlb rent` from {table.market.path.name}: machine names stand for hosts."
+    writer.write(heading, models, {"name": "hetlb", "shares": shares})
 
 
-def _profile_path(table: Table, candidate: Candidate, folder: Path) -> Path | None:
+def _profile_reference(table: Table, candidate: Candidate, writer: FleetWriter) -> str | None:
+    """The profile of a configuration as the fleet file names it, written where it is no file yet."""
     if candidate.profile is None:
         return None
     if candidate.written is not None:
-        return (table.market.path.parent / candidate.written).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{candidate.name.replace('/', '-').replace(' ', '-')}.yaml"
-    path.write_text(profile_text(candidate.profile), encoding="utf-8")
-    return path.resolve()
+        return writer.reference(table.market.path.parent / candidate.written)
+    return writer.add_profile(candidate.name.replace("/", "-").replace(" ", "-"), candidate.profile)

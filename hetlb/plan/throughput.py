@@ -8,8 +8,8 @@ Results are kept on disk by content: profile, limits, requests, and the source o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import math
 import os
 import random
@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from hetlb.config.profile import Profile
+from hetlb.config.yaml_file import NonNegative
 from hetlb.core import latency
 from hetlb.core.latency import IterationRule
 from hetlb.core.setup import SchedulerSetup
@@ -179,6 +181,16 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """One line of the cache: the digest of what was measured, and its result."""
+
+    key: str
+    requests_per_s: NonNegative
+
+
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+
+
 @dataclass
 class Measured:
     """Throughputs by content. `path` None keeps them in memory; `runs` counts those that were simulated."""
@@ -190,14 +202,17 @@ class Measured:
     _known: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.path is None or not self.path.is_file():
+        if self.path is None:
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                entry: dict[str, Any] = json.loads(line)
-                self._known[str(entry["key"])] = float(entry["requests_per_s"])
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that another process was writing: measured again
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return  # no cache yet, or one that cannot be read
+        for line in lines:
+            # A line that is not whole was being written by another process: measured again.
+            with contextlib.suppress(msgspec.DecodeError):
+                entry = _decode_entry(line)
+                self._known[entry.key] = entry.requests_per_s
 
     def alone(self, profile: Profile, kind: RequestType) -> float:
         """Requests/s of one type alone."""
@@ -230,6 +245,6 @@ class Measured:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "requests_per_s": rate}) + "\n")
+                file.write(msgspec.json.encode(_Entry(key, rate)).decode() + "\n")
         except OSError:
             self.path = None  # a cache that cannot be written is none

@@ -35,6 +35,7 @@ from hetlb.config.profile import (
 )
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ProfileError
+from hetlb.files import write_text
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
@@ -404,13 +405,7 @@ def profile_text(profile: Profile) -> str:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write the file whole or not at all. Raises `ProfileError`."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(profile_text(profile), encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise ProfileError(f"{path}: expected a place to write to: {error.strerror}") from error
+    write_text(path, profile_text(profile), ProfileError)
 
 
 def _drop_empty(value: Any) -> Any:

@@ -47,7 +47,7 @@ def sharegpt_rows(path: Path, output_tokens: int | None, rng: random.Random) -> 
     """
     try:
         conversations = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: expected a JSON list of conversations: {error}") from error
     if not isinstance(conversations, list):
         raise TraceError(
@@ -103,7 +103,7 @@ def estimate_tokens(text: str) -> int:
 def _json_line(path: Path, number: int, line: str, output_tokens: int) -> tuple[str, int]:
     try:
         document: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: line {number}: expected a JSON object: {error}") from error
     text = document.get("prompt") if isinstance(document, dict) else None
     if not isinstance(text, str) or not text:
@@ -113,19 +113,25 @@ def _json_line(path: Path, number: int, line: str, output_tokens: int) -> tuple[
         raise TraceError(
             f"{path}: line {number}: output_tokens: expected a whole number from 1, got {length!r}"
         )
-    return text, length
+    return _encodable(text), length
 
 
 def _turn(path: Path, number: int, turn: Any) -> str:
     value = turn.get("value") if isinstance(turn, dict) else None
     if not isinstance(value, str):
         raise TraceError(f'{path}: entry {number}: expected turns of the form {{"from": …, "value": "…"}}')
-    return value
+    return _encodable(value)
+
+
+def _encodable(text: str) -> str:
+    """The text with question marks for half surrogate pairs (`"\\ud83d"`), which no request can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers."""
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    # Line ends alone: texts may hold U+2028 and what else `splitlines` splits at.
+    for number, line in enumerate(_read(path).split("\n"), start=1):
         if line.strip():
             yield number, line
 

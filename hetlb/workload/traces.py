@@ -155,7 +155,7 @@ def _optional(path: Path, number: int, cells: dict[str, str]) -> dict[str, Any]:
 
 
 def _count(path: Path, number: int, column: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= _MAX_SEQUENCES:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= _MAX_SEQUENCES:
         raise TraceError(
             f"{path}: line {number}: {column}: "
             f"expected a whole number from 1 to {_MAX_SEQUENCES}, got {text!r}"

@@ -22,10 +22,10 @@ from helpers import HANG_S
 import hetlb.demo
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
 from hetlb.cli.main import main
-from hetlb.cli.simulate import make_study, run_document
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile import load_profile
 from hetlb.loadtest.admin import busy_figures
+from hetlb.sim.study import make_study, run_document
 from hetlb.sim.sweep import Cell, Load, run_sweep
 from hetlb.workload.traces import read_trace
 

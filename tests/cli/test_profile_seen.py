@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 
@@ -34,6 +37,19 @@ hetlb_instance_model_seen_seconds_total{server="b",part="decode"} 1.0
 """
 
 
+@contextlib.contextmanager
+def serving(handler: type[BaseRequestHandler]) -> Iterator[str]:
+    """A server on a free port while the block runs; its URL."""
+    with TCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def admin() -> Iterator[str]:
     class Page(BaseHTTPRequestHandler):
@@ -45,13 +61,8 @@ def admin() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Page) as url:
+        yield url
 
 
 def test_a_part_that_was_seen_enough_is_corrected(
@@ -65,8 +76,58 @@ def test_a_part_that_was_seen_enough_is_corrected(
     assert after.k1 == pytest.approx(1.25 * before.k1)
     assert after.k8 == pytest.approx(0.9 * before.k8)
     assert "mixed: left as it is, under 30 s" in capsys.readouterr().out
+    assert main([*arguments, "--out", str(out), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["profile"]["source"]["kind"] == "proxy"
+    assert document["warnings"] == ["mixed: left as it is, under 30 s of it were seen"]
     assert main([*arguments[:-3], "b", "--start", str(start), "--out", str(out)]) == 2
     assert "expected at least 30 s of some part on b" in capsys.readouterr().err
+
+
+def test_the_token_goes_to_the_proxy_and_not_to_where_it_redirects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str, str | None]] = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append((self.path, self.headers["authorization"]))
+            self.send_response(302 if self.path == "/metrics" else 200)
+            self.send_header("location", "/elsewhere")
+            self.end_headers()
+            self.wfile.write(PAGE.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    start, out = tmp_path / "start.yaml", tmp_path / "out.yaml"
+    start.write_text(PROFILE)
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    with serving(Redirect) as url:
+        source = ["profile", "--from", f"proxy:{url}", "--server", "a", "--start", str(start)]
+        assert main([*source, "--out", str(out), "--api-key-env", "SOME_TOKEN"]) == 0
+    assert heard == [("/metrics", "Bearer secret"), ("/elsewhere", None)]
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", b""])
+def test_a_server_of_another_protocol_is_one_line(
+    answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer)
+
+    start = tmp_path / "start.yaml"
+    start.write_text(PROFILE)
+    with serving(Other) as url:
+        source = ["profile", "--from", f"proxy:{url}", "--server", "a", "--start", str(start)]
+        assert main([*source, "--out", str(tmp_path / "out.yaml")]) == 2
+        assert (
+            f"--from: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
+        )
+        assert main(["explain", "--url", url, "--last", "1"]) == 2
+        assert f"--url: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
 
 
 def test_counters_of_a_page() -> None:

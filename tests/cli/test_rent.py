@@ -240,7 +240,16 @@ def test_wrong_input_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--keep", "2"], ["--budgets", "a"], ["--budgets", "1", "--replan", "x"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--keep", "2"],
+        ["--budgets", "a"],
+        ["--budgets", "1,nan"],
+        ["--budgets", "0"],
+        ["--budgets", "1", "--replan", "x"],
+    ],
+)
 def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main(["rent", "--config", TOY, *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -292,3 +292,14 @@ def test_a_trace_without_times_cannot_be_replayed(
     trace.write_text("arrival_s,input_tokens,output_tokens\n,5,5\n")
     assert main(["simulate", "--config", files[0], "--trace", str(trace), "--request-rate", "trace"]) == 2
     assert f"{trace}: arrival_s: expected a time in every row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "explain"])
+def test_a_fleet_that_is_only_discovered_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    fleet, trace = files
+    Path(fleet).write_text("version: 1\nmodels: []\ndiscovery: {files: [more.yaml]}\n")
+    flags = ["--trace", trace] if command == "simulate" else []
+    assert main([command, "--config", fleet, *flags]) == 2
+    assert f"{fleet}: models: expected at least one instance" in capsys.readouterr().err

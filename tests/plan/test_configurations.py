@@ -157,6 +157,10 @@ def test_throughputs_are_kept_by_content(tmp_path: Path) -> None:
     assert again.runs == 1
     path.write_text(path.read_text() + "half a line")
     assert Measured(path).alone(profile, kind) == rate
+    key = path.read_text().split('"')[3]
+    path.write_bytes(b'\xff\n{"key": "%b", "requests_per_s": -1}\n[]\n' % key.encode())
+    assert Measured(path).alone(profile, kind) == rate
+    assert Measured(tmp_path).alone(profile, kind) == rate
     assert engine_spec(profile).limits.kv_cache_tokens == profile.engine.kv_cache_tokens
 
 

@@ -86,6 +86,25 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert rows[0].input_tokens == estimate_tokens("Wie geht’s?") == 4
 
 
+def test_texts_with_separators_and_half_characters(tmp_path: Path) -> None:
+    lines = '{"prompt": "one\u2028line"}\r\n{"prompt": "half \\ud83d"}\n'
+    rows = custom_rows(written(tmp_path, lines, "data.jsonl"), 9)
+    assert [row.text for row in rows] == ["one\u2028line", "half ?"]
+    turns = [{"value": "half \ud83d of a character"}, {"value": "an answer of some length"}]
+    (row,) = sharegpt_rows(
+        written(tmp_path, json.dumps([{"conversations": turns}]), "x.json"), None, random.Random(0)
+    )
+    assert row.text == "half ? of a character"
+
+
+def test_nesting_without_end_is_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "[" * 100_000, "x.jsonl")
+    with pytest.raises(TraceError, match="line 1: expected a JSON object"):
+        custom_rows(path, 5)
+    with pytest.raises(TraceError, match="expected a JSON list"):
+        sharegpt_rows(path, None, random.Random(0))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -34,6 +34,7 @@ def test_every_column_has_its_meaning(tmp_path: Path) -> None:
     [
         ("sequences", "0", "expected a whole number from 1"),
         ("sequences", "two", "expected a whole number from 1"),
+        ("sequences", "0000000001999", "expected a whole number from 1"),
         ("n", "-1", "expected a whole number from 1"),
         ("n", "99999999999", "expected a whole number from 1"),
         ("endpoint", "chat", "expected one of completions, embeddings"),

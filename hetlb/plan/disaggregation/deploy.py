@@ -6,24 +6,20 @@ Machine names stand for hosts. GPUs of a machine are given to its groups in the 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hetlb.errors import ConfigError
 from hetlb.plan.disaggregation.cluster import Cluster, Group, Plan, Role
 from hetlb.plan.disaggregation.cost import ProfileCost
-from hetlb.profiler.sources import profile_text
+from hetlb.plan.fleet_file import FleetWriter
 
 _FIRST_PORT = 8000
 _FIRST_SIDE_CHANNEL = 5600
 #: Seconds that a prefill server keeps the KV cache of a request for its decode server (vLLM's default).
 KV_LEASE_S = 30
-_KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +53,12 @@ def lay_out(cluster: Cluster, plan: Plan) -> list[Instance]:
     return found
 
 
-def commands(cluster: Cluster, instances: list[Instance]) -> list[str]:
+def commands(cluster: Cluster, plan: Plan, instances: list[Instance]) -> list[str]:
     """One `vllm serve` a group; a pipeline across machines runs on a Ray cluster of them."""
-    return [_command(cluster, instance) for instance in instances]
+    return [_command(cluster, instance, plan.splits) for instance in instances]
 
 
-def _command(cluster: Cluster, instance: Instance) -> str:
+def _command(cluster: Cluster, instance: Instance, transfers: bool) -> str:
     group = instance.group
     stages = group.stages
     words = ["vllm", "serve", cluster.model.name, "--tensor-parallel-size", str(group.tensor_parallel_size)]
@@ -77,11 +73,11 @@ def _command(cluster: Cluster, instance: Instance) -> str:
     layers = [stage.layers for stage in stages]
     if len(set(layers)) > 1:
         variables["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
-    if group.role is not Role.BOTH:
+    if transfers:
         config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLE[group.role]}
-        if group.role is Role.PREFILL:
+        if group.role is not Role.DECODE:
             config["kv_connector_extra_config"] = {"kv_lease_duration": KV_LEASE_S}
-        else:
+        if group.role is not Role.PREFILL:
             config["kv_load_failure_policy"] = "recompute"
         words += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
         variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = machines[0].name
@@ -103,43 +99,32 @@ def write_fleet(
 ) -> None:
     """The plan as a fleet file, with estimated and composed profiles in a folder beside it.
 
-    Raises `ConfigError` where something cannot be written.
+    Raises `InputError` where something cannot be written.
     """
-    folder = path.parent / f"{path.stem}-profiles"
+    writer = FleetWriter(path)
     entries = []
-    try:
-        for instance in instances:
-            group, host = instance.group, cluster.machines[instance.gpus[0][0]].name
-            entry: dict[str, Any] = {"name": instance.name, "url": f"http://{host}:{instance.port}"}
-            profile = _profile_path(cluster, group, folder, cost)
-            entry["profile"] = os.path.relpath(profile, path.resolve().parent)
-            if plan.splits:
-                entry["role"] = str(group.role)
-            entries.append(entry)
-        model: dict[str, Any] = {"name": cluster.model.name, "instances": entries}
+    for instance in instances:
+        group, host = instance.group, cluster.machines[instance.gpus[0][0]].name
+        entry: dict[str, Any] = {"name": instance.name, "url": f"http://{host}:{instance.port}"}
+        entry["profile"] = _profile_reference(cluster, group, cost, writer)
         if plan.splits:
-            model["kv_transfer"] = "nixl"
-        fleet = {"version": 1, "policy": {"name": "hetlb"}, "models": [model]}
-        heading = f"# Written by `hetlb split` from {cluster.path.name}: machine names stand for hosts.\n"
-        path.write_text(heading + yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: expected a place to write to: {error.strerror}"
-        ) from error
+            entry["role"] = str(group.role)
+        entries.append(entry)
+    model: dict[str, Any] = {"name": cluster.model.name, "instances": entries}
+    if plan.splits:
+        model["kv_transfer"] = "nixl"
+    heading = f"Written by `hetlb split` from {cluster.path.name}: machine names stand for hosts."
+    writer.write(heading, [model], {"name": "hetlb"})
 
 
-def _profile_path(cluster: Cluster, group: Group, folder: Path, cost: ProfileCost) -> Path:
+def _profile_reference(cluster: Cluster, group: Group, cost: ProfileCost, writer: FleetWriter) -> str:
+    """The profile of a group as the fleet file names it, written where it is no file yet."""
+    degree = group.tensor_parallel_size
     if len(group.stages) == 1:
         machine = cluster.machines[group.stages[0].machine]
-        written = (machine.profile_paths or {}).get(group.tensor_parallel_size)
-        if (
-            written is not None
-            and (machine.profiles or {})[group.tensor_parallel_size].engine.kv_cache_tokens
-        ):
-            return (cluster.path.parent / written).resolve()
+        written = (machine.profile_paths or {}).get(degree)
+        if written is not None and (machine.profiles or {})[degree].engine.kv_cache_tokens:
+            return writer.reference(cluster.path.parent / written)
     profile = cost.profile(group.stages, group.kv_cache_tokens)
-    folder.mkdir(parents=True, exist_ok=True)
     layers = "-".join(str(stage.layers) for stage in group.stages) if len(group.stages) > 1 else "whole"
-    path = folder / f"{profile.name}-{layers}-{group.kv_cache_tokens}.yaml"
-    path.write_text(profile_text(profile), encoding="utf-8")
-    return path.resolve()
+    return writer.add_profile(f"{profile.name}-{layers}-{group.kv_cache_tokens}", profile)

@@ -1,0 +1,141 @@
+"""The study that `hetlb simulate` makes of a fleet file, and its runs as they stand in the JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from hetlb.config.fleet import Fleet
+from hetlb.core.admission import QueueLimits
+from hetlb.core.latency import IterationRule
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Health
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.sim.engine import EngineLimits
+from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.sweep import Cell, Load, Ran, Study
+
+
+def make_study(
+    fleet: Fleet,
+    load: Load,
+    *,
+    predictor: str = "empirical",
+    rule: IterationRule = IterationRule.TOKEN,
+    model: str | None = None,
+    queue_limit: int | None = None,
+    prefix_cache: bool = False,
+    restarts_s: tuple[float, ...] = (),
+) -> Study:
+    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
+    models = list(dict.fromkeys(spec.model for spec in fleet.instances))
+    if not models:
+        raise ConfigError(f"{fleet.path}: models: expected at least one instance to simulate, got none")
+    name = models[0] if model is None else model
+    if name not in models:
+        raise ConfigError(f"--model: expected one of {', '.join(models)}, got {name!r}")
+    setup = SchedulerSetup(
+        specs=tuple(spec for spec in fleet.instances if spec.model == name),
+        policy=fleet.policy.name,
+        params=fleet.policy_params,
+        limits=QueueLimits(max_requests=queue_limit, max_bytes=None, timeout_s=None),
+        predictor=predictor,
+        seed=0,
+        lengths=LengthDistribution(row.output_tokens for row in load.rows),
+        initial_health=Health.UP,
+    )
+    engines = {spec.name: _engine(fleet, spec.name, prefix_cache) for spec in setup.specs}
+    # Texts and further columns of a trace may be large, and processes get a copy of all this.
+    rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
+    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s)
+
+
+def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
+    """The simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
+    profile = fleet.profiles.get(name)
+    if profile is None:
+        raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
+    try:
+        limits = EngineLimits.from_capacity(profile.capacity)
+        request_s = profile.host.request_s if profile.host is not None else 0.0
+        return EngineSpec(
+            profile.latency,
+            limits,
+            request_s,
+            prefix_cache=prefix_cache,
+            max_model_len=profile.capacity.max_model_len,
+            adapter_load_s=fleet.policy.adapter_load_s,
+        )
+    except ValueError as error:
+        raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
+
+
+def watch(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, those watched that a picture shows in detail.
+
+    They are the first seed's at the highest rate: latencies of requests that came all at once say little
+    beyond the throughput, so `inf` is watched only where there is no other.
+    """
+    rates = list(dict.fromkeys(cell.rate for cell in cells))
+    finite = [rate for rate in rates if isinstance(rate, float) and math.isfinite(rate)]
+    rate = max(finite) if finite else rates[0]
+    return [
+        Cell(cell.policy, cell.rate, cell.seed, watched=True)
+        if cell.rate == rate and cell.seed == cells[0].seed
+        else cell
+        for cell in cells
+    ]
+
+
+def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
+    """One run as it stands in the JSON."""
+    return {
+        "policy": ran.cell.policy,
+        "seed": ran.cell.seed,
+        **ran.summary,
+        "request_rate": request_rate,
+        "predictor": study.setup.predictor,
+        "iteration": study.rule.value,
+        "bound": ran.bound,
+        "steady_bound": ran.steady_bound,
+        "split": ran.split,
+    }
+
+
+def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Runs that differ in their seed alone."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each in runs:
+        groups.setdefault((each["policy"], each["request_rate"]), []).append(each)
+    return groups
+
+
+def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs of several seeds as one: the median of every figure by itself, `seeds` in place of `seed`."""
+    first = runs[0]
+    found: dict[str, Any] = {"policy": first["policy"], "seeds": [each["seed"] for each in runs]}
+    for key, value in first.items():
+        if key in ("policy", "seed"):
+            continue
+        values = [each[key] for each in runs]
+        if key == "instances":
+            found[key] = [
+                {"name": parts[0]["name"], **_medians(parts)} for parts in zip(*values, strict=True)
+            ]
+        elif isinstance(value, dict):
+            found[key] = _medians(values)
+        else:
+            found[key] = median(values) if isinstance(value, int | float) else value
+    return found
+
+
+def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        key: None if tables[0][key] is None else median(table[key] for table in tables)
+        for key in tables[0]
+        if not isinstance(tables[0][key], str)
+    }

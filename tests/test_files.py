@@ -1,0 +1,70 @@
+"""Output files: replaced as a whole, kept on failure, devices and links left what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hetlb.errors import ConfigError, InputError, ProfileError
+from hetlb.files import whole_file, write_text
+from hetlb.plots import new_figure, save_figure
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("old")
+    with whole_file(path) as scratch:
+        scratch.write_text("new")
+        assert path.read_text() == "old"
+        assert scratch.suffix == ".yaml"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["fleet.yaml"]
+
+
+def test_a_failure_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("old")
+    with contextlib.suppress(RuntimeError), whole_file(path) as scratch:
+        scratch.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["fleet.yaml"]
+
+
+def test_the_target_of_a_link_is_replaced(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.yaml", tmp_path / "link.yaml"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    write_text(path, "text")
+    reader.join()
+    assert read == ["text"]
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize("error", [ConfigError, ProfileError])
+@pytest.mark.parametrize("where", ["missing/f.yaml", "file/f.yaml", "folder"])
+def test_one_line_names_the_path(tmp_path: Path, error: type[InputError], where: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(error, match=rf"^{tmp_path / where}: expected a place to write to: \w+"):
+        write_text(tmp_path / where, "", error)
+
+
+def test_a_picture_below_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--plot: expected a picture file that can be written"):
+        save_figure(new_figure(1, 1), tmp_path / "file" / "p.png")
