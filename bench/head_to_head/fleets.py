@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from cpu import become_measured, prefer
+from cpu import measured, prefer
 from peers import MODEL, ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -120,11 +120,11 @@ def _start(
         "--served-model-name", MODEL, "--port", "0", "--enable-prefix-caching",
     )  # fmt: skip
     process = subprocess.Popen(
-        command,
+        measured(command, cores),
         stdout=subprocess.PIPE,
         text=True,
         env=_environment(),
-        preexec_fn=lambda: become_measured(cores),
+        start_new_session=True,
     )
     prefer(process.pid)
     stack.callback(process.wait)

@@ -183,7 +183,8 @@ class _Lane:
 
     def run(self, sender: multiprocessing.connection.Connection) -> None:
         """All that is not recorded; rows go to `sender`."""
-        cpu.become_measured(self._cores)
+        os.setsid()
+        cpu.become_measured(os.getppid(), self._cores)
         cpu.prefer(os.getpid())
         self._sender = sender
         wanted = [

@@ -52,37 +52,21 @@ class Module:
     tests: tuple[str, ...]
 
 
-CORE_TESTS = (
-    "tests/core/test_health.py",
-    "tests/core/test_queue.py",
-    "tests/core/test_scheduler.py",
-    "tests/core/test_throttle.py",
-    "tests/core/test_throttling.py",
-    "tests/core/test_least_delay.py",
-    "tests/core/test_speed.py",
-    "tests/core/test_health_transitions.py",
-    "tests/core/test_admission.py",
-)
-LEDGER_TESTS = (
-    "tests/core/test_ledger.py",
-    "tests/core/test_retries.py",
-    *CORE_TESTS,
-    "tests/core/test_adapters.py",
-    "tests/core/test_data_parallel.py",
-    "tests/core/test_finished_sequences.py",
-    "tests/core/test_predictor.py",
-    "tests/core/test_prefix_evidence.py",
-    "tests/core/test_prefix_index.py",
-    "tests/core/test_shared_view.py",
-    "tests/core/test_split.py",
-)
-PLACEMENT_TESTS = (
-    *LEDGER_TESTS,
-    "tests/core/test_demand.py",
-    "tests/core/test_overtaking.py",
-    "tests/core/test_policies.py",
-    "tests/core/test_ready.py",
-)
+def _core(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/core/test_{name}.py" for name in names)
+
+
+LEDGER_TESTS = _core(
+    "ledger", "retries", "scheduler", "placement", "split", "adapters", "data_parallel", "finished_sequences",
+    "prefix_evidence", "prefix_index", "throttling",
+)  # fmt: skip
+PLACEMENT_TESTS = _core(
+    "placement", "ready", "backlog", "throttle", "retries", "scheduler", "split", "adapters", "queue",
+    "throttling",
+)  # fmt: skip
+EVIDENCE_TESTS = _core("speed", "prefix_index", "prefix_evidence", "split", "ledger")
+HEALTH_TESTS = _core("health", "health_transitions", "throttle", "throttling", "scheduler")
+ADMISSION_TESTS = _core("admission", "queue", "overtaking", "backlog")
 MODULES = {
     "ledger": Module(
         (
@@ -110,16 +94,20 @@ MODULES = {
         ),
         LEDGER_TESTS,
     ),
-    "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), CORE_TESTS),
-    "admission": Module(("hetlb/core/admission.py",), (), (*CORE_TESTS, "tests/core/test_overtaking.py")),
-    "placement": Module(("hetlb/core/placement.py",), (), PLACEMENT_TESTS),
-    "ready": Module(("hetlb/core/ready.py",), (), PLACEMENT_TESTS),
-    "backlog": Module(("hetlb/core/backlog.py",), (), PLACEMENT_TESTS),
-    "restraints": Module(
-        ("hetlb/core/throttle.py", "hetlb/core/retries.py", "hetlb/core/holds.py"), (), PLACEMENT_TESTS
+    "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), HEALTH_TESTS),
+    "admission": Module(("hetlb/core/admission.py",), (), ADMISSION_TESTS),
+    "placement": Module(
+        (
+            "hetlb/core/placement.py",
+            "hetlb/core/ready.py",
+            "hetlb/core/backlog.py",
+            "hetlb/core/throttle.py",
+            "hetlb/core/holds.py",
+        ),
+        (),
+        PLACEMENT_TESTS,
     ),
-    "speed": Module(("hetlb/core/speed.py",), (), LEDGER_TESTS),
-    "prefixes": Module(("hetlb/core/prefix_index.py",), (), LEDGER_TESTS),
+    "evidence": Module(("hetlb/core/speed.py", "hetlb/core/prefix_index.py"), (), EVIDENCE_TESTS),
     "gate": Module(
         ("hetlb/proxy/http/http1.py",),
         (),

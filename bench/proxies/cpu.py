@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -64,11 +65,22 @@ def rss_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def become_measured(cores: Sequence[int]) -> None:
-    """Between fork and exec: on these cores, in a session of its own, gone when the bench is gone."""
-    os.setsid()
+def measured(command: Sequence[str], cores: Sequence[int]) -> list[str]:
+    """The command with which a program runs on these cores and is killed when this process is gone.
+
+    Its process asks for both before it becomes the program: code between fork and exec may deadlock where
+    threads run. It is to be started in a session of its own (`prefer`).
+    """
+    wanted = ",".join(map(str, cores))
+    return [sys.executable, "-IS", os.path.abspath(__file__), str(os.getpid()), wanted, *command]
+
+
+def become_measured(parent: int, cores: Sequence[int]) -> None:
+    """Run on these cores, and be killed when `parent` is gone."""
     os.sched_setaffinity(0, cores)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before we asked
+        sys.exit(1)
 
 
 def prefer(pid: int) -> None:
@@ -83,3 +95,8 @@ def _read(path: str) -> str:
             return file.read()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+if __name__ == "__main__":
+    become_measured(int(sys.argv[1]), [int(core) for core in sys.argv[2].split(",")])
+    os.execvp(sys.argv[3], sys.argv[3:])

@@ -65,14 +65,14 @@ class Running:
         self.argv = peer.command(port, admin_port, engines, folder)
         self._log = (folder / f"{peer.name.replace('/', '-')}.log").open("wb")
         self._process = subprocess.Popen(
-            self.argv,
+            cpu.measured(self.argv, cores),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             # hetlb is the one beside this bench, whatever is installed, unless the peer says another.
             env={**os.environ, "PYTHONPATH": str(ROOT), **dict(peer.environment)},
             cwd=folder,
-            preexec_fn=lambda: cpu.become_measured(cores),
+            start_new_session=True,
         )
         cpu.prefer(self._process.pid)
 

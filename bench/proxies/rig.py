@@ -63,10 +63,10 @@ class Rig:
 
     def _start(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / script), *arguments],
+            cpu.measured([sys.executable, str(HERE / script), *arguments], self._generator_cores),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=lambda: cpu.become_measured(self._generator_cores),
+            start_new_session=True,
         )
         cpu.prefer(process.pid)
         return process

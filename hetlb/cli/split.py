@@ -260,7 +260,7 @@ def document_of(
             for (sender, receiver), rate in plan.flows.items()
         ],
         "solve_s": solve_s,
-        "commands": commands(cluster, instances),
+        "commands": commands(cluster, plan, instances),
         "workload": {
             "input_tokens": cluster.workload.prompt_tokens,
             "output_tokens": cluster.workload.output_tokens,

@@ -111,15 +111,17 @@ class Line:
 
     `passes` counts requests that were served past them. `bound`: up to so many passes none of them
     has been overtaken too often; `stopping` is the entry that lets nothing pass until it is served.
+    `in_order`: in each flow the oldest has the least credit, as long as nothing was sorted anew.
     """
 
-    __slots__ = ("bound", "heap", "passes", "stopping")
+    __slots__ = ("bound", "heap", "in_order", "passes", "stopping")
 
     def __init__(self) -> None:
         #: (tag, order, flow); stale where the flow has another tag by now, or nothing waits in it.
         self.heap: list[tuple[int, int, Flow]] = []
         self.passes = 0
         self.bound = MOST_OVERTAKEN
+        self.in_order = True
         self.stopping: Queued | None = None
 
 
@@ -198,12 +200,25 @@ class FairQueue:
         if line.passes < line.bound:
             return None
         if line.stopping is None:
-            waiting = (entry for flow in self.flows.values() for entry in flow.by_fit.get(fit, {}).values())
-            least = min(waiting, key=lambda entry: entry.credit)
+            least = self._least_credit(fit, line.in_order)
             line.bound = least.credit
             if line.passes >= least.credit:
                 line.stopping = least
         return line.stopping
+
+    def _least_credit(self, fit: int, in_order: bool) -> Queued:
+        """The entry of a line that may be overtaken least often, the first of several."""
+        least: Queued | None = None
+        for flow in self.flows.values():
+            entries = flow.by_fit.get(fit)
+            if entries is not None:
+                for entry in entries.values():
+                    if least is None or entry.credit < least.credit:
+                        least = entry
+                    if in_order:
+                        break
+        assert least is not None, f"nothing waits in the line of fit {fit}"
+        return least
 
     def remove(self, flow: Flow, entry: Queued) -> None:
         """Take an entry out; a flow in which nothing waits any more ends."""
@@ -477,8 +492,9 @@ class Queue:
         for other, entries in flow.by_fit.items():
             if other != entry.fit and other <= fit:
                 for older in islice(entries.values(), MOST_OVERTAKEN):
-                    if older.arrived_at < entry.arrived_at:
-                        fair.overtake(older)
+                    if older.arrived_at >= entry.arrived_at:
+                        break
+                    fair.overtake(older)
         self.remove(request_id)
         return entry
 
@@ -540,7 +556,7 @@ class Queue:
         for (key, priority, _, entry), count in zip(places, overtaken, strict=True):
             line = self._lines[key][priority].lines[entry.fit]
             entry.credit = line.passes + MOST_OVERTAKEN - count
-            line.bound = 0
+            line.bound, line.in_order = 0, False
 
     def _key(self, request: Request, retry: bool) -> QueueKey:
         """The line of a request."""
@@ -566,6 +582,10 @@ class Queue:
         assert all(list(line) == sorted(line) for line in self._lines.values()), "priorities out of order"
         for fair in self._fair_queues():
             assert fair.lines.keys() == {fit for flow in fair.flows.values() for fit in flow.by_fit}, "fits"
+            for flow in fair.flows.values():
+                for fit, waiting in flow.by_fit.items():
+                    left = [entry.credit for entry in waiting.values()]
+                    assert left == sorted(left) or not fair.lines[fit].in_order, "credits out of order"
         assert all(self.overtaken(entry) <= MOST_OVERTAKEN for entry in entries), "overtaken too often"
         held: dict[str | None, list[int]] = {}
         for entry in entries:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
@@ -30,12 +31,12 @@ PREEMPTIONS = ("vllm:num_preemptions_total",)
 SLEEP_STATE = ("vllm:engine_sleep_state",)
 LORA_INFO = ("vllm:lora_requests_info",)
 
-_WANTED = frozenset((*RUNNING, *WAITING, *KV_USAGE, *CACHE_CONFIG, *PREEMPTIONS, *SLEEP_STATE, *LORA_INFO))
-_COUNTERS = frozenset((*ITERATIONS, *PROMPT_TOKENS, *CACHED_TOKENS, *GENERATED_TOKENS, *PREEMPTIONS))
-_LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_WANTED = (RUNNING, WAITING, KV_USAGE, CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO)
+_COUNTERS = (ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
-_CACHES = re.compile(r'(?:^|,)enable_prefix_caching="(True|False)"')
+#: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
+_LABELS_KEPT: Final = 1024
 #: More engines than this behind one URL is nonsense.
 _MAX_ENGINES: Final = 4096
 #: More requests or tokens than this on one server is nonsense.
@@ -61,8 +62,7 @@ class EngineCounters(PickleByFields):
 def parse_counters(text: str) -> EngineCounters:
     """Read the counters of a Prometheus text page of one vLLM server."""
     series = _series(text, _COUNTERS)
-    names = (ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS)
-    return EngineCounters(*(_count(series, name, [], []) for name in names))
+    return EngineCounters(*(_count(series, names, [], []) for names in _COUNTERS))
 
 
 def parse(text: str) -> EngineSample:
@@ -129,53 +129,62 @@ def _adapters(series: dict[str, dict[str, float]]) -> tuple[int | None, tuple[st
 
 def has_prefix_cache(text: str) -> bool:
     """True if the server of this page says that it keeps prefixes of prompts."""
-    return _caches_prefixes(_series(text, frozenset(CACHE_CONFIG))) is True
+    return _caches_prefixes(_series(text, (CACHE_CONFIG,))) is True
 
 
 def _caches_prefixes(series: dict[str, dict[str, float]]) -> bool | None:
     """True if the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
-    for labels in series.get(CACHE_CONFIG[0], ()):
-        found = _CACHES.search(labels)
-        if found is not None:
-            return found[1] == "True"
-    return None
+    told = [_cache_config(labels)[3] for labels in series.get(CACHE_CONFIG[0], ())]
+    return next((each for each in told if each is not None), None)
 
 
-def _series(text: str, wanted: frozenset[str]) -> dict[str, dict[str, float]]:
-    """The wanted samples by name and labels."""
+def _series(text: str, wanted: Iterable[tuple[str, ...]]) -> dict[str, dict[str, float]]:
+    """The wanted samples by name and labels; of several names of one metric the first that is there."""
+    text = "\n" + text
     series: dict[str, dict[str, float]] = {}
-    for name in wanted:
-        found: dict[str, float] = {}
-        for line in _lines(text, name):
-            match = _LINE.match(line)
-            if match is None or match[1] != name:
-                continue
-            try:
-                value = float(match[3])
-            except ValueError:
-                value = math.nan
+    for names in wanted:
+        for name in names:
             # A repeated series replaces itself: last wins, nothing is counted twice.
-            found[match[2] or ""] = value
-        if found:
-            series[name] = found
+            if found := dict(filter(None, [_sample(line, name) for line in _lines(text, name)])):
+                series[name] = found
+                break
     return series
 
 
 def _lines(text: str, beginning: str) -> Iterator[str]:
-    """The first lines that begin so; the others, most of a page, are not even cut."""
-    at, looked = 0, 0
-    while (at := text.find(beginning, at)) >= 0 and looked < MOST_SERIES:
-        looked += 1
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        if at == 0 or text[at - 1] == "\n":
-            yield text[at:end].rstrip("\r")
+    """The first lines that begin so, of a text before which stands a line break.
+
+    The others, most of a page, are not even cut.
+    """
+    sought, at = "\n" + beginning, 0
+    for _ in range(MOST_SERIES):
+        at = text.find(sought, at)
+        if at < 0:
+            return
+        end = text.find("\n", at + 1)
+        yield text[at + 1 : end] if end >= 0 else text[at + 1 :]
+        if end < 0:
+            return
         at = end
+
+
+def _sample(line: str, name: str) -> tuple[str, float] | None:
+    """Labels and value (NaN if it is no number) of a line that begins with a name; None: no sample of it."""
+    labels, rest = "", line[len(name) :]
+    if rest.startswith("{"):
+        labels, _, rest = rest[1:].rpartition("}")
+    fields = rest.split()
+    if not rest[:1].isspace() or not 1 <= len(fields) <= 2:  # a time stamp may follow
+        return None
+    try:
+        return labels, float(fields[0])
+    except ValueError:
+        return labels, math.nan
 
 
 def process_began(text: str) -> float | None:
     """Start time of the server's process (Unix time, s), None where its page does not say."""
-    for line in _lines(text, "process_start_time_seconds "):
+    for line in _lines("\n" + text, "process_start_time_seconds "):
         try:
             return float(line.split()[1])
         except (IndexError, ValueError):
@@ -206,6 +215,7 @@ def _count(
     return round(sum(values))
 
 
+@lru_cache(_LABELS_KEPT)
 def _engine(labels: str) -> str:
     """The value of the label `engine`; "0" for servers of before it was there."""
     match = _ENGINE.search(labels)
@@ -243,19 +253,27 @@ def _kv_tokens(
         return {}, None
     per_engine: dict[str, int] = {}
     block_size: int | None = None
-    for labels_text in series[name]:
-        labels = dict(_LABEL.findall(labels_text))
-        block_size = _whole(labels.get("block_size")) or block_size
-        tokens = _whole(labels.get("kv_cache_size_tokens"))
-        if tokens is None:
-            blocks = _whole(labels.get("num_gpu_blocks"))
-            size = _whole(labels.get("block_size"))
-            tokens = blocks * size if blocks and size else None
+    for labels in series[name]:
+        engine, size, tokens, _ = _cache_config(labels)
+        block_size = size or block_size
         if tokens is not None:
-            per_engine[labels.get("engine", "0")] = tokens
+            per_engine[engine] = tokens
     if not per_engine:
         invalid.append(name)
     return per_engine, block_size
+
+
+@lru_cache(_LABELS_KEPT)
+def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
+    """Of the labels of a `CACHE_CONFIG`: the engine, block size, KV tokens, and whether prefixes are kept."""
+    labels = dict(_LABEL.findall(text))
+    size = _whole(labels.get("block_size"))
+    tokens = _whole(labels.get("kv_cache_size_tokens"))
+    if tokens is None:
+        blocks = _whole(labels.get("num_gpu_blocks"))
+        tokens = blocks * size if blocks and size else None
+    caches = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
+    return labels.get("engine", "0"), size, tokens, caches
 
 
 def _whole(text: str | None) -> int | None:

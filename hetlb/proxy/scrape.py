@@ -90,7 +90,12 @@ class Scraper:
         timeout = aiohttp.ClientTimeout(total=self._table.timeout_s)
         # uvicorn closes idle connections after 5 s: ours are given up first.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         for target in targets:
             self.add(target)
         rounds = [asyncio.create_task(event.wait()) for event in self._first_rounds.values()]

@@ -3,8 +3,8 @@
 It serves nothing, runs no event loop and has one thread, so that its children are forked from it within
 milliseconds, with all modules loaded. It holds the listening sockets and the fleet's state for the processes
 that come next. A child that dies is replaced at once, one that dies again within `STEADY_S` a little later
-each time; one that does not answer for `HANG_S` is killed and replaced. The scheduler process ends after the
-last relay.
+each time; one that does not answer for `HANG_S`, not counting what it waited for a CPU, is killed and
+replaced. The scheduler process ends after the last relay.
 """
 
 from __future__ import annotations
@@ -79,10 +79,16 @@ class _Child:
         self.restarts = self.hangs = self.deaths = 0
         self.connections = 0
         self.started_at = self.heard_at = self.asked_at = 0.0
+        #: `cpu_wait_s` of its process when it became silent, None while it is not.
+        self.waited_s: float | None = None
         #: Time at which its successor is due, None while it lives.
         self.due: float | None = 0.0
         #: The life of the scheduler process that this relay has a channel to.
         self.linked = 0
+
+    def heard(self, now: float) -> None:
+        """It gave a sign of life, or gets another chance to."""
+        self.heard_at, self.waited_s = now, None
 
 
 class Supervisor:
@@ -225,7 +231,7 @@ class Supervisor:
         """One turn: start what is due, hear the children, bury the dead, kill what hangs."""
         if now - self._looked_at > SILENT_S:  # this process stood still, and maybe the whole machine
             for child in self._children:
-                child.heard_at = now
+                child.heard(now)
         self._looked_at = now
         for child in self._children:
             if child.due is not None and child.due <= now and not (self._ending and child.number >= 0):
@@ -270,7 +276,8 @@ class Supervisor:
             self._takeover.end.close()
             self._takeover = None
         child.pid, child.control, child.life, child.due, child.linked = pid, ours, life, None, 0
-        child.started_at = child.heard_at = child.asked_at = now
+        child.started_at = child.asked_at = now
+        child.heard(now)
         child.failure = ""
         self._selector.register(ours, selectors.EVENT_READ, child)
 
@@ -352,7 +359,7 @@ class Supervisor:
         try:
             while control is not None and (received := control.receive()) is not None:
                 (kind, *rest), fds = received
-                child.heard_at = time.monotonic()
+                child.heard(time.monotonic())
                 if kind == "pong":
                     child.connections = rest[0]
                 elif kind == "ready":
@@ -372,18 +379,27 @@ class Supervisor:
             child.control = None
 
     def _ask(self, child: _Child, now: float) -> None:
-        """Have a sign of life of a child; kill it where none came for too long."""
+        """Have a sign of life of a child; kill it where none came for too long.
+
+        What it waited for a CPU since it became silent does not count: a machine that is short of them would
+        lose all its connections too, and go on being short of them.
+        """
         if not child.pid:
             return
         if now - child.asked_at >= PING_S:
             child.asked_at = now
             self._send(child, "ping")
         silent_s = now - child.heard_at
+        if silent_s > SILENT_S:
+            waited_s = cpu_wait_s(child.pid)
+            if child.waited_s is None:
+                child.waited_s = waited_s
+            silent_s -= waited_s - child.waited_s
         if silent_s > (HANG_S if child.up else _START_S):
             text = "%s has not answered for %.1f s: it is killed"
             tell(logger, Event.WORKER_HUNG, text, child.name, silent_s, worker=child.name)
             child.hangs += 1
-            child.heard_at = now
+            child.heard(now)
             os.kill(child.pid, signal.SIGKILL)
 
     def _link(self) -> None:
@@ -527,6 +543,14 @@ class _Stderr(logging.Handler):
         with contextlib.suppress(OSError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, (self.format(record) + "\n").encode())
+
+
+def cpu_wait_s(pid: int) -> float:
+    """Seconds that the main thread of a process was ready to run and had no CPU; 0 where nothing tells."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str]]:

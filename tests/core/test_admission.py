@@ -71,6 +71,14 @@ def test_a_share_bounds_requests_and_bytes_of_one_tenant() -> None:
     assert unbounded.has_room(asked(10, "x", body=10**9))
 
 
+def test_a_tenant_that_holds_its_share_crowds_no_other_out() -> None:
+    limits = QueueLimits(max_requests=4, max_bytes=1000, tenant_share=0.5)
+    queue = filled(limits, *(asked(n, "x", body=200) for n in (1, 2)), *(asked(n, "y") for n in (3, 4)))
+    assert queue.crowding_out(asked(9, "y")) == ()
+    assert queue.crowding_out(asked(9, "z", body=501)) == [2], "one is always allowed"
+    assert queue.crowding_out(asked(9, "z", body=900)) == ()
+
+
 def test_a_whole_share_is_no_share() -> None:
     queue = filled(QueueLimits(max_requests=2, max_bytes=100, tenant_share=1.0), asked(1, "x", body=60))
     assert queue.has_room(asked(2, "x", body=40))

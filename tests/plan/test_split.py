@@ -262,6 +262,25 @@ def test_exhaustive_search_is_exhaustive() -> None:
     assert best.throughput == pytest.approx(most)
 
 
+def test_groups_of_both_roles_serve_most_as_such() -> None:
+    """With the role that limits the flow, which the scheduler would use it for, none serves more."""
+    of = cluster([machine("h", "H100", 4), machine("a", "A100", 5)], rows=((2000, 100),))
+    table, network = GroupTable(of, ProfileCost(of)), Network(of)
+    found = Search(table, kept=1000, kept_share=0.3).run(SolveLimits(), most_steps=3000)
+    mixed = 0
+    for plan in found.plans:
+        for g, each in enumerate(plan.groups):
+            if plan.splits and each.role is Role.BOTH:
+                mixed += 1
+                for role in (Role.PREFILL, Role.DECODE):
+                    other = table.group(each.composition, role)
+                    assert other is not None
+                    groups = [*plan.groups[:g], other, *plan.groups[g + 1 :]]
+                    better = Network.bound(groups) > Network.bound(plan.groups) * (1 + 1e-9)
+                    assert not better or network.solve(groups).throughput <= plan.throughput * (1 + 1e-9)
+    assert mixed > 20
+
+
 def test_appendix_e_with_heavy_decoding_gives_three_gpus_of_each_kind_to_decode() -> None:
     """HexGen-2, appendix E.3: one H100 and one A100 prefill, three and three decode (its roles alone)."""
     of = appendix_e()
@@ -413,11 +432,12 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     stages = (Stage(0, 1, 20), Stage(1, 1, 12))
     cost = ProfileCost(of)
     groups = []
-    for role, own in ((Role.PREFILL, stages), (Role.DECODE, (Stage(0, 1, 32),))):
+    alone = (Stage(0, 1, 32),)
+    for role, own in ((Role.PREFILL, stages), (Role.DECODE, alone), (Role.BOTH, alone)):
         tokens = kv_cache_tokens(of, own)
         groups.append(Group(role, own, cost.capacity(own, role, tokens), tokens))
-    plan = Plan(tuple(groups), {(0, 1): 0.1}, {})
-    first, second = commands(of, lay_out(of, plan))
+    plan = Plan(tuple(groups[:2]), {(0, 1): 0.1}, {})
+    first, second = commands(of, plan, lay_out(of, plan))
     assert "VLLM_PP_LAYER_PARTITION=20,12" in first
     assert "--pipeline-parallel-size 2" in first
     assert '"kv_role":"kv_producer"' in first
@@ -426,6 +446,12 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     write_fleet(tmp_path / "f.yaml", of, plan, lay_out(of, plan), cost)
     roles = [i["role"] for i in yaml.safe_load((tmp_path / "f.yaml").read_text())["models"][0]["instances"]]
     assert roles == ["prefill", "decode"]
+    # One that does both transfers too, unless nothing is split.
+    for flows, whole in (({(0, 1): 0.1}, '"kv_role":"kv_both"'), ({}, "vllm serve")):
+        plan = Plan((groups[0], groups[2]), flows, {1: 0.1})
+        last = commands(of, plan, lay_out(of, plan))[-1]
+        assert whole in last
+        assert ("kv-transfer-config" in last) == plan.splits
     load_fleet(tmp_path / "f.yaml")
 
 

@@ -19,7 +19,7 @@ _FIRST_PORT = 8000
 _FIRST_SIDE_CHANNEL = 5600
 #: Seconds that a prefill server keeps the KV cache of a request for its decode server (vLLM's default).
 KV_LEASE_S = 30
-_KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ def lay_out(cluster: Cluster, plan: Plan) -> list[Instance]:
     return found
 
 
-def commands(cluster: Cluster, instances: list[Instance]) -> list[str]:
+def commands(cluster: Cluster, plan: Plan, instances: list[Instance]) -> list[str]:
     """One `vllm serve` a group; a pipeline across machines runs on a Ray cluster of them."""
-    return [_command(cluster, instance) for instance in instances]
+    return [_command(cluster, instance, plan.splits) for instance in instances]
 
 
-def _command(cluster: Cluster, instance: Instance) -> str:
+def _command(cluster: Cluster, instance: Instance, transfers: bool) -> str:
     group = instance.group
     stages = group.stages
     words = ["vllm", "serve", cluster.model.name, "--tensor-parallel-size", str(group.tensor_parallel_size)]
@@ -73,11 +73,11 @@ def _command(cluster: Cluster, instance: Instance) -> str:
     layers = [stage.layers for stage in stages]
     if len(set(layers)) > 1:
         variables["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
-    if group.role is not Role.BOTH:
+    if transfers:
         config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLE[group.role]}
-        if group.role is Role.PREFILL:
+        if group.role is not Role.DECODE:
             config["kv_connector_extra_config"] = {"kv_lease_duration": KV_LEASE_S}
-        else:
+        if group.role is not Role.PREFILL:
             config["kv_load_failure_policy"] = "recompute"
         words += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
         variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = machines[0].name

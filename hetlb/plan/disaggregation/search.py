@@ -186,6 +186,7 @@ class Search:
         return [group for group in found if group is not None]
 
     def _keep(self, state: _State) -> None:
+        state = self._with_one_role(state)
         if len(self._kept) >= self._most_kept:
             worst = min(plan.throughput for plan in self._kept.values())
             if state.throughput <= worst:
@@ -195,6 +196,26 @@ class Search:
             self._kept[key] = state.plan or self._plan(state)
             if len(self._kept) > self._most_kept:
                 del self._kept[min(self._kept, key=lambda each: self._kept[each].throughput)]
+
+    def _with_one_role(self, state: _State) -> _State:
+        """The candidate, where a group that does both serves more with one role with that role.
+
+        The scheduler would use it that way: what such a group serves beside others is then underestimated.
+        """
+        for g, (composition, role) in enumerate(state.parts):
+            scarce = self._scarce(state)
+            if role is not Role.BOTH or scarce is None or scarce not in self._roles:
+                continue
+            spare = abs(state.prefill - state.decode)
+            if min(spare, self._table.capacity(composition, scarce)) > self._table.capacity(
+                composition, role
+            ):
+                parts = state.parts.copy()
+                parts[g] = composition, scarce
+                other = self._state(parts)
+                if other.throughput > state.throughput:
+                    state = other
+        return state
 
     # --- a round of annealing ---
 

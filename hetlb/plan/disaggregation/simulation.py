@@ -30,9 +30,9 @@ from hetlb.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
 LOAD = 1.05
-#: The run lasts so many times as long as a request stays; its requests, within these bounds.
+#: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
 _TURNS = 6.0
-_FEWEST, _MOST = 1000, 8000
+_FEWEST, _MOST = 2000, 8000
 #: Completions count from this share of the arrivals' time on, until the last arrival.
 _FROM = 0.45
 
@@ -180,20 +180,23 @@ def different(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 def can_judge(cluster: Cluster, plan: Plan) -> bool:
     """True if a run of the most requests is long enough for a steady part."""
-    return _TURNS * _held(cluster, plan) <= 2 * _MOST
+    return _wanted(cluster, plan) <= 2 * _MOST
 
 
-def _held(cluster: Cluster, plan: Plan) -> float:
-    """Requests that are in the fleet at once."""
+def _wanted(cluster: Cluster, plan: Plan) -> float:
+    """Requests of a run that is long enough for every group to be full for most of it."""
     context = cluster.workload.context_tokens
-    return sum(
-        min(256.0, group.kv_cache_tokens / context) for group in plan.groups if group.role is not Role.PREFILL
+    stay_s = max(
+        min(256.0, group.kv_cache_tokens / context) / group.capacity
+        for group in plan.groups
+        if group.role is not Role.PREFILL
     )
+    return _TURNS * stay_s * plan.throughput
 
 
 def _count(cluster: Cluster, plan: Plan) -> int:
-    """Requests of a run: so many times those that are in the fleet at once."""
-    return round(min(_MOST, max(_FEWEST, _TURNS * _held(cluster, plan))))
+    """Requests of a run, within bounds."""
+    return round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
 
 
 def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:

@@ -11,6 +11,8 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Any, Final
 
+from hetlb.core.bounds import first_at_least
+
 #: Gaps below this many milliseconds are counted by the millisecond.
 FINE_MS: Final = 2048
 
@@ -28,7 +30,7 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        counts, at = self._counts, _index(self._bounds, value)
+        counts, at = self._counts, first_at_least(self._bounds, value)
         counts[at] = counts[at] + 1
         self._sum += value
 
@@ -36,7 +38,7 @@ class Histogram:
         """Count several values."""
         bounds, counts = self._bounds, self._counts
         for value in values:
-            at = _index(bounds, value)
+            at = first_at_least(bounds, value)
             counts[at] = counts[at] + 1
         self._sum += sum(values)
 
@@ -51,18 +53,6 @@ class Histogram:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _histogram, (self._bounds, self._counts, self._sum)
-
-
-def _index(bounds: tuple[float, ...], value: float) -> int:
-    """Index of the first bound that is not below `value`. Compiled, a sixth of what `bisect_left` costs."""
-    low, high = 0, len(bounds)
-    while low < high:
-        middle = (low + high) >> 1
-        if bounds[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _histogram(bounds: tuple[float, ...], counts: list[int], total: float) -> Histogram:

@@ -1,0 +1,283 @@
+"""Requests that wait: what is said to those that cannot, in which order they are placed, when they end."""
+
+from __future__ import annotations
+
+from helpers import dispatched, make_scheduler, request, spec
+
+from hetlb.core.admission import MOST_OVERTAKEN, QueueLimits
+from hetlb.core.demand import PROMPT_WEIGHT
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.predictor import OnlinePredictor
+from hetlb.core.scheduler import TICK_S, Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    CapacityLearned,
+    Command,
+    Dispatch,
+    InstanceRemoved,
+    Lease,
+    Outcome,
+    Reject,
+    RejectReason,
+)
+
+
+def drained(limits: QueueLimits | None = None, policy: str = "single", names: str = "a") -> Scheduler:
+    """A fleet that takes nothing: whatever comes waits."""
+    scheduler = make_scheduler([spec(name) for name in names], policy, limits=limits)
+    for name in names:
+        scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
+    return scheduler
+
+
+def back(scheduler: Scheduler, name: str = "a", now: float = 1.0) -> list[Command]:
+    return scheduler.on_instance(AdminStateSet(name, AdminState.READY), now)
+
+
+def sent(commands: list[Command]) -> list[tuple[int, str]]:
+    """Requests that were dispatched, and where."""
+    return [(each.request_id, each.lease.instance) for each in commands if isinstance(each, Dispatch)]
+
+
+def told(commands: list[Command]) -> list[tuple[int, RejectReason, str, float | None]]:
+    return [
+        (each.request_id, each.reason, each.detail, each.retry_after_s)
+        for each in commands
+        if isinstance(each, Reject)
+    ]
+
+
+# --- what cannot wait ---
+
+
+def test_without_time_to_wait_for_an_instance_none_waits() -> None:
+    scheduler = drained(QueueLimits(no_instance_timeout_s=0.0))
+    no_instance = "No instance of the model `m` is up."
+    assert told(scheduler.on_arrival(request(1), 1.0)) == [(1, RejectReason.NO_INSTANCE, no_instance, 1.0)]
+    assert not len(scheduler.queue)
+    patient = drained(QueueLimits(no_instance_timeout_s=0.5))
+    assert patient.on_arrival(request(1), 1.0) == []
+
+
+def test_a_full_queue_says_so_to_the_one_that_comes_or_to_those_that_leave() -> None:
+    scheduler = drained(QueueLimits(max_requests=2))
+    for number in (1, 2):
+        assert scheduler.on_arrival(request(number, tenant="x"), 0.0) == []
+    full = (RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.", 1.0)
+    assert told(scheduler.on_arrival(request(3, tenant="x"), 0.0)) == [(3, *full)]
+    assert told(scheduler.on_arrival(request(4, tenant="y"), 0.0)) == [(2, *full)]
+    assert [entry.request.id for entry in scheduler.queue] == [1, 4]
+    scheduler.check_integrity()
+
+
+def test_a_retry_that_leaves_a_full_queue_is_forgotten() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single", limits=QueueLimits(max_requests=2), seed=1)
+    leases = [dispatched(scheduler.on_arrival(request(number, tenant="x"), 0.0)) for number in range(5)]
+    for lease in leases:
+        moved = sent(scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, 0.1))
+        assert moved == ([(lease.request.id, "b")] if lease.request.id < 3 else [])
+    scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.2)
+    commands = scheduler.on_arrival(request(9, tenant="y", pinned="a"), 0.2)
+    assert [each[0] for each in told(commands)] == [4]
+    assert scheduler._retries.attempts.keys() == {0, 1, 2, 3}
+    scheduler.check_integrity()
+
+
+def test_an_entry_waits_with_its_size() -> None:
+    scheduler = drained(policy="hetlb")
+    scheduler.on_arrival(request(1, prompt=1000, max_tokens=7, sequences=3), 2.0)
+    [entry] = scheduler.queue
+    assert entry.size == round(3 * (PROMPT_WEIGHT * 1000 + entry.predicted_output))
+    assert (entry.arrived_at, scheduler.queue.waiting("m")) == (2.0, entry.size)
+
+
+# --- time ---
+
+
+def test_the_first_that_waits_begins_the_ticks() -> None:
+    scheduler = drained()
+    assert scheduler.next_deadline() is None
+    scheduler.on_arrival(request(1), 5.0)
+    assert scheduler.next_deadline() == 5.0 + TICK_S
+    scheduler.on_arrival(request(2), 5.2)
+    assert scheduler.next_deadline() == 5.0 + TICK_S
+    scheduler.on_tick(6.0)
+    assert scheduler.next_deadline() == 6.0 + TICK_S
+    for number in (1, 2):
+        scheduler.on_cancelled(number, 6.1)
+    assert scheduler.next_deadline() is None
+
+
+def test_a_request_gives_up_at_its_limit_and_those_behind_it_at_theirs() -> None:
+    scheduler = drained(QueueLimits(timeout_s=60.0, no_instance_timeout_s=1e9))
+    for number, at in ((1, 10.0), (2, 11.0), (3, 40.0)):
+        scheduler.on_arrival(request(number), at)
+    scheduler.on_arrival(request(4, priority=1), 12.0)
+    assert scheduler.on_tick(69.999) == []
+    text = "The request waited 60 s for an instance and none became free."
+    assert told(scheduler.on_tick(70.0)) == [(1, RejectReason.QUEUE_EXPIRED, text, 1.0)]
+    assert [each[0] for each in told(scheduler.on_tick(75.0))] == [2, 4]
+    assert [each[0] for each in told(scheduler.on_tick(99.9))] == []
+    assert [each[0] for each in told(scheduler.on_tick(100.0))] == [3]
+    scheduler.check_integrity()
+
+
+def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> None:
+    scheduler = make_scheduler(
+        [spec("a"), spec("b")], "single", limits=QueueLimits(timeout_s=None, no_instance_timeout_s=30.0)
+    )
+    scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
+    assert scheduler.on_arrival(request(1, pinned="a"), 0.0) == []
+    assert scheduler.on_tick(1e6) == []
+    scheduler.on_instance(AdminStateSet("b", AdminState.DRAIN), 1e6)
+    assert scheduler.on_arrival(request(2), 1e6 + 10.0) == []
+    assert scheduler.on_tick(1e6 + 29.9) == []
+    assert [each[:2] for each in told(scheduler.on_tick(1e6 + 30.0))] == [(1, RejectReason.NO_INSTANCE)]
+    assert scheduler.on_tick(1e6 + 39.9) == [], "it waits since it came"
+    assert [each[0] for each in told(scheduler.on_tick(1e6 + 40.0))] == [2]
+
+
+# --- order ---
+
+
+def test_those_that_wait_go_in_order_when_an_instance_is_back() -> None:
+    scheduler = drained(names="ab")
+    for number, more in ((1, {}), (2, {"pinned": "b"}), (3, {"priority": -1}), (4, {})):
+        assert scheduler.on_arrival(request(number, **more), 0.0) == []  # type: ignore[arg-type]
+    assert sent(back(scheduler)) == [(3, "a"), (1, "a"), (4, "a")]
+    assert sent(back(scheduler, "b")) == [(2, "b")]
+    assert not len(scheduler.queue)
+    scheduler.check_integrity()
+
+
+def test_requests_of_a_model_that_is_gone_wait_for_it() -> None:
+    scheduler = drained()
+    scheduler.on_arrival(request(1), 0.0)
+    scheduler.on_instance(InstanceRemoved("a"), 1.0)
+    assert scheduler.on_tick(2.0) == []
+    assert 1 in scheduler.queue
+    assert [each[0] for each in told(scheduler.on_tick(31.0))] == [1]
+
+
+def test_a_prompt_that_no_instance_takes_any_more_is_turned_down() -> None:
+    scheduler = drained()
+    scheduler.on_arrival(request(1, prompt=5000), 0.0)
+    scheduler.on_arrival(request(2, prompt=5000, exact=False), 0.0)
+    scheduler.on_arrival(request(3, prompt=999), 0.0)
+    scheduler.on_arrival(request(4, prompt=1000), 0.0)
+    commands = scheduler.on_instance(CapacityLearned("a", Capacity(max_model_len=1000)), 0.5)
+    commands += back(scheduler)
+    assert sorted(each[:2] for each in told(commands)) == [
+        (1, RejectReason.TOO_LONG),
+        (4, RejectReason.TOO_LONG),
+    ]
+    assert {each[0] for each in sent(commands)} == {2, 3}, "an estimate may be wrong"
+    scheduler.check_integrity()
+
+
+def full(policy: str = "hetlb", places: int = 2, **more: object) -> tuple[Scheduler, list[Lease]]:
+    """One instance whose places are taken by requests from 0 on, and their leases."""
+    capacity = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=places)
+    scheduler = make_scheduler([spec("a", capacity=capacity)], policy, **more)  # type: ignore[arg-type]
+    leases: list[Lease] = []
+    for number in range(100):
+        commands = scheduler.on_arrival(request(number), 0.0)
+        if not commands:
+            scheduler.on_cancelled(number, 0.0)
+            break
+        leases.append(dispatched(commands))
+    assert 0 < len(leases) < 100
+    return scheduler, leases
+
+
+def test_lengths_are_predicted_again_a_few_at_a_time_from_the_newest_on() -> None:
+    """20 wait; each answer of 5 tokens, where 200 were expected, is news for 8 of them."""
+    predictor = OnlinePredictor()
+    for _ in range(50):
+        predictor.observe(request(0, max_tokens=None), 200.0)
+    scheduler, leases = full(predictor=predictor)
+    for number in range(100, 120):
+        assert scheduler.on_arrival(request(number, max_tokens=None), 1.0) == []
+    before = {entry.request.id: entry.predicted_output for entry in scheduler.queue}
+    changed: list[set[int]] = []
+    for lease in leases[:1]:
+        for _ in range(200):
+            predictor.observe(request(0, max_tokens=None), 5.0)
+        lease.output_tokens = 5
+        scheduler.on_lease_ended(lease, Outcome.OK, 2.0)
+    waiting = {entry.request.id: entry for entry in scheduler.queue}
+    changed.append({number for number, entry in waiting.items() if entry.predicted_output != before[number]})
+    assert changed == [set(range(112, 120)) & waiting.keys()]
+    for entry in waiting.values():
+        assert entry.size == round(PROMPT_WEIGHT * 100 + entry.predicted_output)
+    assert scheduler.queue.waiting("m") == sum(entry.size for entry in waiting.values())
+    scheduler.check_integrity()
+
+
+def test_what_has_no_answer_is_not_predicted_again() -> None:
+    scheduler, leases = full()
+    assert scheduler.on_arrival(request(100, generates=False, max_tokens=None), 1.0) == []
+    [entry] = scheduler.queue
+    scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 1.5)
+    scheduler.on_lease_ended(leases[0], Outcome.OK, 2.0)
+    assert (entry.predicted_output, entry.size) == (0.0, round(PROMPT_WEIGHT * 100))
+
+
+def test_a_retry_waits_for_the_budget_and_then_counts_in_it() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    leases = [dispatched(scheduler.on_arrival(request(number), 0.0)) for number in range(6)]
+    again = [dispatched(scheduler.on_lease_ended(each, Outcome.NO_RESPONSE, 0.1)) for each in leases[:3]]
+    for lease in leases[3:5]:
+        assert sent(scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, 0.1)) == []
+    assert sent(scheduler.on_tick(0.5)) == []
+    assert sent(scheduler.on_lease_ended(again[0], Outcome.OK, 1.0)) == [(3, "b")]
+    assert sent(scheduler.on_tick(1.5)) == []
+    assert sent(scheduler.on_lease_ended(again[1], Outcome.OK, 2.0)) == [(4, "b")]
+    scheduler.check_integrity()
+
+
+def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    leases = [dispatched(scheduler.on_arrival(request(number), 0.0)) for number in range(4)]
+    for lease in leases[:3]:
+        dispatched(scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, 0.1))
+    assert scheduler.on_lease_ended(leases[3], Outcome.NO_RESPONSE, 0.1) == []
+    commands = scheduler.on_instance(InstanceRemoved("b"), 0.2)
+    closed = "The instance closed the connection without answering."
+    assert told(commands) == [(3, RejectReason.NO_RESPONSE, closed, None)]
+    scheduler.check_integrity()
+
+
+def test_one_behind_the_head_that_suits_the_free_instance_better_goes_first_but_not_for_ever() -> None:
+    """The fast instance is better at answers, the slow one at prompts: the head waits for the slow one."""
+    capacity = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=1)
+    specs = [spec("a", capacity=capacity), spec("b", capacity=capacity, slower=3.0)]
+    scheduler = make_scheduler(specs, "hetlb", params=PolicyParams())
+    running: list[Lease] = []
+    number = 0
+    while commands := scheduler.on_arrival(request(number), 0.0):
+        running.append(dispatched(commands))
+        number += 1
+        assert number < 100
+    commands: list[Command] = []
+    for number in range(1000, 1000 + 3 * MOST_OVERTAKEN):
+        commands += scheduler.on_arrival(request(number, prompt=10 if number % 2 else 3000), 0.0)
+    served: list[int] = []
+    now = 0.0
+    while running or commands:
+        for command in commands:
+            assert isinstance(command, Dispatch)
+            running.append(command.lease)
+            served.append(command.request_id)
+        now += 1.0
+        lease = running.pop(0)
+        lease.output_tokens = 50
+        commands = scheduler.on_lease_ended(lease, Outcome.OK, now)
+    waited = [each for each in served if each >= 1000]
+    assert sorted(waited) == list(range(1000, 1000 + 3 * MOST_OVERTAKEN))
+    assert waited != sorted(waited)
+    for place, each in enumerate(waited):
+        assert sum(other > each for other in waited[:place]) <= MOST_OVERTAKEN
+    scheduler.check_integrity()

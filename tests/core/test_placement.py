@@ -1,0 +1,331 @@
+"""Placement of a request: what a policy is told, what is booked of its choice, and what is shown of it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import pytest
+from helpers import FAST, dispatched, make_scheduler, request, spec
+
+from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
+from hetlb.core.demand import PROMPT_WEIGHT
+from hetlb.core.latency import processing_s
+from hetlb.core.policies.base import PolicyParams, SchedulingContext
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    Dispatch,
+    ModelsLearned,
+    Outcome,
+    Request,
+)
+
+ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
+
+
+def fleet(names: str = "ab", policy: str = "hetlb", **slower: float) -> Scheduler:
+    specs = [spec(name, capacity=ROOMY, slower=slower.get(name, 1.0)) for name in names]
+    return make_scheduler(specs, policy)
+
+
+def context(scheduler: Scheduler, asked: Request, waiting: int = 0, now: float = 0.0) -> SchedulingContext:
+    return scheduler.placement.context(asked, 50.0, waiting, now, None)
+
+
+def sole(scheduler: Scheduler, asked: Request, now: float = 0.0) -> Dispatch:
+    [command] = scheduler.on_arrival(asked, now)
+    assert isinstance(command, Dispatch)
+    return command
+
+
+# --- what a policy is told ---
+
+
+def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
+    scheduler = fleet()
+    asked = request(1, prompt=300, max_tokens=None)
+    ctx = context(scheduler, asked, 70, 3.0)
+    assert (ctx.request, ctx.predicted_output, ctx.waiting, ctx.now) == (asked, 50.0, 70, 3.0)
+    assert (ctx.held, ctx.availabilities, ctx.adapter_load_s) == (None, None, 0.0)
+    predictor = scheduler.predictor
+    assert (ctx.long_output, ctx.residual) == (predictor.long(asked), predictor.residual(asked))
+    assert ctx.long_output > 0.0
+    assert ctx.residual > 0.0
+    known = scheduler.placement.context(asked, 50.0, 0, 0.0, [(1, "why")], 99.0, 9.0)
+    assert (known.long_output, known.residual, known.availabilities) == (99.0, 9.0, [(1, "why")])
+    # To explain one request before the first: it is the mean one.
+    assert (ctx.demand.mix.count, ctx.demand.mix.prompt, ctx.demand.mix.output) == (1, 300.0, 50.0)
+    assert ctx.demand.mix.long == ctx.long_output
+    assert ctx.demand is not scheduler.placement.demand("m")
+    assert not scheduler.placement.demand("m").mix.count
+
+
+def test_what_has_no_answer_has_no_long_one_either() -> None:
+    for policy, generates in (("hetlb", False), ("paper", True)):
+        ctx = context(fleet(policy=policy), request(1, generates=generates, max_tokens=None))
+        assert (ctx.long_output, ctx.residual) == (0.0, 0.0)
+    assert not context(fleet(policy="paper"), request(1)).demand.mix.count
+
+
+def test_the_demand_of_a_model_is_kept() -> None:
+    scheduler = fleet()
+    for number, prompt in enumerate((100, 300)):
+        sole(scheduler, request(number, prompt=prompt))
+    demand = scheduler.placement.demand("m")
+    assert (demand.mix.count, demand.mix.prompt) == (2, 200.0)
+    assert context(scheduler, request(9, prompt=5000)).demand is demand
+    assert scheduler.placement.demand("other") is not demand
+
+
+def test_the_work_of_others_in_the_queue_counts_and_its_own_does_not() -> None:
+    scheduler = fleet("a")
+    placement = scheduler.placement
+    asked = request(9)
+    ready = scheduler.fleet.ready["m"]
+    alone = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
+    assert alone is not None
+    assert alone.ctx.waiting == 0
+    scheduler.on_waiting_elsewhere({"m": 40, "other": 7}, 0.0)
+    found = placement.choose(asked, ready, 0.0, 50.0)
+    assert found is not None
+    assert (found.ctx.waiting, found.ctx.predicted_output, found.ctx.now) == (40, 50.0, 0.0)
+    scheduler.queue.push(request(10), 0.0, size=100)
+    found = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
+    assert found is not None
+    assert found.ctx.waiting == 110
+    scheduler.on_waiting_elsewhere({}, 0.0)
+    found = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
+    assert found is not None
+    assert found.ctx.waiting == 70
+
+
+def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> None:
+    scheduler = fleet()
+    digests = block_digests(array("q", range(1200)), 100)
+    keys = (("k", 1000),)
+    running = [
+        dispatched(scheduler.on_arrival(request(n, prompt=1200, prefix_keys=keys), 0.0)) for n in (1, 2)
+    ]
+    a, b = scheduler.instances
+    asked = request(9, prompt=1200, prefix_keys=keys, blocks=(100, digests))
+    held = context(scheduler, asked).held
+    assert held is not None
+    assert held.tokens == {
+        each.tree.cache_id: 1000 for each in {scheduler.holder(lease) for lease in running}
+    }
+    assert context(scheduler, request(9, prompt=1200)).held is None
+    stored = BlocksStored(tuple(range(3)), None, digests[:3], 100)
+    scheduler.on_kv_events("b", KvEventBatch((stored,), begins=True), 0.0)
+    held = context(scheduler, asked).held
+    assert held is not None
+    credit = 1000 * 2 / 4
+    assert held.credit == credit
+    assert held.tokens[b.tree.cache_id] == 300
+    assert held.credits[b.tree.cache_id] == 300.0
+    plain = context(scheduler, request(9, prompt=1200, prefix_keys=keys)).held
+    assert plain is not None
+    assert plain.tokens.get(b.tree.cache_id) in (None, 1000)
+    by_blocks = context(scheduler, request(9, prompt=1200, blocks=(100, digests))).held
+    assert by_blocks is not None
+    assert (by_blocks.tokens, by_blocks.credits) == ({b.tree.cache_id: 300}, {b.tree.cache_id: 0.0})
+    assert a.tree.cache_id not in by_blocks.tokens
+
+
+def test_the_time_to_load_an_adapter_is_told_for_adapters_alone() -> None:
+    scheduler = make_scheduler([spec("a")], "hetlb", params=PolicyParams(adapter_load_s=0.75))
+    scheduler.on_instance(ModelsLearned("a", ("m", "lora"), ("lora",)), 0.0)
+    assert context(scheduler, request(1, model="lora")).adapter_load_s == 0.75
+    assert context(scheduler, request(1)).adapter_load_s == 0.0
+
+
+# --- capacity ---
+
+
+def test_capacity_is_by_a_usual_request_until_the_first_and_by_the_mean_one_then() -> None:
+    scheduler = fleet(b=2.0)
+    placement = scheduler.placement
+    a, b = scheduler.instances
+    usual = {each.name: placement._usual.speed(each) for each in (a, b)}
+    assert placement._usual.size == pytest.approx(PROMPT_WEIGHT * 512.0 + 256.0)
+    assert placement.speeds("m", [a, b]) == usual
+    assert (placement.capacity(a), placement.capacity(b)) == (usual["a"], usual["b"])
+    assert usual["a"] > usual["b"] > 0.0
+    sole(scheduler, request(1, prompt=4000, max_tokens=3))
+    mean = scheduler.placement.demand("m").mix
+    assert placement.speeds("m", [a]) == {"a": mean.speed(a)}
+    assert placement.capacity(b) == mean.speed(b) != usual["b"]
+
+
+# --- the filter ---
+
+
+def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
+    scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000)], "hetlb")
+    placement, ready = scheduler.placement, scheduler.fleet.ready["m"]
+    for ceiling, names in ((None, "ab"), (2, "ab"), (1, "a"), (0, "")):
+        found = placement.choose(request(1), ready, 0.0, 50.0, ceiling=ceiling)
+        assert ("" if found is None else "".join(each.name for each in found.able)) == names
+
+
+def test_availabilities_go_with_the_instances_that_are_left() -> None:
+    scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
+    c = scheduler.instances[2]
+    c.mark_busy(10.0, 0, 0.0)
+    scheduler.fleet.reindex(0.0)
+    ready = scheduler.fleet.ready["m"]
+    found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
+    assert found is not None
+    assert found.ctx.availabilities is not None
+    assert [
+        (each.name, said) for each, (said, _) in zip(found.able, found.ctx.availabilities, strict=True)
+    ] == [
+        ("a", 0),
+        ("c", 1),
+    ]
+
+
+def test_most_requests_go_to_all_without_a_look() -> None:
+    scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000)], "hetlb")
+    placement, ready = scheduler.placement, scheduler.fleet.ready["m"]
+
+    def able(asked: Request) -> str:
+        found, _, availabilities = placement.able(asked, ready, 0.0)
+        assert availabilities is None
+        return "".join(each.name for each in found)
+
+    assert placement.able(request(1, prompt=950), ready, 0.0)[0] is ready.able
+    assert placement.able(request(1, prompt=999, max_tokens=None), ready, 0.0)[0] is ready.able
+    assert able(request(1, prompt=951)) == "b"
+    assert able(request(1, prompt=100, longest=951)) == "b"
+    assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"
+    assert able(request(1, pinned="a")) == "a"
+    assert able(request(1, subset=("b",))) == "b"
+    scheduler._retries.of(1).tried.append("a")
+    assert able(request(1)) == "b"
+    assert able(request(2)) == "ab"
+
+
+def test_a_restraint_that_is_over_is_forgotten_at_the_next_request() -> None:
+    scheduler = fleet()
+    scheduler.instances[0].mark_busy(10.0, 0, 0.0)
+    scheduler.fleet.reindex(0.0)
+    assert sole(scheduler, request(1), 1.0).lease.instance == "b"
+    assert scheduler.fleet.ready["m"].throttled
+    sole(scheduler, request(2), 10.0)
+    assert not scheduler.fleet.ready["m"].throttled
+
+
+# --- what is booked ---
+
+
+def test_a_dispatch_tells_the_policy_and_all_instances_in_their_places() -> None:
+    scheduler = fleet("abc", "paper")
+    scheduler.on_instance(AdminStateSet("b", AdminState.DRAIN), 0.0)
+    command = sole(scheduler, request(7))
+    assert (command.request_id, command.reason, command.lease.instance) == (7, "paper", "a")
+    assert [(each.instance, each.eligible, each.reason) for each in command.candidates] == [
+        ("a", True, ""),
+        ("b", False, "draining"),
+        ("c", True, ""),
+    ]
+    scheduler.set_policy("rr", 0.0)
+    assert sole(scheduler, request(8)).reason == "rr"
+    assert scheduler.placement.policy_name == scheduler.policy_name == "rr"
+
+
+def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
+    """Of each sequence: 250 tokens beyond a prefix of 200 and half of that, which two share."""
+    scheduler = fleet("a")
+    asked = request(1, prompt=500, sequences=2, samples=2, prefix_keys=(("k", 200),))
+    lease = sole(scheduler, asked).lease
+    assert (lease.kv_prompt_tokens, lease.unread_tokens) == (300, 500)
+    mix = scheduler.placement.demand("m").mix
+    assert (mix.booked, mix.read) == ((300 + 200) / 2, 500 / 2)
+    sole(scheduler, request(2, prompt=500, prefix_keys=(("k", 200),)))
+    assert (mix.booked, mix.read) == ((250 + 300) / 2, (250 + 300) / 2)
+
+
+def test_on_probation_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:
+    scheduler = fleet(policy="rr")
+    a, b = scheduler.instances
+    for _ in range(3):
+        a.health.on_failure(0.0, may_eject=False)
+    scheduler.fleet.reindex(0.0)
+    assert a.health.probation.held(0.5)
+    for number in range(2):
+        assert sole(scheduler, request(number), 0.5).lease.instance == "b"
+    assert not a.health.probation.held(0.5), "two went elsewhere"
+    while sole(scheduler, request(number), 0.5).lease.instance == "b":
+        number += 1
+        assert number < 10
+    assert a.health.probation.held(0.5)
+    assert a.health.probation.held(2.499)
+    assert not a.health.probation.held(2.5)
+    assert not b.health.probation.active(0.5)
+
+
+def test_a_policy_that_remembers_is_told_of_what_was_booked_alone() -> None:
+    scheduler = fleet(policy="rr")
+    placement = scheduler.placement
+    for _ in range(3):
+        found = placement.choose(request(1), scheduler.fleet.ready["m"], 0.0, 50.0)
+        assert found is not None
+        assert found.instance.name == "a"
+    assert dispatched([placement.book(found)]).instance == "a"
+    assert sole(scheduler, request(2)).lease.instance == "b"
+
+
+# --- explaining ---
+
+
+def test_an_explanation_books_nothing_and_fills_in_the_terms_of_the_paper() -> None:
+    scheduler = fleet("abc", "least-requests", c=2.0)
+    scheduler.on_instance(AdminStateSet("a", AdminState.MAINT), 0.0)
+    asked = request(1, prompt=400)
+    candidates, chosen = scheduler.explain(asked, 100.0, 0.0)
+    assert (chosen, scheduler.in_flight) == ("b", 0)
+    assert [(each.instance, each.eligible, each.reason) for each in candidates] == [
+        ("a", False, "in maintenance"),
+        ("b", True, ""),
+        ("c", True, ""),
+    ]
+    first, second, third = candidates
+    assert (first.score, second.score) == (math.inf, 0.0)
+    for each, slower in ((first, 1.0), (second, 1.0), (third, 2.0)):
+        assert each.ideal_batch == 64
+        assert each.processing_s == pytest.approx(processing_s(FAST.scaled(slower), 64, 400, 100.0))
+        assert (each.kv_utilization, each.workload) == (0.0, each.processing_s)
+
+
+def test_of_a_model_that_is_not_there_nothing_is_explained() -> None:
+    scheduler = fleet()
+    assert scheduler.explain(request(1, model="none"), 10.0, 0.0) == ([], None)
+    for name in "ab":
+        scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
+    candidates, chosen = scheduler.explain(request(1), 10.0, 0.0)
+    assert ([each.reason for each in candidates], chosen) == (["draining", "draining"], None)
+
+
+def test_what_waits_is_part_of_an_explanation() -> None:
+    """A slow instance is passed over unless the fast one has much to do."""
+    scheduler = fleet("ab", b=20.0)
+    sole(scheduler, request(1))
+    for size, eligible in ((0, False), (10**6, True)):
+        if size:
+            scheduler.queue.push(request(9, pinned="a"), 0.0, size=size)
+        candidates, chosen = scheduler.explain(request(2), 50.0, 5.0)
+        assert (candidates[1].eligible, chosen) == (eligible, "a")
+
+
+def test_a_policy_that_is_put_in_force_reads_demand_or_not() -> None:
+    scheduler = fleet()
+    assert scheduler.placement.reads_demand
+    scheduler.set_policy("paper", 0.0)
+    assert not scheduler.placement.reads_demand
+    lease = sole(scheduler, request(1)).lease
+    assert not scheduler.placement.demand("m").mix.count
+    scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
+    scheduler.check_integrity()
