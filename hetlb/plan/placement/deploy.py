@@ -1,4 +1,4 @@
-"""A placement as stages, as vLLM servers where those do as well, and as a fleet file of separate pipelines."""
+"""A placement as stages, as vLLM servers where those do as well, and as a fleet file of pipelines."""
 
 from __future__ import annotations
 
