@@ -118,7 +118,7 @@ def test_an_instance_is_of_the_class_of_its_length() -> None:
     scheduler, filtered = fleet(
         spec("a", kv=1000), spec("b", kv=3000), spec("c", kv=1000), spec("d", kv=2000)
     )
-    assert (filtered.limits, filtered.longest_prompt) == ([1000, 2000, 3000], 3000)
+    assert (filtered.limits, filtered.longest_prompt) == ((1000, 2000, 3000), 3000)
     assert filtered.longest_tokens == 1000
     assert [filtered.class_of(each) for each in scheduler.instances] == [0, 2, 0, 1]
     for tokens, fit in ((1, 0), (950, 0), (951, 1), (1950, 1), (1951, 2), (2950, 2), (9000, 2)):
@@ -140,11 +140,11 @@ def test_of_equal_lengths_all_are_one_class() -> None:
 
 def test_an_unknown_length_is_no_limit() -> None:
     _, filtered = fleet(spec("a", kv=None), spec("b", kv=1000))
-    assert (filtered.limits, filtered.longest_prompt) == ([1000, math.inf], math.inf)
+    assert (filtered.limits, filtered.longest_prompt) == ((1000, math.inf), math.inf)
     assert choices(filtered, prompt=10**6)[0] == "a"
     _, empty = fleet(InstanceSpec("x", ""))
     nothing = ReadyInstances([], 0.0)
-    assert (nothing.able, nothing.limits, nothing.longest_prompt) == ([], [], math.inf)
+    assert (nothing.able, nothing.limits, nothing.longest_prompt) == ([], (), math.inf)
     assert nothing.longest_tokens == math.inf
     assert empty.longest_tokens == math.inf
 
