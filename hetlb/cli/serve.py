@@ -36,7 +36,9 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         "--instance", action="append", default=[], metavar="URL",
         help="server, instead of a file (repeatable); its capacity is read, its speed is learnt",
     )  # fmt: skip
-    parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
+    parser.add_argument(
+        "--admin-port", type=int, metavar="PORT", help="port of the admin listener (default 8081)"
+    )
     parser.add_argument(
         "--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's, else hetlb)"
     )
