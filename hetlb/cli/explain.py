@@ -233,7 +233,7 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
             for name in dict.fromkeys(chain(*terms))
         ),
         ("KV\nused", [each["kv_utilization"] for each in candidates]),
-        ("books\ns", [each["workload"] for each in candidates]),
+        ("work\ns", [each["workload"] for each in candidates]),
     ]
     shown = [(title, cells) for title, cells in columns if any(cell is not None for cell in cells)]
     table = Table(box=None, pad_edge=False)

@@ -20,9 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb pick`; each beats the file."""
     add_fleet_arguments(parser)
     parser.set_defaults(host=None, port=None, workers=None)
-    parser.add_argument("--grpc-host", help="address that gateways connect to (default 127.0.0.1)")
     parser.add_argument(
-        "--grpc-port", type=int, help="port that gateways connect to (default 9002; 0 picks a free one)"
+        "--grpc-host", metavar="HOST", help="address that gateways connect to (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--grpc-port",
+        type=int,
+        metavar="PORT",
+        help="port that gateways connect to (default 9002; 0 picks a free one)",
     )
 
 

@@ -1,4 +1,4 @@
-"""`hetlb place`: layers of a model over machines none of which holds it.
+"""`hetlb place`: layers of a model that no single machine can hold, over several machines.
 
 The plan passed `plan/check.py`, and so did every path of a simulation. An interrupt prints the best
 plan so far. Exit status 2 and one line where no placement lets a token through.

@@ -54,11 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workloads"
     )
     parser.add_argument(
-        "--workloads", type=int, default=9, metavar="N", help="types of request to find in the trace"
+        "--workloads",
+        type=int,
+        default=9,
+        metavar="N",
+        help="types of request to find in the trace (default 9)",
     )
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver")
     parser.add_argument(
-        "--gap", type=float, default=1e-4, metavar="G", help="relative gap at which the solver stops"
+        "--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver (default 60)"
+    )
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=1e-4,
+        metavar="G",
+        help="relative gap at which the solver stops (default 1e-4)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="seed of types, solver and simulation"
@@ -79,16 +89,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep.add_argument("--plot", type=Path, metavar="P.png", help="picture of budgets or hours")
     again = parser.add_argument_group("replanning")
     again.add_argument("--replan", type=Path, metavar="PLAN.json", help="running plan (its --json)")
-    again.add_argument("--load-time", type=float, default=300.0, metavar="S", help="seconds to load a model")
     again.add_argument(
-        "--horizon", type=float, default=3600.0, metavar="S", help="seconds until the next change"
+        "--load-time", type=float, default=300.0, metavar="S", help="seconds to load a model (default 300)"
+    )
+    again.add_argument(
+        "--horizon",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds until the next change (default 3600)",
     )
     again.add_argument(
         "--keep",
         type=float,
         default=0.95,
         metavar="SHARE",
-        help="share of a plan from scratch that must be kept",
+        help="share of a plan from scratch that must be reached (default 0.95)",
     )
 
 

@@ -25,7 +25,6 @@ from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
-from hetlb.workers.supervisor import Supervisor
 
 logger = logging.getLogger("hetlb.serve")
 
@@ -37,7 +36,9 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         "--instance", action="append", default=[], metavar="URL",
         help="server, instead of a file (repeatable); its capacity is read, its speed is learnt",
     )  # fmt: skip
-    parser.add_argument("--admin-port", type=int, help="port of the admin listener (default 8081)")
+    parser.add_argument(
+        "--admin-port", type=int, metavar="PORT", help="port of the admin listener (default 8081)"
+    )
     parser.add_argument(
         "--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's, else hetlb)"
     )
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
     if fleet.proxy.workers > 1:
+        from hetlb.workers.supervisor import Supervisor
+
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
         Supervisor(fleet, fleet.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
         return 0

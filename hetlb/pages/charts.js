@@ -345,8 +345,8 @@ export class Scatter {
     const ratios = good.map(([, predicted, actual]) => predicted / actual).sort((a, b) => a - b);
     const middle = ratios[Math.floor(ratios.length / 2)];
     const within = ratios.filter((ratio) => ratio >= 1 / 1.25 && ratio <= 1.25).length / ratios.length;
-    const text = `Of ${good.length} answers ${Math.round(within * 100)} % came within a quarter of the prediction; `
-      + `the median prediction is ${middle.toFixed(2)} times what came.`;
+    const text = `${Math.round(within * 100)} % of ${good.length} answers were within a quarter of the prediction; `
+      + `the median prediction is ${middle.toFixed(2)} times the actual value.`;
     say(this.#words, text);
     set(this.#svg, "aria-label", `${this.#title}. ${text}`);
   }

@@ -120,5 +120,5 @@ def test_policies_are_beside_each_other_and_sure_differences_are_bold() -> None:
         assert found.text.count("+10.0 %") >= 7
         assert "Differences" in found.text
     assert (sure.bold, unsure.bold, once.bold) == (7, 0, 0)
-    assert "Means over 4 rounds. Bold: the 95 % interval" in sure.text
+    assert "Means over 4 rounds. Bold: the 95 % confidence interval" in sure.text
     assert "One round gives no interval" in once.text

@@ -60,18 +60,18 @@ def sentence(parts: Sequence[Part], waiting: int, policy: str, requests: int = 1
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
     if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
-        return True, f"Balanced: each has the share of its speed, within {worst} points{tail}."
+        return True, f"Balanced: shares of work and speed agree within {worst} points{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
-    state = "idle" if less.work_share < IDLE else "less busy than its speed"
+    state = "idle" if less.work_share < IDLE else "given less than its share"
     begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
     if policy not in _BY_SPEED:
-        return False, f"{begin}the policy {policy} does not go by speed{tail}."
+        return False, f"{begin}the policy {policy} does not consider speed{tail}."
     if not waiting and more.busy < LIGHT:
         return True, f"{begin}the load is light, and a request ends soonest there{tail}."
     if waiting:
-        return False, f"{begin}{waiting} wait, and are too large for it or wait for a faster one{tail}."
-    return False, f"{begin}look at the last decisions to see why{tail}."
+        return False, f"{begin}{waiting} requests wait: too large for it, or waiting for a faster one{tail}."
+    return False, f"{begin}the last decisions show why{tail}."
 
 
 def _of(part: Part) -> str:

@@ -586,7 +586,7 @@ class DecisionRow {
     if (!open) return;
     if (!byId("hold").checked) {
       byId("hold").checked = true;
-      announce("The list is held while you read.");
+      announce("The list stays as it is while you read.");
     }
     if (!this.detail.dataset.read) {
       await act(async () => {
@@ -640,7 +640,7 @@ byId("find").addEventListener("submit", (event) => {
     byId("no-decisions").hidden = true;
     byId("decision-table").hidden = false;
     say(byId("found"), found.length ? `${plural(found.length, "decision")} found among those that are kept.`
-      : "None of the decisions that are kept is like that.");
+      : "No decision that is kept matches.");
   });
 });
 byId("find-clear").addEventListener("click", () => {
@@ -791,7 +791,7 @@ function outcome(state) {
   if (other !== current) rows.push(row(`${state.policy}, simulated`, other, current));
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What the replay gave" },
     make("table", {},
-      make("caption", { class: "soft", text: "Compare the simulated rows with each other; how far the first two differ says how well the simulation knows this fleet." }),
+      make("caption", { class: "soft", text: "Compare the simulated rows with each other. The distance between the first two shows how well the simulation matches this fleet." }),
       make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left", text: "Run" }), ...columns.map(([title]) => make("th", { scope: "col", text: title })))),
       make("tbody", {}, ...rows)));
 }

@@ -27,7 +27,7 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
         ),
         (
             [part("a", 0.68, 0.7), part("b", 0.32, 0.3)], 0, "hetlb", True,
-            "Balanced: each has the share of its speed, within 2 points.",
+            "Balanced: shares of work and speed agree within 2 points.",
         ),
         (
             [part("a", 1.0, 0.6, busy=0.1), part("b", 0.0, 0.4, busy=0.0)], 0, "hetlb", True,
@@ -36,18 +36,18 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
         ),
         (
             [part("a", 0.5, 0.8), part("b", 0.5, 0.2)], 9, "rr", False,
-            "a is less busy than its speed (50 % of the work, 80 % of the speed), b has 50 % of the work, "
-            "20 % of the speed: the policy rr does not go by speed.",
+            "a is given less than its share (50 % of the work, 80 % of the speed), b has 50 % of the work, "
+            "20 % of the speed: the policy rr does not consider speed.",
         ),
         (
             [part("a", 1.0, 0.6), part("b", 0.0, 0.4, busy=0.0)], 3, "hetlb", False,
             "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
-            "3 wait, and are too large for it or wait for a faster one.",
+            "3 requests wait: too large for it, or waiting for a faster one.",
         ),
         (
             [part("a", 1.0, 0.6), part("b", 0.0, 0.4, busy=0.0)], 0, "hetlb", False,
             "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
-            "look at the last decisions to see why.",
+            "the last decisions show why.",
         ),
     ],
 )  # fmt: skip

@@ -91,8 +91,8 @@ def look_at(browser: Any, fleet: Fleet, width: int) -> Look:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_does_it_balance(browser: Any, balanced: Fleet, skewed: Fleet, width: int) -> None:
     for fleet, words, state in (
-        (balanced, r"Balanced: each has the share of its speed, within \d+ points\.", "good"),
-        (skewed, r"fast is less busy than its speed .*: the policy rr does not go by speed\.", "warn"),
+        (balanced, r"Balanced: shares of work and speed agree within \d+ points\.", "good"),
+        (skewed, r"fast is given less than its share .*: the policy rr does not consider speed\.", "warn"),
     ):
         choose_policy(fleet, "rr")
         ask(fleet, 16)
