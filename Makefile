@@ -30,6 +30,8 @@ COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults t
   tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60
+# Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
@@ -63,11 +65,11 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n 2 -m 'not vllm' $(COMPILED_TESTS)
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' $(COMPILED_TESTS)
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -n 2 -m 'slow and not vllm' $(SLOW)
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow and not vllm' $(SLOW)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

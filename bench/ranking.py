@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.cli.search import simulated_estimate
 from hetlb.config.profile import EngineInfo, Source
 from hetlb.core.latency import LatencyModel
+from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.tp_search import static_estimate
 from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase, Point, fit, fit_linear
 from hetlb.profiler.sources import make_profile
@@ -78,7 +78,7 @@ def estimates(kv: int, points: list[Point], rows: list[tuple[int, int]]) -> tupl
         source=Source(kind="csv"),
         engine=EngineInfo(max_num_seqs=MAX_NUM_SEQS),
     )
-    simulated = simulated_estimate(profile, rows, kv)
+    simulated = Throughputs(rows, "simulate").of(profile, kv)
     constants = []
     for phase in Phase:
         of_phase = [p for p in points if p.phase is phase]

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.cli.search import Sample, lay_out, make_estimator
 from hetlb.config.cluster import Cluster, ClusterFile, ClusterLimits, ClusterModel
 from hetlb.config.profile import load_profile
+from hetlb.plan.cluster_layouts import Sample, Throughputs, lay_out
 from hetlb.plan.layouts import Fleet, Target, layout_name
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import Machine, PlanModel, search
@@ -72,11 +72,12 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
         machines=(),
     )
     cluster = Cluster(path=ROOT, file=file, model=MODEL, machines=tuple(machines), profiles=profiles)
-    plans = search(MODEL, machines, make_estimator(profiles, rows, "simulate"))
+    throughputs = Throughputs(rows, "simulate")
+    plans = search(MODEL, machines, throughputs.estimator(profiles))
     most_tok_s = sum(plan.best.throughput_tok_s for plan in plans if plan.best)
     rate = load * most_tok_s / mean(i + o for i, o in rows)
     target = Target(rate, SloLimits(*SLOS[words]) if words else SloLimits())
-    found = lay_out(cluster, Sample(rows, len(rows), len(rows)), target, plans, "simulate", None)
+    found = lay_out(cluster, Sample(rows, len(rows), len(rows)), target, plans, throughputs, None)
     choice = found.choice
     held = [
         [

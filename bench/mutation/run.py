@@ -115,9 +115,11 @@ MODULES = {
     ),
 }  # fmt: skip
 #: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again; and a mutant
-#: that a property test meets only beyond its first examples counts as alive, so that a run takes minutes.
+#: that a property test meets only beyond its first examples counts as alive, so that a run takes minutes; of
+#: one that it meets no smaller example is looked for.
 CONFTEST = """
 
+import hypothesis as _hypothesis
 import pytest as _pytest
 
 _parametrize = _pytest.Metafunc.parametrize
@@ -130,7 +132,8 @@ def _numbered(self, argnames, argvalues, **more):
 
 
 _pytest.Metafunc.parametrize = _numbered
-settings.register_profile("mutation", settings.get_profile("hetlb"), max_examples=25)
+_phases = (_hypothesis.Phase.explicit, _hypothesis.Phase.generate)
+settings.register_profile("mutation", settings.get_profile("hetlb"), max_examples=25, phases=_phases)
 settings.load_profile("mutation")
 """
 

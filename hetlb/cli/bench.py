@@ -14,7 +14,6 @@ import random
 import re
 import secrets
 import shlex
-import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from hetlb.cli.signals import cancel_on_signals
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.loadtest import options
@@ -321,10 +321,7 @@ class _Bench:
 
     async def run(self, screen: Screen) -> Outcome:
         """Every run."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, task.cancel)
+        cancel_on_signals()
         args = self._args
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}

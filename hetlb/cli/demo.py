@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import random
-import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 import uvloop
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
+from hetlb.cli.signals import cancel_on_signals
 from hetlb.config.profile import load_profile
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import require
 from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
+from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.workload.arrivals import PlannedRequest, make_plan
@@ -46,7 +43,6 @@ POLICIES = ("rr", "hetlb")
 #: One `max_tokens` for all, far above every answer: its length is the engine's secret, as in life.
 MAX_TOKENS = 256
 
-_REDRAW_S = 0.25
 _PLAIN_WIDTH = 100
 
 
@@ -72,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             resources.as_file(resources.files("hetlb.demo")) as data,
             tempfile.TemporaryDirectory(prefix="hetlb-demo-") as scratch,
             helper_processes() as helpers,
-            _Screen() as screen,
+            Screen() as screen,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             if args.split:
@@ -104,7 +100,7 @@ class _Demo:
         data: Path,
         scratch: Path,
         helpers: Helpers,
-        screen: _Screen,
+        screen: Screen,
         num_prompts: int | None,
         seed: int,
     ) -> None:
@@ -116,16 +112,18 @@ class _Demo:
         self._helpers = helpers
         self._screen = screen
         self._seed = seed
+        self._began_s = time.monotonic()
+
+    def _say(self, text: str) -> None:
+        """Print a line on stderr, with the time since the start."""
+        self._screen.warn(f"[{time.monotonic() - self._began_s:4.1f} s] {text}")
 
     async def run(self) -> dict[str, Any]:
         """The document that `--json` prints."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, task.cancel)
+        cancel_on_signals()
         # Inherited by the processes: the proxy holds two connections for each request.
         allow_open_files(3 * len(self._plan))
-        say = self._screen.say
+        say = self._say
 
         say(f"starting {len(ENGINES)} emulated engines of unequal speed: {', '.join(ENGINES)}")
         urls = await self._start_engines()
@@ -175,7 +173,7 @@ class _Demo:
         )  # fmt: skip
         fit = load_profile(self._profiles[name]).fit
         assert fit is not None, "expected the errors that every measured profile has"
-        self._screen.say(f"  {name}: held-out error {fit.mean_error:.1%} in the mean of {fit.points} points")
+        self._say(f"  {name}: held-out error {fit.mean_error:.1%} in the mean of {fit.points} points")
 
     async def _start_proxy(self, urls: Mapping[str, str]) -> tuple[str, str]:
         """The proxy's address and its admin address."""
@@ -214,69 +212,15 @@ class _Demo:
                 record.instance = names[0]
         figures = result.summary(instances=names)
         summary = {"policy": label, "seed": self._seed, **figures, "request_rate": "inf"}
-        self._screen.say(
+        self._say(
             f"  {label}: {summary['total_token_throughput']:,.0f} tokens/s, {summary['duration']:.1f} s"
         )
         for reason in summary["client"]["reasons"]:
-            self._screen.say(f"  {label}: careful: {reason}")
+            self._say(f"  {label}: careful: {reason}")
         return summary
 
 
 # --- what a person sees -------------------------------------------------------------------------------
-
-
-class _Screen:
-    """Progress on stderr: lines, and on a terminal a bar for each run."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True, highlight=False, markup=False)
-        self._start = time.monotonic()
-        self._bars = Bars(
-            TextColumn("{task.description:>12}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]:>6,.0f} output tokens/s"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-            auto_refresh=False,  # drawn when there is news: the load generator shares this process
-        )
-
-    def __enter__(self) -> _Screen:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
-
-    def say(self, text: str) -> None:
-        """One line, with the time since the start."""
-        self._bars.console.print(f"[{time.monotonic() - self._start:4.1f} s] {text}", soft_wrap=True)
-
-    @contextlib.asynccontextmanager
-    async def bar(self, label: str, progress: Progress, total: int) -> AsyncIterator[None]:
-        """A bar for as long as a run lasts."""
-        bar = self._bars.add_task(label, total=total, speed=0.0)
-        drawing = asyncio.create_task(self._draw(bar, progress))
-        try:
-            yield
-        finally:
-            drawing.cancel()
-            self._bars.remove_task(bar)
-            self._bars.refresh()
-
-    async def _draw(self, bar: TaskID, progress: Progress) -> None:
-        start = time.monotonic()
-        while True:
-            await asyncio.sleep(_REDRAW_S)
-            speed = progress.output_tokens / (time.monotonic() - start)
-            self._bars.update(bar, completed=progress.ended, speed=speed, refresh=True)
 
 
 def _print(result: Mapping[str, Any]) -> None:

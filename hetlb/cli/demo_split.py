@@ -5,9 +5,7 @@ Every figure is measured in this run, over real sockets between real processes.
 
 from __future__ import annotations
 
-import asyncio
 import random
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.cli.signals import cancel_on_signals
 from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers
@@ -38,10 +37,7 @@ async def run_split_demo(
     data: Path, scratch: Path, helpers: Helpers, num_prompts: int | None, seed: int
 ) -> dict[str, Any]:
     """Run the same load with and without splits. The document that `--json` prints."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
+    cancel_on_signals()
     rng = random.Random(seed)
     rows = [
         Row(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import signal
 import sys
 from pathlib import Path
 
 import uvloop
 
+from hetlb.cli.signals import stop_event
 from hetlb.config.profile import load_profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator import EmulatedEngine
@@ -138,10 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(engine: EmulatedEngine) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     async with engine:
         print(f"hetlb engine ready on {engine.url}", flush=True)
         await stop.wait()

@@ -7,14 +7,12 @@ plan so far. Exit status 2 and one line where no placement lets a token through.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +20,27 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.config.place import load_place
-from hetlb.core.paths.ledger import PathDispatch
-from hetlb.core.paths.scheduler import PATH_POLICIES, PathScheduler
-from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
+from hetlb.core.paths.scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_placement
-from hetlb.plan.fleet_file import FleetWriter
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import flow_bound
-from hetlb.plan.placement.check_path import check_path
-from hetlb.plan.placement.cluster import Cluster, Placement
+from hetlb.plan.placement.cluster import Cluster
+from hetlb.plan.placement.deploy import advice, stage_commands, vllm_plan, write_fleet
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import Loss, losses
 from hetlb.plan.placement.files import load_lengths, load_placement
-from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
+from hetlb.plan.placement.flow import max_flow, pipelines
 from hetlb.plan.placement.heuristics import Intervals, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.search import Candidate, Found, Judge, Search
-from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
-from hetlb.workload.arrivals import gaps_s
+from hetlb.plan.placement.search import Candidate, Found, Search
+from hetlb.plan.placement.simulator import PlacementSimulator
+from hetlb.sim.pipelines import PipelineResult
 
 #: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
 _USUAL_LENGTHS = [(750, 240)]
-#: Seconds of virtual time: before the measurement, and measured while candidates are compared.
-_WARM_UP_S = 60.0
-_SHORT_S = 240.0
 #: Share of the time limit for the integer program, which ends at once where the bound can be reached.
 _SOLVER_SHARE = 0.15
-_STAGE_PORT = 9100
-#: Share of a plan's flow from which fixed pipelines are the better choice.
-_VLLM_SHARE = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search or evaluate, and print."""
-    _check_arguments(args)
+    rate = _check_arguments(args)
     cluster = load_place(args.config)
     lengths = load_lengths(args.lengths) if args.lengths else _USUAL_LENGTHS
-    simulator = _Simulator(cluster, lengths, args)
+    simulator = PlacementSimulator(
+        cluster,
+        lengths,
+        scheduler=args.scheduler,
+        rate=rate,
+        seed=args.seed,
+        partial_inference=args.partial_inference == "on",
+    )
+    partial = simulator.partial_inference
     room = sum(cluster.most_layers(node) for node in cluster.nodes)
     if room < cluster.model.layers:
         raise ConfigError(
@@ -100,23 +97,21 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     bound, alternative = flow_bound(cluster), None
     if args.placement is not None:
-        placement: Placement = load_placement(args.placement, cluster)
-        chosen = Candidate(
-            dict(placement), balanced_flow(cluster, placement, partial_inference=simulator.partial)
-        )
+        placement = load_placement(args.placement, cluster)
+        chosen = Candidate(placement, balanced_flow(cluster, placement, partial_inference=partial))
     else:
-        found, bound = _search(cluster, lengths, simulator, args)
+        found, bound = _search(cluster, lengths, simulator, bound, args)
         if not found.candidates:
             raise ConfigError(
                 f"{args.config}: links: expected a way from source through all layers to sink, got none"
             )
         chosen, alternative = found.best, found.highest_flow
-    check_placement(cluster, chosen.placement, chosen.flow, bound, partial_inference=simulator.partial)
+    check_placement(cluster, chosen.placement, chosen.flow, bound, partial_inference=partial)
     solve_s = time.monotonic() - began
     result = simulator.run(chosen.placement, chosen.flow, args.simulate) if args.simulate else None
     document = _document(cluster, chosen, alternative, bound, simulator, result, solve_s, args)
     if args.write_fleet is not None:
-        _write_fleet(args.write_fleet, cluster, pipelines(chosen.flow))
+        write_fleet(args.write_fleet, cluster, pipelines(chosen.flow))
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:
@@ -124,71 +119,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> float:
+    """The rate of `--load`, infinite for offline. Raises `InputError`."""
     for name, value in (("--simulate", args.simulate), ("--time-limit", args.time_limit)):
         if value is not None and not 0.0 < value < math.inf:
             raise InputError(f"{name}: expected seconds greater than 0, got {value}")
-    if args.load != "offline":
-        try:
-            rate = float(args.load)
-        except ValueError:
-            rate = math.nan
-        if not 0.0 < rate < math.inf:
-            raise InputError(f"--load: expected offline or requests per second, got {args.load!r}")
-
-
-class _Simulator:
-    """Simulations of placements of one cluster under the load that was asked for."""
-
-    def __init__(self, cluster: Cluster, lengths: list[tuple[int, int]], args: argparse.Namespace) -> None:
-        self._cluster = cluster
-        self._lengths = lengths
-        self._outputs = LengthDistribution(output for _, output in lengths)
-        self._scheduler: str = args.scheduler
-        self._load: str = args.load
-        self._seed: int = args.seed
-        self.partial: bool = args.partial_inference == "on"
-
-    def _draw(self) -> Iterator[tuple[int, int]]:
-        rng = random.Random(self._seed)
-        while True:
-            yield rng.choice(self._lengths)
-
-    def run(self, placement: Placement, flow: Flow, seconds: float) -> PipelineResult:
-        """Simulate, with every path checked."""
-        network = self._cluster.network(placement, partial_inference=self.partial, flows=flow.links)
-        predictor = EmpiricalPredictor(self._outputs)
-        scheduler = PathScheduler(network, predictor, policy=self._scheduler, seed=self._seed)
-
-        def watch(dispatch: PathDispatch, now: float) -> None:
-            check_path(network, dispatch.lease.hops)
-
-        simulation = PipelineSimulation(network, scheduler, self._draw(), watch=watch)
-        if self._load == "offline":
-            return simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
-        rate = float(self._load)
-        count = math.ceil(rate * (_WARM_UP_S + seconds))
-        arrivals = itertools.accumulate(gaps_s(count, rate, 1.0, random.Random(self._seed)), initial=0.0)
-        return simulation.run_online(list(arrivals), warm_up_s=_WARM_UP_S, measured_s=seconds)
-
-    def judge(self, seconds: float) -> Judge:
-        """Output tokens/s of a placement, measured for `seconds` or for a short time."""
-
-        def judged(placement: Intervals, flow: Flow, whole: bool) -> float:
-            measured = seconds if whole else min(seconds, _SHORT_S)
-            return self.run(placement, flow, measured).decode_tokens_per_s
-
-        return judged
+    if args.load == "offline":
+        return math.inf
+    try:
+        rate = float(args.load)
+    except ValueError:
+        rate = math.nan
+    if not 0.0 < rate < math.inf:
+        raise InputError(f"--load: expected offline or requests per second, got {args.load!r}")
+    return rate
 
 
 def _search(
-    cluster: Cluster, lengths: list[tuple[int, int]], simulator: _Simulator, args: argparse.Namespace
+    cluster: Cluster,
+    lengths: list[tuple[int, int]],
+    simulator: PlacementSimulator,
+    bound: float,
+    args: argparse.Namespace,
 ) -> tuple[Found, float]:
-    """Candidates, and an upper bound on the flow of any placement."""
+    """Candidates, and an upper bound on the flow of any placement: `bound`, or the solver's."""
     began = time.monotonic()
     judge = simulator.judge(args.simulate) if args.simulate else None
-    bound, starts = flow_bound(cluster), []
-    if not simulator.partial:
+    starts = []
+    if not simulator.partial_inference:
         solved = solve(cluster, args.time_limit * _SOLVER_SHARE, bound, seed=args.seed)
         bound = min(bound, solved.bound)
         if solved.placement is not None:
@@ -197,7 +155,7 @@ def _search(
         cluster,
         Estimator(cluster, lengths),
         judge,
-        partial_inference=simulator.partial,
+        partial_inference=simulator.partial_inference,
         starts=starts,
         enough=bound,
         seed=args.seed,
@@ -229,12 +187,12 @@ def _document(
     chosen: Candidate,
     alternative: Candidate | None,
     bound: float,
-    simulator: _Simulator,
+    simulator: PlacementSimulator,
     result: PipelineResult | None,
     solve_s: float,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    flow, partial = chosen.flow, simulator.partial
+    flow, partial = chosen.flow, simulator.partial_inference
     simulated = None
     if result is not None:
         simulated = {
@@ -248,7 +206,7 @@ def _document(
         "separate-pipelines": separate_pipelines(cluster),
         "petals": petals(cluster, random.Random(args.seed)),
     }
-    vllm = _vllm_plan(cluster, chosen, heuristics["separate-pipelines"])
+    vllm = vllm_plan(cluster, chosen.placement, flow, heuristics["separate-pipelines"])
     return {
         "max_flow_tokens_per_s": flow.tokens_per_s,
         "upper_bound_tokens_per_s": bound,
@@ -281,9 +239,9 @@ def _document(
         },
         "losses": [_loss(loss) for loss in losses(cluster, chosen.placement, partial_inference=partial)],
         "solve_s": solve_s,
-        "commands": _commands(cluster, chosen.placement),
+        "commands": stage_commands(cluster, chosen.placement),
         "vllm": vllm,
-        "advice": _advice(flow.tokens_per_s, vllm),
+        "advice": advice(flow.tokens_per_s, vllm),
     }
 
 
@@ -301,82 +259,6 @@ def _loss(loss: Loss) -> dict[str, Any]:
             "tokens_per_s": move.tokens_per_s,
         },
     }
-
-
-def _commands(cluster: Cluster, placement: Placement) -> list[str]:
-    """One worker per node."""
-    model = shlex.quote(cluster.model.name)
-    return [
-        f"hetlb stage --model {model} --layers {first}:{end} --host 0.0.0.0 --port {_STAGE_PORT}  # on {name}"
-        for name, (first, end) in placement.items()
-    ]
-
-
-def _vllm_plan(cluster: Cluster, chosen: Candidate, separate: Intervals | None) -> dict[str, Any] | None:
-    """The same machines as vLLM servers with pipeline parallelism: the plan's own pipelines where they share
-    no machine, else separate ones. None where there are none.
-    """
-    found = pipelines(chosen.flow)
-    placement: Placement = chosen.placement
-    names = [name for pipeline in found for name in pipeline.nodes]
-    if len(set(names)) < len(names) or any(
-        at != placement[name][0]
-        for pipeline in found
-        for name, at in zip(pipeline.nodes, (0, *(placement[n][1] for n in pipeline.nodes)), strict=False)
-    ):
-        if separate is None:
-            return None
-        placement = separate
-        found = pipelines(max_flow(cluster, placement))
-        names = [name for pipeline in found for name in pipeline.nodes]
-        if len(set(names)) < len(names):
-            return None
-    return {
-        "max_flow_tokens_per_s": sum(pipeline.tokens_per_s for pipeline in found),
-        "pipelines": [list(pipeline.nodes) for pipeline in found],
-        "commands": [_vllm_command(cluster, placement, pipeline.nodes) for pipeline in found],
-    }
-
-
-def _vllm_command(cluster: Cluster, placement: Placement, nodes: Sequence[str]) -> str:
-    """One server over the machines of a pipeline, which are one Ray cluster."""
-    layers = [placement[name][1] - placement[name][0] for name in nodes]
-    words = ["vllm", "serve", cluster.model.name]
-    if len(nodes) == 1:
-        return f"{shlex.join(words)}  # on {nodes[0]}"
-    words += ["--pipeline-parallel-size", str(len(nodes)), "--distributed-executor-backend", "ray"]
-    partition = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, layers))}"
-    return f"{partition} {shlex.join(words)}  # Ray cluster of {', '.join(nodes)}, its head on {nodes[0]}"
-
-
-def _advice(flow: float, vllm: dict[str, Any] | None) -> str:
-    """A sentence that says which of both is the better choice."""
-    if vllm is None:
-        return "Stages: no pipelines of separate machines hold the model."
-    share = vllm["max_flow_tokens_per_s"] / flow if flow else 0.0
-    if share >= _VLLM_SHARE:
-        return (
-            f"vLLM: its pipelines of separate machines reach {share:.0%} of the flow, with faster kernels "
-            "than stages have."
-        )
-    return f"Stages: pipelines of separate machines, which vLLM can be, reach {share:.0%} of the flow."
-
-
-def _write_fleet(path: Path, cluster: Cluster, found: list[Pipeline]) -> None:
-    """Every pipeline as one instance, which vLLM can be where no machine serves two of them."""
-    names = [name for pipeline in found for name in pipeline.nodes]
-    if len(set(names)) < len(names):
-        shared = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(
-            f"--write-fleet: expected pipelines without a machine in common, got {shared!r} in two: "
-            "such a plan needs stages"
-        )
-    instances = [
-        {"name": f"pipeline-{i}", "url": f"http://{pipeline.nodes[0]}:8000", "weight": pipeline.tokens_per_s}
-        for i, pipeline in enumerate(found)
-    ]
-    heading = "Written by `hetlb place`: node names stand for hosts, the first of each pipeline has the API."
-    FleetWriter(path).write(heading, [{"name": cluster.model.name, "instances": instances}])
 
 
 def _print(document: dict[str, Any], console: Console) -> None:

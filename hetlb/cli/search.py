@@ -10,61 +10,28 @@ import argparse
 import json
 import math
 import re
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from hetlb.cli.search_plot import write_plot
-from hetlb.config.cluster import Cluster, load_cluster
-from hetlb.config.profile import Profile
-from hetlb.core.latency import IterationRule
-from hetlb.errors import ConfigError, InputError, ProfileError
+from hetlb.config.cluster import load_cluster
+from hetlb.errors import InputError
 from hetlb.plan.check import check
-from hetlb.plan.fleet_file import FleetWriter
-from hetlb.plan.layouts import (
-    Evaluated,
-    Fleet,
-    FleetChoice,
-    Instance,
-    Layout,
-    Part,
-    Target,
-    Worth,
-    choose_together,
-    counted,
-    gpus_of,
-    instances_of,
-    layout_name,
-)
+from hetlb.plan.cluster_layouts import MOST_STAGES, Found, Throughputs, lay_out, sample_rows
+from hetlb.plan.layout_deploy import commands, write_fleet
+from hetlb.plan.layouts import Evaluated, Layout, Part, Target, Worth, counted, gpus_of, layout_name
 from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import (
-    Estimator,
-    Machine,
-    MachinePlan,
-    Rows,
-    degrees,
-    search,
-    static_estimate,
-)
-from hetlb.sim.engine import DEFAULT_MAX_NUM_SEQS, EngineLimits, EngineModel
-from hetlb.sim.engine import Sequence as EngineSequence
-from hetlb.workload.traces import read_trace
+from hetlb.plan.tp_search import Machine, MachinePlan, degrees, search
 
 #: The most rows of a trace that are estimated on.
 MAX_ROWS = 2000
-#: The part of a trace's rows that must be within the cluster's limits.
-_LEAST_PART = 0.5
-_MOST_STAGES = 8
 _SHOWN_LAYOUTS = 8
-_FIRST_PORT = 8000
 _BAR_WIDTH = 24
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1e-3}
 
@@ -110,35 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Rows of a trace that are estimated on; `within` of its `total` rows are within the cluster's limits."""
-
-    rows: list[tuple[int, int]]
-    within: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """All that a search found."""
-
-    cluster: Cluster
-    sample: Sample
-    estimate: str
-    target: Target
-    plans: list[MachinePlan]
-    instances: dict[tuple[object, ...], dict[Part, Instance]]
-    evaluated: dict[str, list[Evaluated]]
-    choice: FleetChoice
-
-
 def run(args: argparse.Namespace) -> int:
     """Search and print."""
     if not 1 <= args.num_prompts <= MAX_ROWS:
         raise InputError(f"--num-prompts: expected 1 to {MAX_ROWS}, got {args.num_prompts}")
-    if args.pipeline_parallel is not None and not 1 <= args.pipeline_parallel <= _MOST_STAGES:
-        raise InputError(f"--pipeline-parallel: expected 1 to {_MOST_STAGES}, got {args.pipeline_parallel}")
+    if args.pipeline_parallel is not None and not 1 <= args.pipeline_parallel <= MOST_STAGES:
+        raise InputError(f"--pipeline-parallel: expected 1 to {MOST_STAGES}, got {args.pipeline_parallel}")
     target = read_target(args.request_rate, args.slo)
     cluster = load_cluster(args.config)
     sample = sample_rows(cluster, args.trace, args.num_prompts)
@@ -146,11 +90,12 @@ def run(args: argparse.Namespace) -> int:
     total = sum(len(degrees(machine)) for machine in kinds.values())
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("searching", total=total)
-        estimate = make_estimator(cluster.profiles, sample.rows, args.estimate)
-        plans = search(cluster.model, cluster.machines, estimate, lambda: progress.advance(task))
+        throughputs = Throughputs(sample.rows, args.estimate)
+        estimator = throughputs.estimator(cluster.profiles)
+        plans = search(cluster.model, cluster.machines, estimator, lambda: progress.advance(task))
         check(cluster.model, cluster.machines, plans)
         progress.update(task, description="simulating layouts", total=None)
-        found = lay_out(cluster, sample, target, plans, args.estimate, args.pipeline_parallel)
+        found = lay_out(cluster, sample, target, plans, throughputs, args.pipeline_parallel)
     document = result_document(found, args.data_parallel)
     if found.choice.layouts and args.write_fleet is not None:
         write_fleet(args.write_fleet, found, args.data_parallel)
@@ -192,138 +137,6 @@ def read_target(rate: str | None, slo: str | None) -> Target:
             raise InputError(f"--slo: expected ttft=500ms,tpot=50ms or one of them, got {slo!r}")
         limits[match[1]] = seconds
     return Target(requests_s, SloLimits(limits.get("ttft", math.inf), limits.get("tpot", math.inf)))
-
-
-def sample_rows(cluster: Cluster, trace: Path, count: int) -> Sample:
-    """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
-    model = cluster.model
-    rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
-    within = [(i, o) for i, o in rows if i <= model.max_input_tokens and o <= model.max_output_tokens]
-    if not within or len(within) < _LEAST_PART * len(rows):
-        wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
-        raise ConfigError(
-            f"{cluster.path}: limits: expected {wanted} of {trace} within {model.max_input_tokens} input and "
-            f"{model.max_output_tokens} output tokens, got {got} of {len(rows)}"
-        )
-    chosen = within
-    if len(within) > count:
-        chosen = [within[index * len(within) // count] for index in range(count)]
-    return Sample(chosen, len(within), len(rows))
-
-
-def make_estimator(profiles: Mapping[str, Profile], rows: Rows, kind: str) -> Estimator:
-    """Tokens/s of a machine: its instances times one instance's on these rows."""
-    known: dict[tuple[str, int], float] = {}
-
-    def estimate(profile: str, kv_cache_tokens: int, instances: int) -> float:
-        key = (profile, kv_cache_tokens)
-        if key not in known:
-            known[key] = estimate_one(profiles[profile], rows, kv_cache_tokens, kind)
-        return instances * known[key]
-
-    return estimate
-
-
-def estimate_one(profile: Profile, rows: Rows, kv_cache_tokens: int, kind: str) -> float:
-    """Tokens/s of one instance."""
-    if kind == "simulate":
-        return simulated_estimate(profile, rows, kv_cache_tokens)
-    seqs = profile.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    return static_estimate(profile.latency, rows, kv_cache_tokens, seqs)
-
-
-def simulated_estimate(profile: Profile, rows: Rows, kv_cache_tokens: int) -> float:
-    """Tokens/s (input and output) of one engine of this profile with all rows waiting at the start."""
-    capacity = profile.capacity
-    try:
-        limits = EngineLimits.from_capacity(
-            type(capacity)(
-                kv_cache_tokens=kv_cache_tokens,
-                block_size=capacity.block_size,
-                max_num_seqs=capacity.max_num_seqs,
-                max_num_batched_tokens=capacity.max_num_batched_tokens,
-            )
-        )
-    except ValueError as error:
-        raise ProfileError(f"{profile.name}: {error}") from error
-    engine = EngineModel(profile.latency, limits, IterationRule.TOKEN)
-    tokens, seconds = 0, 0.0
-    for input_tokens, output_tokens in rows:
-        if engine.fits(input_tokens, output_tokens):
-            engine.submit(EngineSequence(input_tokens, output_tokens))
-            tokens += input_tokens + output_tokens
-    while (run := engine.begin_run()) is not None:
-        seconds += run.duration_s
-        engine.end_iteration()
-    return tokens / seconds if seconds > 0 else 0.0
-
-
-# --- layouts --------------------------------------------------------------------------------------------
-
-
-def lay_out(
-    cluster: Cluster,
-    sample: Sample,
-    target: Target,
-    plans: list[MachinePlan],
-    estimate: str,
-    most_stages: int | None,
-) -> Found:
-    """Layouts of every machine by itself, then of all of them together."""
-    known: dict[tuple[str, int], float] = {}
-
-    def throughput(profile: Profile, tokens: int) -> float:
-        key = (profile.name, tokens)
-        if key not in known:
-            known[key] = estimate_one(profile, sample.rows, tokens, estimate)
-        return known[key]
-
-    kinds = {machine.kind: machine for machine in cluster.machines}
-    instances = {
-        kind: _instances(cluster, machine, throughput, most_stages) for kind, machine in kinds.items()
-    }
-    fleet = Fleet(cluster.machines, instances, sample.rows, target)
-    # Each machine gets its share of the rate by what it does at most.
-    most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
-    total = sum(most[machine.kind] for machine in cluster.machines)
-    by_kind = {
-        kind: fleet.evaluate(machine, target.request_rate * most[kind] / total if total else None)
-        for kind, machine in kinds.items()
-    }
-    evaluated = {machine.name: by_kind[machine.kind] for machine in cluster.machines}
-    if estimate == "static" and math.isinf(target.request_rate):
-        # The estimate needs constants alone; a simulation needs all that an engine has.
-        layouts = {name: each[0].layout for name, each in evaluated.items() if each}
-        choice = FleetChoice(layouts, None, layouts, None, 0)
-    else:
-        choice = choose_together(fleet, evaluated)
-    return Found(cluster, sample, estimate, target, plans, instances, evaluated, choice)
-
-
-def _instances(
-    cluster: Cluster,
-    machine: Machine,
-    throughput: Callable[[Profile, int], float],
-    most_stages: int | None,
-) -> dict[Part, Instance]:
-    """Instances that run on a machine; pipelines unasked where without them GPUs are left over."""
-    found = instances_of(cluster.model, machine, cluster.profiles, throughput, most_stages or 1)
-    if most_stages is None:
-        sizes = {part.gpus for part in found}
-        reached = {0}
-        for used in range(1, machine.gpus + 1):
-            if any(used - size in reached for size in sizes):
-                reached.add(used)
-        if machine.gpus not in reached:
-            stages = min(_MOST_STAGES, machine.gpus)
-            found = instances_of(cluster.model, machine, cluster.profiles, throughput, stages)
-    return found
-
-
-def _most(machine: Machine, instances: Mapping[Part, Instance]) -> float:
-    """Tokens/s of a machine at best."""
-    per_gpu = (each.throughput_tok_s / part.gpus for part, each in instances.items())
-    return machine.gpus * max(per_gpu, default=0.0)
 
 
 # --- results --------------------------------------------------------------------------------------------
@@ -414,82 +227,6 @@ def _worth_document(worth: Worth | None) -> dict[str, Any] | None:
         "slo_attainment": worth.slo_attainment,
         "requests": worth.requests,
     }
-
-
-@dataclass(frozen=True)
-class _Server:
-    """One `vllm serve`: `replicas` data-parallel engines of a part."""
-
-    machine: Machine
-    part: Part
-    replicas: int
-    first_gpu: int
-    port: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.machine.name}-{self.part.name}-{self.port - _FIRST_PORT}"
-
-
-def servers(found: Found, data_parallel: bool) -> list[_Server]:
-    """Servers of the chosen layouts, machine by machine."""
-    result = []
-    for machine in found.cluster.machines:
-        gpu, port = 0, _FIRST_PORT
-        for part, count in counted(found.choice.layouts.get(machine.name, ())):
-            for replicas in [count] if data_parallel else [1] * count:
-                result.append(_Server(machine, part, replicas, gpu, port))
-                gpu += replicas * part.gpus
-                port += 1
-    return result
-
-
-def commands(found: Found, data_parallel: bool = False) -> list[str]:
-    """One `vllm serve` per server of the chosen layouts."""
-    model, lines = found.cluster.model, []
-    for server in servers(found, data_parallel):
-        machine, part = server.machine, server.part
-        profile = found.cluster.profiles[dict(machine.profiles)[part.tensor_parallel_size]]
-        gpus = range(server.first_gpu, server.first_gpu + server.replicas * part.gpus)
-        words = ["vllm", "serve", model.name, "--tensor-parallel-size", str(part.tensor_parallel_size)]
-        if part.pipeline_parallel_size > 1:
-            words += ["--pipeline-parallel-size", str(part.pipeline_parallel_size)]
-        if server.replicas > 1:
-            words += ["--data-parallel-size", str(server.replicas)]
-        words += ["--gpu-memory-utilization", f"{machine.gpu_memory_utilization:g}"]
-        words += ["--max-model-len", str(model.max_input_tokens + model.max_output_tokens)]
-        seqs = profile.engine.max_num_seqs
-        words += ["--max-num-seqs", str(seqs)] if seqs is not None else []
-        words += ["--port", str(server.port)]
-        visible = ",".join(map(str, gpus))
-        lines.append(f"CUDA_VISIBLE_DEVICES={visible} {shlex.join(words)}  # on {machine.name}")
-    return lines
-
-
-def write_fleet(path: Path, found: Found, data_parallel: bool) -> None:
-    """The chosen layouts as a fleet file: machine names are taken as host names. Raises `InputError`."""
-    writer = FleetWriter(path)
-    instances = [
-        {
-            "name": server.name,
-            "url": f"http://{server.machine.name}:{server.port}",
-            "profile": _profile_reference(found, server, writer),
-        }
-        for server in servers(found, data_parallel)
-    ]
-    heading = f"Written by `hetlb search` from {found.cluster.path.name}: machine names stand for hosts."
-    writer.write(heading, [{"name": found.cluster.model.name, "instances": instances}])
-
-
-def _profile_reference(found: Found, server: _Server, writer: FleetWriter) -> str:
-    """The profile of a server as the fleet file names it; one of a pipeline is written, being composed."""
-    part = server.part
-    if part.pipeline_parallel_size == 1:
-        written = dict(server.machine.profiles)[part.tensor_parallel_size]
-        return writer.reference(found.cluster.path.parent / written)
-    name = f"{server.machine.name}-{part.name}"
-    profile = found.instances[server.machine.kind][part].profile
-    return writer.add_profile(name, msgspec.structs.replace(profile, name=name))
 
 
 # --- for people -----------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
-from hetlb.workers.supervisor import Supervisor
 
 logger = logging.getLogger("hetlb.serve")
 
@@ -78,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
     if fleet.proxy.workers > 1:
+        from hetlb.workers.supervisor import Supervisor
+
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
         Supervisor(fleet, fleet.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
         return 0

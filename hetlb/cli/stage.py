@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import ipaddress
 import re
-import signal
 import ssl
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from hetlb.cli.signals import stop_event
 from hetlb.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -227,10 +227,7 @@ def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContex
 async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:
     from hetlb.stage.worker import serve
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
 
     def ready(port: int) -> None:
         scheme = "http" if args.ssl_certfile is None else "https"

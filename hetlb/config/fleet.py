@@ -705,7 +705,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                     f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
                     "no such file"
                 )
-    resolved = _Resolved(base, mistakes, file, where)
+    resolved = _Resolved(base, mistakes, file)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
     with mistakes.here():
@@ -763,9 +763,8 @@ def _check_names(file: FleetFile, where: str) -> None:
 class _Resolved:
     """The models of a file, resolved one after the other."""
 
-    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile, where: str) -> None:
+    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile) -> None:
         self._base = base
-        self._where = where
         self._file = file
         self._mistakes = mistakes
         self._models: set[str] = set()

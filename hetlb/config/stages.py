@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, short
-from hetlb.core.paths.scheduler import PATH_POLICIES
-from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.files import read_flows, read_links
+
+if TYPE_CHECKING:
+    from hetlb.core.paths.stages import Edge, LinkSpec
 
 
 class StageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,6 +68,11 @@ class StageGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> StageGroup:
     """Check `stages:` of a model. `key` is how errors name the table. Raises `ConfigError`."""
+    # Seldom needed: a fleet without stages does without the scheduler of paths.
+    from hetlb.core.paths.scheduler import PATH_POLICIES
+    from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
+    from hetlb.plan.placement.files import read_flows, read_links
+
     if not table.workers:
         raise ConfigError(f"{key}.workers: expected at least one worker, got none")
     if table.scheduler not in PATH_POLICIES:

@@ -255,9 +255,7 @@ def simulate_plan(
 # --- baselines ------------------------------------------------------------------------------------------
 
 
-def baselines(
-    table: Table, planned: Planned, limits: SolveLimits, on_progress: OnProgress | None = None
-) -> dict[str, Baseline]:
+def baselines(table: Table, planned: Planned, limits: SolveLimits) -> dict[str, Baseline]:
     """The same budget (or target) spent otherwise; what serves nothing is left out."""
     problem = planned.problem
     found: dict[str, Baseline] = {}

@@ -38,12 +38,9 @@ from hetlb.proxy.access import (
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
-from hetlb.proxy.discovery import dns_names
-from hetlb.proxy.discovery.configured import sources_of
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch
-from hetlb.proxy.event_log import EventLog
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.reload import needs_restart, read_again
@@ -62,6 +59,7 @@ from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
+    from hetlb.proxy.event_log import EventLog
     from hetlb.proxy.sharing import Sharing
 
 logger = logging.getLogger("hetlb.proxy")
@@ -111,7 +109,7 @@ class FleetService(ABC):
         self.admin = AdminListener(self._access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = None if event_log is None else EventLog(event_log)
+        self._event_log = None if event_log is None else _open_event_log(event_log)
         setup = SchedulerSetup(
             specs=fleet.instances,
             policy=fleet.policy.name,
@@ -162,7 +160,11 @@ class FleetService(ABC):
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances and of what else is discovered. Raises `ConfigError`."""
-        return sources_of(self.fleet, self._on_reload_signal)
+        if self.fleet.discovery is None:
+            return []
+        from hetlb.proxy.discovery.configured import sources_of
+
+        return sources_of(self.fleet, self.fleet.discovery, self._on_reload_signal)
 
     @property
     def shared(self) -> SharedFigures | None:
@@ -528,6 +530,12 @@ class Service(FleetService):
         await self._front.close()
 
 
+def _open_event_log(path: Path) -> EventLog:
+    from hetlb.proxy.event_log import EventLog
+
+    return EventLog(path)
+
+
 def tune_gc() -> None:
     """Of a process that serves: have the garbage collector look at what requests leave behind, and seldom.
 
@@ -551,6 +559,8 @@ def require_urls(fleet: Fleet) -> Access:
     if fleet.tracing is not None:
         check_installed(fleet.where)
     if fleet.discovery is not None and fleet.discovery.dns:
+        from hetlb.proxy.discovery import dns_names
+
         dns_names.check_installed(fleet.where)
     for source in fleet.engines.values():
         if source.kv_events is not None:

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -29,7 +29,6 @@ from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy import systemd
-from hetlb.proxy.admin_listener import named
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, ready_line
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
@@ -38,6 +37,7 @@ from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.control import Control, State, content_of
+from hetlb.workers.listeners import FleetListeners
 from hetlb.workers.relay import Relay
 from hetlb.workers.scheduler_process import SchedulerProcess
 
@@ -69,7 +69,6 @@ class _Child:
         self.name = name
         #: The place of a relay; -1 is the scheduler process.
         self.number = number
-        self.listeners: list[socket.socket] = []
         self.pid = 0
         self.control: Control | None = None
         self.life = 0
@@ -102,9 +101,12 @@ class Supervisor:
         listeners: Listeners = NO_LISTENERS,
         takeover: Takeover | None = None,
     ) -> None:
-        """`listeners` listen already (systemd's), with `takeover` those of the process that is replaced."""
+        """`listeners` listen already (systemd's), with `takeover` those of the process that is replaced.
+
+        Raises `HetlbError` where a listener cannot be bound.
+        """
         self._fleet = fleet
-        self._listeners = listeners if takeover is None else takeover.listeners
+        self._listeners = FleetListeners(fleet, number, listeners if takeover is None else takeover.listeners)
         #: Until the first scheduler process has it.
         self._takeover = takeover
         self._event_log = event_log
@@ -117,7 +119,6 @@ class Supervisor:
         self._lives = 0
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
-        self._admin: list[socket.socket] = []
         self._signals: list[int] = []
         self._looked_at = time.monotonic()
         self._shown: list[WorkerState] = []
@@ -128,11 +129,10 @@ class Supervisor:
     # --- life ---
 
     def run(self) -> None:
-        """Serve until told to stop. Raises `HetlbError` where a listener or a process cannot begin."""
+        """Serve until told to stop. Raises `HetlbError` where a process cannot begin."""
         lines = _Stderr()
         lines.setFormatter(FORMATTERS[self._fleet.proxy.request_log_format]())
         logging.basicConfig(level=logging.INFO, handlers=[lines])
-        address, admin_address = self._bind()
         for end in (self._wake, self._waker):
             end.setblocking(False)
         handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -140,8 +140,8 @@ class Supervisor:
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
-            fleet = self._fleet
-            line = ready_line(address, fleet.listen.tls, admin_address, fleet.admin.tls)
+            fleet, bound = self._fleet, self._listeners
+            line = ready_line(bound.address, fleet.listen.tls, bound.admin_address, fleet.admin.tls)
             self._send(self._scheduler, "serving")
             print(line, flush=True)
             systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
@@ -154,46 +154,6 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self._kill_all()
-
-    def _bind(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """A socket for every relay on every address of the host, and the admin listener's."""
-        listen, admin = self._fleet.listen, self._fleet.admin
-        self._deal_out(self._listeners.main)
-        self._admin = list(self._listeners.admin)
-        if not self._listeners.main:
-            self._bind_main(listen.host, listen.port)
-        if not self._admin:
-            self._bind_admin(admin.host, admin.port)
-        return self._relays[0].listeners[0].getsockname()[:2], self._admin[0].getsockname()[:2]
-
-    def _deal_out(self, sockets: Sequence[socket.socket]) -> None:
-        """Give every relay a socket on every address, and every socket a relay."""
-        by_address: dict[Any, list[socket.socket]] = {}
-        for each in sockets:
-            by_address.setdefault(each.getsockname(), []).append(each)
-        relays = self._relays
-        for shared in by_address.values():
-            for k in range(max(len(relays), len(shared))):
-                relays[k % len(relays)].listeners.append(shared[k % len(shared)])
-
-    def _bind_main(self, host: str, port: int) -> None:
-        with named("listen", host, port):
-            for family, kind, protocol, address in _addresses(host, port):
-                with socket.socket(family, kind, protocol) as alone:
-                    # A process that shares its port would let us in without a word.
-                    alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    alone.bind((address, port))
-                for relay in self._relays:
-                    relay.listeners.append(_listener(family, kind, protocol, (address, port), shared=True))
-                    port = relay.listeners[-1].getsockname()[1]
-
-    def _bind_admin(self, host: str, port: int) -> None:
-        with named("admin", host, port):
-            for family, kind, protocol, address in _addresses(host, port):
-                one = _listener(family, kind, protocol, (address, port), shared=False)
-                one.listen(128)
-                self._admin.append(one)
-                port = one.getsockname()[1]
 
     def _until(
         self, holds: Callable[[], bool], timeout_s: float = float("inf"), *, fail: bool = False
@@ -313,11 +273,6 @@ class Supervisor:
                 sys.stdout.flush()
             os._exit(status)
 
-    @property
-    def _main(self) -> list[socket.socket]:
-        """The sockets of all relays, each once."""
-        return list(dict.fromkeys(each for relay in self._relays for each in relay.listeners))
-
     def _let_go(self, child: _Child, ours: Control) -> None:
         """Close what belongs to the supervisor and to other children."""
         self._selector.close()
@@ -328,11 +283,7 @@ class Supervisor:
                 other.control.close()
         if child.number < 0:
             return  # it keeps all of them, to hand them over
-        for listener in self._main:
-            if listener not in child.listeners:
-                listener.close()
-        for listener in self._admin:
-            listener.close()
+        self._listeners.keep(child.number)
         if self._takeover is not None:
             self._takeover.end.close()
 
@@ -341,10 +292,10 @@ class Supervisor:
         state: State = pickle.loads(self._state)
 
         async def relay() -> None:
-            await Relay(child.number, life, state, control).run(child.listeners)
+            await Relay(child.number, life, state, control).run(self._listeners.relays[child.number])
 
         async def scheduler() -> None:
-            listeners = Listeners(tuple(self._main), tuple(self._admin))
+            listeners = Listeners(tuple(self._listeners.main), tuple(self._listeners.admin))
             process = SchedulerProcess(state, life, control, self._event_log)
             await process.run(listeners, self._takeover)
 
@@ -476,11 +427,8 @@ class Supervisor:
         self._replaced = True
         for relay in self._relays:
             self._send(relay, "leave")
-        for listener in (*self._main, *self._admin):
-            listener.close()
-        for relay in self._relays:
-            relay.listeners.clear()
-        self._admin.clear()
+        self._listeners.close_main()
+        self._listeners.close_admin()
 
     def _stop(self) -> None:
         """Have balancers notice, let what is open end, then end all processes."""
@@ -494,8 +442,7 @@ class Supervisor:
         self._stopping = True
         for relay in self._relays:
             self._send(relay, "stop", hurry)
-            for listener in relay.listeners:
-                listener.close()
+        self._listeners.close_main()
         grace_s = 0.0 if hurry else self._fleet.proxy.shutdown_grace_s
         told = len(signals)
         relays = self._relays
@@ -507,8 +454,7 @@ class Supervisor:
                 self._send(relay, "stop", True)
             self._until(lambda: not any(each.pid for each in relays), _KILL_AFTER_S)
         self._scheduler.began = False  # it is not replaced any more
-        for listener in self._admin:
-            listener.close()
+        self._listeners.close_admin()
         self._send(self._scheduler, "stop")
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
@@ -526,12 +472,12 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
-            for listener in child.listeners:
-                listener.close()
             if child.control is not None:
                 child.control.close()
-        for one in (*self._admin, self._wake, self._waker):
-            one.close()
+        self._listeners.close_main()
+        self._listeners.close_admin()
+        for end in (self._wake, self._waker):
+            end.close()
         self._selector.close()
 
 
@@ -551,25 +497,3 @@ def cpu_wait_s(pid: int) -> float:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _addresses(host: str, port: int) -> list[tuple[int, int, int, str]]:
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    found = dict.fromkeys(
-        (family, kind, protocol, str(where[0])) for family, kind, protocol, _, where in infos
-    )
-    return list(found)
-
-
-def _listener(
-    family: int, kind: int, protocol: int, address: tuple[str, int], *, shared: bool
-) -> socket.socket:
-    one = socket.socket(family, kind, protocol)
-    if family == socket.AF_INET6:
-        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    one.setblocking(False)
-    one.bind(address)
-    return one

@@ -179,3 +179,65 @@ def test_a_request_at_the_bound_goes_before_older_ones_of_other_fits() -> None:
     for number in range(MOST_OVERTAKEN):
         queue.passed(request(100 + number), 10.0, 0)
     assert [fit for _, _, fit in queue.heads(KEY)] == [0, 1]
+
+
+def overtaken(queue: Queue) -> dict[int, tuple[int, int]]:
+    """Fit of each waiting request, and by how many it was overtaken."""
+    queue.check_integrity()
+    return {entry.request.id: (entry.fit, queue.overtaken(entry)) for entry in queue}
+
+
+def order(queue: Queue) -> list[list[int]]:
+    """Requests of each head's line, oldest first."""
+    return [[each.request.id for each in flow.by_fit[fit].values()] for _, flow, fit in queue.heads(KEY)]
+
+
+def test_what_was_overtaken_stays_so_when_requests_need_other_instances() -> None:
+    queue = Queue(QueueLimits())
+    for number, fit in ((1, 0), (2, 1), (3, 0)):
+        queue.push(request(number), float(number), size=10, fit=fit)
+    for number in range(2):
+        queue.passed(request(10 + number), 10.0, 0)
+    assert overtaken(queue) == {1: (0, 2), 2: (1, 0), 3: (0, 2)}
+    fits = {1: 1, 2: 0, 3: 0}
+    queue.refit(lambda asked: fits[asked.id])
+    assert overtaken(queue) == {1: (1, 2), 2: (0, 0), 3: (0, 2)}
+    assert order(queue) == [[1], [2, 3]]
+    queue.passed(request(20), 10.0, 0)
+    assert overtaken(queue) == {1: (1, 2), 2: (0, 1), 3: (0, 3)}
+    queue.passed(request(21), 10.0, 1)
+    assert overtaken(queue) == {1: (1, 3), 2: (0, 2), 3: (0, 4)}
+    for number in range(MOST_OVERTAKEN - 4):
+        assert queue.may_pass(request(100 + number))
+        queue.passed(request(100 + number), 10.0, 0)
+    assert not queue.may_pass(request(999))
+    assert [fit for _, _, fit in queue.heads(KEY)] == [0, 1]
+    assert queue.take(3, 0).request.id == 3
+    assert queue.may_pass(request(999))
+
+
+def test_requests_that_need_what_they_needed_are_not_touched() -> None:
+    queue = Queue(QueueLimits())
+    for number in (1, 2):
+        queue.push(request(number), float(number), size=10, fit=1)
+    [(fair, flow, _)] = queue.heads(KEY)
+    before = flow.by_fit[1]
+    queue.refit(lambda _: 1)
+    assert flow.by_fit[1] is before
+    queue.refit(lambda asked: asked.id - 1)
+    assert fair.lines.keys() == {0, 1}
+    assert order(queue) == [[1], [2]]
+
+
+def test_one_taken_from_behind_overtakes_the_older_ones_that_could_have_gone() -> None:
+    """Those of its flow before it; of other fits those that came before and need no larger instance."""
+    queue = Queue(QueueLimits())
+    for number, fit, tenant in ((1, 0, "a"), (2, 1, "a"), (3, 2, "a"), (4, 1, "a"), (5, 0, "a"), (6, 0, "b")):
+        queue.push(request(number, tenant=tenant), float(number), size=10, fit=fit)
+    queue.take(4, 1)
+    counts = {1: (0, 1), 2: (1, 1), 3: (2, 0), 5: (0, 0), 6: (0, 0)}
+    assert overtaken(queue) == counts
+    queue.take(5, 0)
+    assert overtaken(queue) == {1: (0, 2), 2: (1, 1), 3: (2, 0), 6: (0, 0)}
+    queue.passed(request(9, tenant="c"), 10.0, 1)
+    assert overtaken(queue) == {1: (0, 3), 2: (1, 2), 3: (2, 0), 6: (0, 1)}

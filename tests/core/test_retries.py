@@ -346,3 +346,31 @@ def test_a_lease_that_ends_without_a_first_token_shows_no_load(outcome: Outcome)
     scheduler.on_lease_ended(leases[1], outcome, 1.2, retry=False)
     assert not load.expected
     scheduler.check_integrity()
+
+
+def test_a_first_token_is_expected_later_where_answers_have_shown_a_slow_instance() -> None:
+    expected = []
+    for slow in (False, True):
+        scheduler = adapters()
+        [instance] = scheduler.instances
+        if slow:
+            assert instance.speed.prefilled(10.0, 40.0, 0.0)
+            instance._take_speed()
+            assert instance.speed.factor == pytest.approx(3.0)
+        lease = arrived(scheduler, 1, model="x")
+        expected.append(scheduler.placement.adapter_load.expected[lease.id][0])
+    assert expected[1] == pytest.approx(3.0 * expected[0])
+
+
+def test_an_answer_that_blames_the_request_counts_among_those_that_end_well() -> None:
+    """One of three is a 500, which is less than half."""
+    scheduler = fleet("ab")
+    ejected = []
+    for number in range(39):
+        lease = arrived(scheduler, number, number / 10.0, pinned="a")
+        commands = scheduler.on_lease_ended(
+            lease, Outcome.UPSTREAM_ERROR, number / 10.0, server_error=number % 3 == 0
+        )
+        ejected += [each for each in commands if isinstance(each, HealthChanged)]
+    assert not ejected
+    assert named(scheduler, "a").health.state is Health.UP

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.config.profile import Profile, load_profile
+from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.layouts import (
     Fleet,
     Layout,
@@ -132,3 +134,13 @@ def test_cheaper_is_better_where_both_meet_the_target() -> None:
     assert gpus_of(evaluated[0].layout) == 1
     assert evaluated[0].worth is not None
     assert evaluated[0].worth.slo_attainment == 1.0
+
+
+@pytest.mark.parametrize("kind", ["simulate", "static"])
+def test_profiles_of_one_name_have_throughputs_of_their_own(kind: str) -> None:
+    one = load_profile(PROFILING / "l40s-llama-3.1-8b-tp1.yaml")
+    other = msgspec.structs.replace(load_profile(PROFILING / "a100_sxm-llama-3.1-8b-tp1.yaml"), name=one.name)
+    throughputs = Throughputs([(200, 50)] * 40, kind)
+    assert throughputs.of(other, 100_000) > throughputs.of(one, 100_000) > 0.0
+    estimate = throughputs.estimator({"a.yaml": one, "b.yaml": other})
+    assert estimate("b.yaml", 100_000, 2) == 2 * throughputs.of(other, 100_000)

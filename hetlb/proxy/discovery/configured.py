@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hetlb.config.discovery import KubernetesTable
+from hetlb.config.discovery import DiscoveryTable, KubernetesTable
 from hetlb.config.fleet import Fleet
 from hetlb.proxy.discovery.dns_names import DnsSource
 from hetlb.proxy.discovery.files import FileSource, FleetFileSource
@@ -14,14 +14,11 @@ from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.source import Source
 
 
-def sources_of(fleet: Fleet, on_own_file: Callable[[], None]) -> list[Source]:
-    """All of them; `on_own_file` is called when the fleet file itself, if it is one, has changed.
+def sources_of(fleet: Fleet, table: DiscoveryTable, on_own_file: Callable[[], None]) -> list[Source]:
+    """All of `discovery:`; `on_own_file` is called when the fleet file itself, if it is one, has changed.
 
     Raises `ConfigError`.
     """
-    table = fleet.discovery
-    if table is None:
-        return []
     paths = [fleet.base / each for each in table.files]
     own = [each for each in paths if fleet.path is not None and each.resolve() == fleet.path.resolve()]
     sources: list[Source] = []
