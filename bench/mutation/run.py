@@ -217,7 +217,9 @@ def _run(name: str, mutmut: Path, folder: Path, args: argparse.Namespace) -> dic
     sources = _sources(folder, module)
     killed = len(ran) - len(survivors) - len(untested)
     return {
-        "files": {file: hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:16] for file in module.files},
+        "files": {
+            file: hashlib.sha256((folder / file).read_bytes()).hexdigest()[:16] for file in module.files
+        },
         "mutants": len(ran),
         "killed": killed,
         "timed_out": sum(code in TIMED_OUT for code in ran.values()),

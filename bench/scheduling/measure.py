@@ -6,6 +6,8 @@ case meet the same requests at the same times; nothing depends on the number of 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import multiprocessing
 import random
@@ -19,6 +21,7 @@ from cases import FLEETS, MODEL, TRACES, Kind, Lab, scaled
 from rich.console import Console
 from rich.progress import track
 
+import hetlb
 import hetlb.core.policies.least_delay as late_binding
 import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
@@ -84,12 +87,17 @@ def _plan(lab: Lab, case: Case, count: int) -> list[PlannedRequest]:
     return squeezed
 
 
+def compiled() -> bool:
+    """True if hetlb is compiled: the constants of its policy are in the code then."""
+    return not str(late_binding.__file__).endswith(".py")
+
+
 def without(name: str) -> Callable[[], None]:
     """Take one ingredient of `hetlb` out; gives what puts it back.
 
-    Raises `RuntimeError` where hetlb is compiled: its constants are in the code then.
+    Raises `RuntimeError` where hetlb is compiled.
     """
-    if name and not str(late_binding.__file__).endswith(".py"):
+    if name and compiled():
         raise RuntimeError(f"without {name}: expected hetlb interpreted, {late_binding.__file__} is compiled")
     owner: Any
     owner, attribute, value = {
@@ -161,25 +169,57 @@ def refer(case: Case) -> dict[str, float]:
     }
 
 
-class Runs:
-    """Runs cases in parallel processes and remembers them, so that none is run twice."""
+def _sources() -> str:
+    """Digest of all that decides the outcome of a run."""
+    package, here = Path(hetlb.__file__).parent, Path(__file__).parent
+    files = [here / "cases.py", here / "measure.py"]
+    for room in ("core", "profiler", "sim", "workload"):
+        files += sorted((package / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
-    def __init__(self, data: Path, per_instance: int, jobs: int) -> None:
+
+Study = Callable[[Case], dict[str, float]]
+
+
+class Runs:
+    """Runs cases in parallel processes and remembers them, so that none is run twice.
+
+    In the file `kept`, if there is one, they are remembered from call to call, as lines of JSON: digest of
+    the sources, name of the run, figures. Those of other sources are not taken.
+    """
+
+    def __init__(self, data: Path, per_instance: int, jobs: int, kept: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pool = context.Pool(jobs, _start, (data, per_instance))
-        self._known: dict[tuple[Any, Case], dict[str, float]] = {}
+        self._known: dict[str, dict[str, float]] = {}
+        self._kept = kept
+        self._sources = _sources()
+        self._per_instance = per_instance
+        if kept is not None and kept.exists():
+            for line in kept.read_text().splitlines():
+                sources, name, figures = json.loads(line)
+                if sources == self._sources:
+                    self._known[name] = figures
 
-    def __call__(
-        self, what: Callable[[Case], dict[str, float]], cases: Iterable[Case], title: str
-    ) -> dict[Case, dict[str, float]]:
+    def __call__(self, what: Study, cases: Iterable[Case], title: str) -> dict[Case, dict[str, float]]:
         wanted = list(dict.fromkeys(cases))
-        missing = [case for case in wanted if (what, case) not in self._known]
+        missing = [case for case in wanted if self._name(what, case) not in self._known]
         # The longest first, so that no process is left with one at the end.
         missing.sort(key=lambda case: -sum(kind.count for kind in case.kinds))
         done = self._pool.imap(what, missing)
         shown = track(done, title, total=len(missing), console=Console(stderr=True))
-        self._known.update(((what, case), figures) for case, figures in zip(missing, shown, strict=True))
-        return {case: self._known[what, case] for case in wanted}
+        for case, figures in zip(missing, shown, strict=True):
+            self._keep(self._name(what, case), figures)
+        return {case: self._known[self._name(what, case)] for case in wanted}
+
+    def _name(self, what: Study, case: Case) -> str:
+        return f"{what.__name__} {self._per_instance} {case}"
+
+    def _keep(self, name: str, figures: dict[str, float]) -> None:
+        self._known[name] = figures
+        if self._kept is not None:
+            with self._kept.open("a") as file:
+                file.write(json.dumps([self._sources, name, figures]) + "\n")
 
     def close(self) -> None:
         self._pool.terminate()
@@ -268,28 +308,44 @@ def moderate(runs: Runs, full: dict[tuple[str, str], float], seeds: Sequence[int
     return rows
 
 
+def _slowed(case: Case) -> Case:
+    """The case with its first instance slowed from the middle on."""
+    count = sum(kind.count for kind in case.kinds)
+    return replace(case, slowed_at_s=SLOWED * count * _per_instance / case.rate)
+
+
+def _steady(full: dict[tuple[str, str], float]) -> list[Case]:
+    """Every fleet and trace at half of its full rate."""
+    return [Case(f, FLEETS[f], t, "empirical", "hetlb", rate=0.5 * rate) for (f, t), rate in full.items()]
+
+
+def uncorrected(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
+    """A slowed instance without the correction of its speed."""
+    cases = [replace(_slowed(case), without="speed correction") for case in _steady(full)]
+    figures = runs(simulate, cases, "without correction")
+    return [
+        {"fleet": case.fleet, "trace": case.trace, "p99_s": figures[case]["tail_ms"] / 1e3} for case in cases
+    ]
+
+
 def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
     """Wrong profiles, a slowed instance and a burst, each beside the run without it."""
     rows = []
     wanted: list[Case] = []
-    for (f, t), rate in full.items():
-        kinds = FLEETS[f]
-        count = sum(kind.count for kind in kinds)
-        right = Case(f, kinds, t, "empirical", "hetlb")
+    for steady in _steady(full):
+        count = sum(kind.count for kind in steady.kinds)
+        right = replace(steady, rate=math.inf)
         high = tuple(1.3 if i % 2 else 0.7 for i in range(count))
         low = tuple(0.7 if i % 2 else 1.3 for i in range(count))
-        steady = replace(right, rate=0.5 * rate)
-        slowed_at = SLOWED * count * _per_instance / (0.5 * rate)
-        slowed = replace(steady, slowed_at_s=slowed_at)
+        slowed = _slowed(steady)
         wanted += [right, replace(right, factors=high), replace(right, factors=low), steady, slowed]
-        told = replace(slowed, without="speed correction")
         paper = replace(slowed, policy="paper")
         burst = replace(steady, burst=True)
-        wanted += [told, paper, burst, replace(burst, policy="paper")]
-        rows.append((right, high, low, steady, slowed, told, paper, burst))
+        wanted += [paper, burst, replace(burst, policy="paper")]
+        rows.append((right, high, low, steady, slowed, paper, burst))
     figures = runs(simulate, wanted, "mishaps")
     table = []
-    for right, high, low, steady, slowed, told, paper, burst in rows:
+    for right, high, low, steady, slowed, paper, burst in rows:
         true = figures[right]["total_token_throughput"]
         table.append(
             {
@@ -301,7 +357,6 @@ def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
                 "slowed_throughput": figures[slowed]["request_throughput"]
                 / figures[steady]["request_throughput"],
                 "slowed_p99_s": figures[slowed]["tail_ms"] / 1e3,
-                "slowed_uncorrected_p99_s": figures[told]["tail_ms"] / 1e3,
                 "slowed_paper_p99_s": figures[paper]["tail_ms"] / 1e3,
                 "burst_p99_ttft": figures[burst]["p99_ttft_ms"] / 1e3,
                 "burst_paper_p99_ttft": figures[replace(burst, policy="paper")]["p99_ttft_ms"] / 1e3,

@@ -143,8 +143,12 @@ _MISHAPS: tuple[tuple[str, Callable[[Iterable[float]], float], Callable[[dict[st
 )
 
 
-def _mishap_rows(rows: Sequence[dict[str, Any]]) -> Iterable[Sequence[str]]:
+def _mishap_rows(
+    rows: Sequence[dict[str, Any]], uncorrected: Sequence[dict[str, Any]]
+) -> Iterable[Sequence[str]]:
     """Median and worst over the fleets, of each the mean over its traces."""
+    without = {(row["fleet"], row["trace"]): row["p99_s"] for row in uncorrected}
+    rows = [{**row, "slowed_uncorrected_p99_s": without[row["fleet"], row["trace"]]} for row in rows]
     fleets = {
         fleet: {
             key: statistics.mean(row[key] for row in found)
@@ -197,7 +201,9 @@ def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
                 for kind, cases in kinds.items()
             ),
         ),
-        "mishaps": table(("", "median", "worst", "there"), _mishap_rows(document["mishaps"])),
+        "mishaps": table(
+            ("", "median", "worst", "there"), _mishap_rows(document["mishaps"], document["uncorrected"])
+        ),
         "ablations": table(
             ("without", "mean", "least", "wrong profiles: mean", "least", "p99 TTFT", "p99 E2E", "mean E2E"),
             (

@@ -63,6 +63,3 @@ def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
             )
         seen.add(key.sha256.lower())
     return keys
-
-
-# --- cluster files -------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml, read_text, short
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text, short
 from hetlb.errors import ConfigError
 from hetlb.plan.model_shape import ModelShape, read_shape
 from hetlb.plan.tp_search import Machine, PlanModel
@@ -46,7 +46,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpus: PositiveInt
     memory_bytes: Quantity
     profiles: dict[str, str]
-    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Share = 0.9
     reserved_bytes_per_gpu: Quantity = 0
     count: PositiveInt = 1
     price_per_gpu_hour: NonNegative | None = None

@@ -22,6 +22,7 @@ from hetlb.config.yaml_file import (
     Port,
     Positive,
     PositiveInt,
+    Share,
     did_you_mean,
     load_yaml,
     short,
@@ -116,7 +117,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_bytes: PositiveInt = 256 << 20
     timeout_s: Positive = 300.0
     no_instance_timeout_s: NonNegative = 30.0
-    tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    tenant_share: Share = 1.0
     tenant_weights: dict[str, Positive] = msgspec.field(default_factory=dict)
 
 

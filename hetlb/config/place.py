@@ -16,7 +16,7 @@ import msgspec
 
 from hetlb.config.cluster import model_kv_bytes
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml, read_text, short
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text, short
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
 from hetlb.plan.placement.cluster import Cluster, MachineKind, ModelShape, Node
@@ -55,7 +55,7 @@ class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     memory_bytes: PositiveInt
     profiles: dict[str, str]
     site: str = ""
-    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Share = 0.9
     reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
     count: PositiveInt = 1
 

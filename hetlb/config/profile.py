@@ -294,6 +294,3 @@ def load_profile(path: Path) -> Profile:
                     f"got {seconds:.3g} s for a batch of {batch} at length {length}"
                 )
     return profile
-
-
-# --- fleet files -------------------------------------------------------------------------------------

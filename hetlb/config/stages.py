@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, short
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, short
 from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class StagesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ca_file: str | None = None
     scheduler: str = "hetlb"
     partial_inference: bool = True
-    high_water: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
+    high_water: Share = 0.85
     max_model_len: PositiveInt | None = None
     bytes_per_s: Positive = 1.25e9
     latency_s: NonNegative = 0.0005

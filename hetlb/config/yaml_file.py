@@ -19,6 +19,8 @@ from hetlb.errors import ConfigError, ConfigErrors, InputError
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+#: Above 0, and 1 at most.
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _T = TypeVar("_T")
@@ -284,6 +286,3 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
 def _error(message: str, where: str) -> msgspec.ValidationError:
     """A mistake as msgspec tells of it."""
     return msgspec.ValidationError(f"{message} - at `${where}`" if where else message)
-
-
-# --- latency profiles --------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Throttle:
         """
         if doubt and self._probation.held(now):
             return BLOCKED, f"on probation: {self._probation.reason}"
-        wanted = sequences + 1 if sequences else 0
+        wanted = sequences + 1
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
             if wanted > max(1.0, slots):

@@ -131,9 +131,8 @@ class RequestBodies:
         *,
         path: str = COMPLETIONS,
         ignore_eos: bool,
-        headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers,
     ) -> None:
-        self.headers = headers
+        self.headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers
         self._path = path
         self._prompt = prompt
         self._model = msgspec.json.encode(model)

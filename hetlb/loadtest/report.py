@@ -125,9 +125,9 @@ def latency_table(
     return table
 
 
-def instances_table(run: Mapping[str, Any], *, title: str | None = None) -> Table:
+def instances_table(run: Mapping[str, Any]) -> Table:
     """One line per instance of one run."""
-    table = _table(title)
+    table = _table(None)
     for heading in ("instance", "requests", "output tokens", "share", "last end", "preempted", "KV peak"):
         table.add_column(heading, justify="left" if heading == "instance" else "right")
     for each in run["instances"]:

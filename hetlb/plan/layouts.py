@@ -320,7 +320,6 @@ class FleetChoice:
 def choose_together(
     fleet: Fleet,
     evaluated: Mapping[str, Sequence[Evaluated]],
-    on_simulation: Callable[[], None] = lambda: None,
 ) -> FleetChoice:
     """Layouts of all machines that serve best together: at least what the best of each by itself do.
 
@@ -346,7 +345,6 @@ def choose_together(
                     continue
                 worth = fleet.simulate({**chosen, name: option.layout}, rate)
                 count += 1
-                on_simulation()
                 if worth.figure > _GAIN * best.figure:
                     chosen, best, improved = {**chosen, name: option.layout}, worth, True
     return FleetChoice(chosen, best, first, start, count)

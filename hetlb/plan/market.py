@@ -15,11 +15,10 @@ import msgspec
 
 from hetlb.config.cluster import model_kv_bytes
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
 
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
 
 

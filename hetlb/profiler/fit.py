@@ -150,7 +150,6 @@ def fit(
     *,
     form: Form | None = None,
     relative: bool = True,
-    decode_form: DecodeForm | None = None,
     tile: int | None = None,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
@@ -166,7 +165,7 @@ def fit(
     shown = None if form is Form.PAPER else shown_tile(prefill)
     tile = tile or shown or 1
     prefill_fit = PhaseFit(*_choose(prefill, tuple(Form), Form.PAPER, form, relative, tile))
-    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, decode_form, relative, tile))
+    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, None, relative, tile))
     better = None if prefill_fit.form is Form.PAPER else fit_pnorm(prefill, tile)
     if better is not None and prefill_fit.form is Form.GRID:
         better = with_grid(better, prefill)

@@ -225,16 +225,16 @@ def _read_csv(path: Path, _: str) -> Log:
 
 
 def _read_events(path: Path, text: str) -> Log:
-    lines = text.splitlines()
+    first_line, _, rest = text.partition("\n")
     try:
-        setup = decode_setup(lines[0])
+        setup = decode_setup(first_line)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
         raise TraceError(f"{path}: line 1: expected the set-up of an event log: {caught}") from caught
     arrivals: dict[int, dict[str, Any]] = {}
     placed: dict[int, tuple[int, str, float]] = {}
     first: dict[int, float] = {}
     requests, failed = [], 0
-    for number, fact in _json_lines(path, "\n".join(lines[1:]), start=2):
+    for number, fact in _json_lines(path, rest, start=2):
         read = _Fields(f"{path}: line {number}")
         try:
             now, kind = read.moment("t", fact["t"]), fact["kind"]
@@ -321,7 +321,8 @@ def _json(where: str, text: str) -> Any:
 
 
 def _json_lines(path: Path, text: str, start: int = 1) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), start=start):
+    # Line ends alone: strings may hold U+2028 and what else `splitlines` splits at.
+    for number, line in enumerate(text.split("\n"), start=start):
         if not line.strip():
             continue
         raw = _json(f"{path}: line {number}", line)

@@ -213,7 +213,10 @@ def _windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, ...]:
     kinds = keys.raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    full = keys.raw.get("max_window_layers", layers)
+    full = keys.raw.get("max_window_layers")
+    full = layers if full is None else full
+    if type(full) is not int or full < 0:
+        raise keys.error("max_window_layers", "a whole number from 0", full)
     return tuple(window if layer >= full else None for layer in range(layers))
 
 

@@ -44,10 +44,9 @@ from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.channel import FROM_RELAY, Channel
 from hetlb.workers.control import Control, State
-from hetlb.workers.merge_counters import add, merged
 from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Message, Prepare, Report, View
-from hetlb.workers.record_batches import FleetRecords
 from hetlb.workers.relay_host import RelayHost, RelayLink
+from hetlb.workers.relay_reports import RelayReports
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -89,9 +88,7 @@ class SchedulerProcess(FleetService):
         self.driver.limiters.configure(self._access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()
-        self._records = FleetRecords()
-        self._retired = Totals()
-        self._retired_lost = 0
+        self._reports = RelayReports(self.driver.links)
         self._view: View | None = None
         self._view_timer: asyncio.TimerHandle | None = None
         self._next_ask = 1
@@ -241,12 +238,7 @@ class SchedulerProcess(FleetService):
 
     def _disconnected(self, link: RelayLink) -> None:
         self.driver.disconnected(link)
-        totals = link.totals
-        if totals is not None:
-            add(self._retired, totals)
-            self._retired.keep(set(self.roster.specs()))
-            self._retired_lost += link.report.lost_lines
-        self._complete_records()
+        self._reports.retire(link, self.roster.specs())
         if self._alone and not self.driver.links:
             self._stop.set()
 
@@ -330,14 +322,7 @@ class SchedulerProcess(FleetService):
     def _reported(self, link: RelayLink, report: Report) -> None:
         for model, text_bytes, tokens in report.learnt:
             self._token_estimator.learn(model, text_bytes, (), tokens)
-        if report.record_count:
-            self._records.add(report.record_count, report.records)
-        if report.totals:
-            link.report = report
-            self._complete_records()
-
-    def _complete_records(self) -> None:
-        self._records.complete_until(min((link.report.until for link in self.driver.links), default=0.0))
+        self._reports.take(link, report)
 
     # --- what the admin surface sees ---
 
@@ -349,14 +334,12 @@ class SchedulerProcess(FleetService):
     @property
     def totals(self) -> Totals:
         """Counters of all processes, of relays that are gone too."""
-        parts = (link.totals for link in self.driver.links)
-        return merged([self.driver.totals, self._retired, *(each for each in parts if each is not None)])
+        return self._reports.totals(self.driver.totals)
 
     @property
     def lost_lines(self) -> int:
         """Lines of all logs that were dropped."""
-        reported = sum(link.report.lost_lines for link in self.driver.links)
-        return super().lost_lines + self._retired_lost + reported
+        return super().lost_lines + self._reports.lost_lines
 
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease, as of the last report."""
@@ -365,7 +348,7 @@ class SchedulerProcess(FleetService):
     @property
     def history(self) -> History:
         """The requests that ended lately."""
-        return self._records.history
+        return self._reports.records.history
 
     @property
     def readiness(self) -> str:

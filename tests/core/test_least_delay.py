@@ -419,3 +419,22 @@ def test_no_request_waits_for_ever_and_all_is_given_back(
     assert seen == set(range(len(asked)))
     assert len(scheduler.queue) == 0
     assert all(instance.sequences == 0 for instance in scheduler.instances)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "tokens", "last"), [(0.0, 4000, True), (0.0, 40, False), (0.1, 4000, False)]
+)
+def test_of_requests_at_once_the_last_to_end_waits_for_the_server_on_which_it_ends_first(
+    gap_s: float, tokens: int, last: bool
+) -> None:
+    """The fast one is full, with as many as end in one step."""
+    lengths = {**dict.fromkeys(range(40), 200), 99: tokens}
+    fleet = [spec("fast", capacity=capacity(16)), spec("slow", slower=2.0, capacity=capacity(64))]
+    scheduler = make_scheduler(fleet, "hetlb", predictor=OraclePredictor(lengths))
+    for i in range(40):
+        asked = request(i, prompt=10, max_tokens=None, subset=("fast" if i < 17 else "slow",))
+        dispatched(scheduler.on_arrival(asked, 100.0 + i * gap_s))
+    asked = request(99, prompt=10, max_tokens=None)
+    (_, slow), _ = scheduler.explain(asked, float(tokens), 100.0 + 40 * gap_s)
+    assert ("the last to end" in slow.reason) is last
+    assert slow.eligible or scheduler.on_arrival(asked, 100.0 + 40 * gap_s) == []

@@ -126,7 +126,7 @@ class OvertakingMachine(RuleBasedStateMachine):
 
 
 TestOvertakingMachine = OvertakingMachine.TestCase
-TestOvertakingMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestOvertakingMachine.settings = settings(stateful_step_count=30)
 
 
 def test_at_the_bound_nothing_passes_until_that_one_is_served() -> None:

@@ -47,8 +47,8 @@ def test_a_slow_start_of_no_time_is_none_and_ends_one() -> None:
     slow.begin_slow_start(10.0, 0.0)
     slow.rejoining = True
     slow.begin_slow_start(0.0, 1.0)
-    assert (slow.active(1.0), slow.rejoining) == (False, False)
     assert slow.availability(9, 8, 1.0) == (NORMAL, "")
+    assert (slow.active(1.0), slow.rejoining) == (False, False)
 
 
 # --- busy ---

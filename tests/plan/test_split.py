@@ -316,6 +316,15 @@ def test_the_same_seed_and_steps_give_the_same_plan() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.BOTH,)])
+def test_the_search_begins_with_plans_that_use_something(roles: tuple[Role, ...]) -> None:
+    """The program that gives its starts has the empty answer too, from where a move may fail."""
+    of = cluster([machine("a", "A100", 12)], OPT_30B, ((1673, 60),))
+    starts = Search(GroupTable(of, ProfileCost(of)), roles=roles)._starts(SolveLimits())
+    assert starts
+    assert all(state.parts for state in starts)
+
+
 def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     of = cluster([machine("h", "H100", 8), machine("a", "A100", 8)])
     interrupt = Interrupt()

@@ -135,6 +135,13 @@ def aiperf_lines(part: tuple[Measured, ...] = LOG.requests) -> list[str]:
     ]
 
 
+def test_lines_end_at_line_ends_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    named = [line.replace('"metadata": {', '"metadata": {"session": "a\u2028b", ') for line in aiperf_lines()]
+    path.write_bytes("\r\n".join(named).encode())
+    assert len(read_log(path).requests) == len(named)
+
+
 def csv_text(part: tuple[Measured, ...] = LOG.requests) -> str:
     file = io.StringIO()
     rows = csv.writer(file, lineterminator="\n")

@@ -103,6 +103,15 @@ def test_templates_that_refuse_or_fail_are_one_error(tmp_path: Path) -> None:
         ),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected none"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps: expected a number above 0"),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": "2",
+            },
+            "max_window_layers: expected a whole number from 0, got '2'",
+        ),
     ],
 )
 def test_models_that_are_not_computed_exactly_are_refused(
@@ -118,6 +127,8 @@ def test_windows_and_biases_by_family(tmp_path: Path) -> None:
     qwen = {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2}
     assert config_of(tmp_path, **qwen).windows == (None,) * 4
     assert config_of(tmp_path, **qwen, use_sliding_window=True).windows == (None, None, 8, 8)
+    unstated = {**qwen, "max_window_layers": None, "use_sliding_window": True}
+    assert config_of(tmp_path, **unstated).windows == (None,) * 4
     assert config_of(tmp_path, model_type="qwen2").qkv_bias
     assert config_of(tmp_path, model_type="qwen3").qk_norm
 

@@ -17,8 +17,10 @@ Four questions, in this order:
    arriving meanwhile, before it had finished one long answer, or all that it has. So at the end of a burst
    nothing waits for the slowest, and under load that the fast ones cannot carry all instances work. An
    instance whose first token comes far sooner than that of the best one left is not passed over by a
-   request that has just come, unless the whole answer comes much later. While requests keep coming, none
-   goes where its first token comes far later than on a faster one that is full, after all that waits.
+   request that has just come, unless the whole answer comes much later. Of requests that come at once, a
+   long one waits for a faster instance where it would end after all others, and far sooner there. While
+   requests keep coming, none goes where its first token comes far later than on a faster one that is full,
+   after all that waits.
 4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
    with what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
@@ -73,6 +75,10 @@ _LULL_SHARE: Final = 0.05
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
+#: An answer is long if what is left of it, met at a random moment, is so many times that of the mean...
+_LONG: Final = 1.25
+#: ...and waits for an instance on which it ends so many times sooner.
+_ENDS_SOONER: Final = 1.5
 #: Grades of knowledge of a score: see `_InstanceScore`.
 _GUESSED: Final = 0
 _BOUNDED: Final = 1
@@ -115,7 +121,8 @@ _NO_MEMORY: Final = 2
 _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
 _UNDECIDED: Final = 5  # room, but it may be passed over
-_LATER: Final = 6  # passed over: to wait for a faster one brings the first token sooner
+_ENDS_LATE: Final = 6
+_LATER: Final = 7  # passed over: to wait for a faster one brings the first token sooner
 
 
 @mypyc_attr(acyclic=True)
@@ -264,7 +271,10 @@ class _Evaluation:
         if ctx.held is not None or ctx.availabilities is not None or ctx.adapter_load_s > 0.0:
             room = self._look_closely()
         if room and mixed and len(self._scores) > 1:
-            self._pass_over(room)
+            if long > _LONG and ctx.availabilities is None and not ctx.demand.beginning(ctx.now):
+                room = self._pass_over_late_ends()
+            if room:
+                self._pass_over(room)
 
     def lowest(self, among: list[int] | None = None) -> int | None:
         """The index of the instance with room and the lowest score, the first of several.
@@ -581,6 +591,55 @@ class _Evaluation:
         if step_s > now_s:
             delay_s += self._output * (step_s - now_s)
         return self._sequences / each.own * batch * delay_s
+
+    def _pass_over_late_ends(self) -> int:
+        """Mark those with room on which this long answer would be the last to end; number of the others.
+
+        It is the last where it ends after all that runs and waits could be done; it ends sooner if it waits
+        for the next slot of a faster instance. Where requests come one after the other none is the last.
+        """
+        fleet = self._fleet
+        todo = float(self._ctx.waiting)
+        for each in self._scores:
+            todo += each.seen.promised_tokens - each.seen.prompt_tokens
+        all_done_s = todo / fleet.speed
+        room, soonest_s = 0, math.inf
+        for i in fleet.order:
+            each = self._scores[i]
+            if each.state != _ROOM:
+                self._guess(each)
+            end_s = self._end_s(each)
+            if each.state == _ROOM:
+                if end_s > all_done_s and end_s > _ENDS_SOONER * soonest_s:
+                    each.state, each.done_s = _ENDS_LATE, soonest_s
+                else:
+                    room += 1
+            if end_s < soonest_s:
+                soonest_s = end_s
+        return room
+
+    def _end_s(self, each: _InstanceScore) -> float:
+        """Seconds until the answer would end on an instance, after the next slot comes free where none is.
+
+        What runs there, of mean predicted length t, is taken to end at exponential times: of the batch a
+        share of t / L * (1 - exp(-L / t)) runs beside an answer of L tokens in the mean.
+        """
+        load, seen, output = each.load, each.seen, self._output
+        running, own_context = seen.running, self._own_context
+        if running <= 0.0:
+            return each.charged_s + output * load.latency.step_s(1.0, own_context)
+        mean = (seen.promised_tokens - seen.prompt_tokens) / running
+        if mean < 1.0:
+            mean = 1.0
+        left = math.exp(-output / mean)
+        share = mean / output * (1.0 - left)
+        # The integral of t * exp(-t / mean) up to the output, over the output.
+        grown = mean * (mean - (output + mean) * left) / output
+        context = load.batch * (seen.prompt_tokens / running * share + grown)
+        end_s = each.charged_s + output * load.latency.step_s(load.batch * share + 1.0, context + own_context)
+        if each.state != _ROOM:
+            end_s += self._ctx.demand.mix.output * each.now_s / running
+        return end_s
 
     def _pass_over(self, room: int) -> None:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
@@ -998,6 +1057,11 @@ class _Evaluation:
             reason = (
                 f"{PASSED_OVER}: the first token takes {self._early_s(each):.3g} s here, "
                 f"on a faster one that is full {each.done_s:.3g} s, with all that waits for it"
+            )
+        elif state == _ENDS_LATE:
+            reason = (
+                f"{PASSED_OVER}: this answer would be the last to end, after {self._end_s(each):.3g} s here, "
+                f"after {each.done_s:.3g} s on a faster one"
             )
         return Candidate(
             instance=instance.name,

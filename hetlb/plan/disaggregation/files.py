@@ -17,12 +17,11 @@ import msgspec
 
 from hetlb.config.cluster import model_kv_bytes
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.disaggregation.cluster import Cluster, Links, Machine, Slo, Workload
 from hetlb.plan.market import Model, RooflineTable
 
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
 _INSIDE, _BETWEEN = 25e9, 0.625e9

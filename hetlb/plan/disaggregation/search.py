@@ -147,10 +147,12 @@ class Search:
             groups = partition(self._table.cluster, size, self._rng)
             roles = assign_roles(self._table.cluster, groups, self._rng)
             states.append(self._state(list(zip(groups, roles, strict=True))))
+        # The program's first answer may be to use nothing, from where no move leads.
+        states = [state for state in states if state.parts and all(r in self._roles for _, r in state.parts)]
         for state in states:
-            if state.throughput > 0.0 and all(r in self._roles for _, r in state.parts):
+            if state.throughput > 0.0:
                 self._keep(state)
-        return [state for state in states if all(r in self._roles for _, r in state.parts)]
+        return states
 
     @staticmethod
     def _part(limits: SolveLimits, share: float) -> SolveLimits:

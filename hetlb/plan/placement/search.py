@@ -37,6 +37,8 @@ _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
 #: A placement whose layers are better covered is preferred among those of equal flow.
 _COVER_WEIGHT = 0.1
+#: Candidates of each order that the judge may see.
+_MOST_LISTED = 40
 
 
 @dataclass(slots=True)
@@ -397,11 +399,11 @@ class Search:
         return listed
 
 
-def _distinct(candidates: Sequence[Candidate], most: int = 40) -> list[Candidate]:
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates of which no two differ in fewer than three nodes, in order."""
     kept: list[Candidate] = []
     for candidate in candidates:
-        if len(kept) == most:
+        if len(kept) == _MOST_LISTED:
             break
         if all(_differing(candidate, other) >= 3 for other in kept):
             kept.append(candidate)

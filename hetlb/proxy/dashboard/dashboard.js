@@ -652,7 +652,11 @@ byId("find-clear").addEventListener("click", () => {
 });
 
 /** A number of a score: enough digits to tell two apart. */
-const figure = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 }));
+const figure = (value) => {
+  if (value === null || value === undefined) return "–";
+  if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(1);
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+};
 
 /** Every candidate of a decision with its terms, the best first. */
 function candidates(decision) {

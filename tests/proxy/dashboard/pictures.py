@@ -15,7 +15,7 @@ from proxy.dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, pl
 REQUESTS = 12_000
 #: What three emulated engines carry on two cores.
 RATE = 75
-MINUTES_SEEN_MS = 100_000
+MINUTES_SEEN_MS = 90_000
 
 
 def main(folder: Path) -> None:
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
                 if scheme == "light":
                     page.wait_for_timeout(MINUTES_SEEN_MS)
                     page.get_by_role("button", name="Replay").click()
-                    page.locator("#whatif-result table").wait_for(timeout=60_000)
+                    page.locator("#whatif-result table").wait_for(timeout=150_000)
                 page.locator("button.open").nth(1).click()
                 playwright.expect(page.locator("tr.detail table")).to_be_visible()
                 page.evaluate("scrollTo(0, 0)")
