@@ -10,7 +10,7 @@
 #   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make properties  the property tests on examples that are new in every run (make test has the same in each)
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
-#   make mutation   mutants of ledger, health, admission and framing gate: which do the tests kill
+#   make mutation   mutants of the core and of the framing gate: the share that the tests kill
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1

@@ -192,7 +192,7 @@ def _run(name: str, mutmut: Path, folder: Path, args: argparse.Namespace) -> dic
     names = [f"{function}__mutmut_*" for function in module.functions] or [
         f"{file.removesuffix('.py').replace('/', '.')}.*" for file in module.files
     ]
-    if chosen := args.sample is not None or args.only is not None or args.survivors is not None:
+    if args.sample is not None or args.only is not None or args.survivors is not None:
         names = _chosen(name, mutmut, folder, names, args)
     log = folder / "mutmut.log"
     command = ["nice", "-n", "19", str(mutmut), "run", "--max-children", str(os.cpu_count() or 1), *names]
@@ -226,7 +226,7 @@ def _run(name: str, mutmut: Path, folder: Path, args: argparse.Namespace) -> dic
         "survived": len(survivors),
         "not_reached": len(untested),
         "killed_per_cent": round(100 * killed / len(ran), 1),
-        "whole": status is not None and not chosen,
+        "whole": len(ran) == len(codes),
         "survivors": [_diff(sources, key) for key in (*survivors, *untested)],
     }
 
