@@ -111,7 +111,7 @@ MODULES = {
     "gate": Module(
         ("hetlb/proxy/http/http1.py",),
         (),
-        ("tests/proxy/test_http1.py", "tests/proxy/test_http1_refusals.py"),
+        tuple(f"tests/proxy/test_{name}.py" for name in ("http1", "http1_chunks", "http1_refusals")),
     ),
 }  # fmt: skip
 #: Names of parametrized tests hold raw bytes, with which mutmut could not ask for them again; and a mutant

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hetlb.core.admission import MOST_OVERTAKEN
 from hetlb.core.instance import EngineLoad
 from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill, delay_of_reading_s
+from hetlb.core.policies.least_delay import FULL, PASSED_OVER
 from hetlb.core.predictor import OraclePredictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome, Request
@@ -66,6 +67,25 @@ def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
     scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", slower=1.2, kv=1_000_000)], "hetlb")
     chosen = [dispatched(scheduler.on_arrival(request(i, prompt=4000), 0.0)).instance for i in range(2)]
     assert chosen == ["a", "b"]
+
+
+def test_a_full_instance_is_waited_for_where_the_other_reads_many_prompts_first() -> None:
+    fleet = [spec("fast", capacity=capacity(4)), spec("slow", slower=2.0, capacity=capacity(64))]
+    scheduler = make_scheduler(fleet, "hetlb")
+    for i in range(5):  # requests keep coming
+        dispatched(scheduler.on_arrival(request(i, subset=("fast",)), 100.0 + 0.2 * i))
+    reading = [
+        dispatched(scheduler.on_arrival(request(10 + i, prompt=4000, subset=("slow",)), 100.8))
+        for i in range(10)
+    ]
+    assert scheduler.on_arrival(request(20), 100.9) == []
+    reasons = [each.reason for each in scheduler.explain(request(20), 50.0, 100.9)[0]]
+    assert reasons[0].startswith(FULL)
+    assert reasons[1].startswith(f"{PASSED_OVER}: the first token")
+    for lease in reading:
+        scheduler.on_first_token(lease, 101.0)
+    reading[0].output_tokens = 50
+    assert dispatched(scheduler.on_lease_ended(reading[0], Outcome.OK, 101.0)).instance == "slow"
 
 
 def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_all() -> None:

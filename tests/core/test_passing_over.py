@@ -96,7 +96,7 @@ def passed_over(ctx: SchedulingContext, instances: list[Instance], room: list[bo
     shortest_s = plain[order[0]].long_answer_s(ctx.long_output)
     todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
     fresh = ctx.waiting == 0 and demand.newest_s == now
-    soonest_s = least_decode_s = math.inf
+    soonest_s = least_decode_s = full_s = math.inf
     speed = 0.0
     for i in order:
         each = plain[i]
@@ -110,11 +110,15 @@ def passed_over(ctx: SchedulingContext, instances: list[Instance], room: list[bo
                 )
                 rate = speed - demand.rate(long_s, now)
                 passed[i] = rate > 0.0 and todo / rate + shortest_s < long_s
+                if not ending and each.first_s > 1.5 * (todo / speed + full_s):
+                    passed[i] = True
             if not passed[i]:
                 if not ending:
                     return passed
                 soonest_s = min(soonest_s, each.first_s)
                 least_decode_s = min(least_decode_s, each.decode_s)
+        else:
+            full_s = min(full_s, each.first_s)
         speed += costs[i].speed
     return passed
 

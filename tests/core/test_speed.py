@@ -199,6 +199,15 @@ def test_a_small_change_is_not_put_in_force() -> None:
     assert tracker.factor == pytest.approx(6.49 / 3.0)
 
 
+def test_at_the_edge_of_the_trust_the_profile_is_believed() -> None:
+    """With the seconds of agreement that stand against it: 12 s for 10, or 10 s for 12."""
+    for expected_s, took_s in ((5.0, 7.0), (7.0, 5.0)):
+        tracker = SpeedTracker(True, 0.0)
+        assert (PRIOR_S + max(expected_s, took_s)) / (PRIOR_S + min(expected_s, took_s)) == TRUST
+        assert not tracker.prefilled(expected_s, took_s, 0.0)
+        assert tracker.factor == 1.0
+
+
 def test_back_within_the_trust_the_profile_is_believed_again() -> None:
     tracker = SpeedTracker(True, 0.0)
     assert tracker.prefilled(10.0, 40.0, 0.0)

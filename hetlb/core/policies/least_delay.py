@@ -18,7 +18,9 @@ Four questions, in this order:
    nothing waits for the slowest, and under load that the fast ones cannot carry all instances work. An
    instance whose first token comes far sooner than that of the best one left is not passed over by a
    request that has just come, unless the whole answer comes much later. Of requests that come at once, a
-   long one waits for a faster instance where it would end after all others, and far sooner there.
+   long one waits for a faster instance where it would end after all others, and far sooner there. While
+   requests keep coming, none goes where its first token comes far later than on a faster one that is full,
+   after all that waits.
 4. Fit: of the first few in the queue, the one whose prompt and answer cost least on this instance compared
    with what they cost the fleet. A request is overtaken a bounded number of times (see `core.admission`).
 """
@@ -68,7 +70,8 @@ _THINNING: Final = 2.0
 #: Requests have stopped coming when over so many seconds less than this share of what the fleet can do came.
 _LULL_S: Final = 16.0
 _LULL_SHARE: Final = 0.05
-#: An instance is not passed over where its first token comes so many times sooner than elsewhere.
+#: An instance is not passed over where its first token comes so many times sooner than elsewhere; it is where
+#: a full one's comes so many times sooner.
 _FAR_SOONER: Final = 1.5
 #: ...unless decoding takes so many times longer than there.
 _MUCH_LATER: Final = 2.5
@@ -119,6 +122,7 @@ _PASSED_OVER: Final = 3
 _HELD_BACK: Final = 4
 _UNDECIDED: Final = 5  # room, but it may be passed over
 _ENDS_LATE: Final = 6
+_LATER: Final = 7  # passed over: to wait for a faster one brings the first token sooner
 
 
 @mypyc_attr(acyclic=True)
@@ -155,7 +159,7 @@ class _InstanceScore:
     by which it delays prompts that are yet to come, `score` what it costs in all. `LatencyModel.lower_bound`
     reads the prompt in `early_s`, below 0 while unknown, and what is to be paid for, alone with those that
     run there, in `beside_s`.
-    Where it is passed over, the faster ones are done with all in `done_s` at most.
+    Where it is passed over, the faster ones are done with all (or, `_LATER`, answer) in `done_s` at most.
     Grades: a lower bound of the score alone, by a few additions; lower bounds of all by
     `LatencyModel.lower_bound`; exactly.
     """
@@ -641,9 +645,10 @@ class _Evaluation:
         """Mark those with room on which a long answer would end after the faster ones are done with all.
 
         While requests keep coming this asks only whether it is worth not to wait for a faster one that is
-        full; once they have stopped coming, whether what is left should go to a slower one at all. An
-        instance that is throttled counts as doing nothing: nothing waits for it. Lower bounds will do here.
-        Where the answer matters to no other instance, it is left open until this one is to be chosen.
+        full, or its first token comes far sooner even after all that waits; once they have stopped coming,
+        whether what is left should go to a slower one at all. An instance that is throttled counts as
+        doing nothing: nothing waits for it. Lower bounds will do here. Where the answer matters to no other
+        instance, it is left open until this one is to be chosen.
         """
         ctx, scores, fleet = self._ctx, self._scores, self._fleet
         demand, now, costs, part = ctx.demand, self._now, fleet.costs, self._share
@@ -655,7 +660,7 @@ class _Evaluation:
         # One that waited is not fresh, even as the last of the queue.
         fresh = ctx.waiting == 0 and demand.newest_s == now
         speed = 0.0
-        soonest_s = least_decode_s = math.inf
+        soonest_s = least_decode_s = full_s = math.inf
         for i in fleet.order:
             each = scores[i]
             if each.state == _ROOM:
@@ -669,7 +674,8 @@ class _Evaluation:
                         and each.decode_s <= _MUCH_LATER * least_decode_s
                         and self._early_s(each) * _FAR_SOONER < soonest_s
                     )
-                    if kept or not self._faster_done(each, speed):
+                    later = full_s < math.inf and self._later(each, speed, full_s)
+                    if not later and (kept or not self._faster_done(each, speed)):
                         if not ending:
                             return  # the fastest with room: the slower ones are as good as their scores
                         if fresh and each.charged_s < soonest_s:
@@ -678,6 +684,20 @@ class _Evaluation:
                             least_decode_s = each.decode_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += costs[i].speed
+                if not ending and (each.state == _NO_SLOT or each.state == _NO_MEMORY):
+                    full_s = min(full_s, self._early_s(each))
+
+    def _later(self, each: _InstanceScore, speed: float, full_s: float) -> bool:
+        """Pass an instance over if its first token comes far later than on a faster one that is full.
+
+        There it comes `full_s` after all that waits is done, by all faster ones, of this `speed` together.
+        """
+        begun_s = self._todo / speed + full_s
+        if self._early_s(each) <= _FAR_SOONER * begun_s:
+            return False
+        each.done_s = begun_s
+        each.state = _LATER
+        return True
 
     def _settle(self, each: _InstanceScore) -> int:
         """State of an instance: room, or the reason why not."""
@@ -1032,6 +1052,11 @@ class _Evaluation:
             reason = (
                 f"{PASSED_OVER}: a long answer, or all it has, takes {long_s:.3g} s here, "
                 f"the faster ones are done with all in {each.done_s:.3g} s"
+            )
+        elif state == _LATER:
+            reason = (
+                f"{PASSED_OVER}: the first token takes {self._early_s(each):.3g} s here, "
+                f"on a faster one that is full {each.done_s:.3g} s, with all that waits for it"
             )
         elif state == _ENDS_LATE:
             reason = (
