@@ -144,7 +144,7 @@ def test_the_policy_is_switched(look: Look, running: Fleet) -> None:
 
 def test_predictions_and_series_are_drawn(look: Look, running: Fleet) -> None:
     running.ask(3, tokens=20)
-    expect(look.page.locator("#scatters")).to_contain_text(re.compile(r"Of \d+ answers"))
+    expect(look.page.locator("#scatters")).to_contain_text(re.compile(r"\d+ % of \d+ answers"))
     assert look.page.locator("#scatters path.dots").count() >= 2
     expect(look.page.locator("#outcomes")).to_contain_text(" ok")
     expect(look.page.locator("#charts figure")).to_have_count(4)
