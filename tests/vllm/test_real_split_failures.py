@@ -112,7 +112,24 @@ class Bed:
     async def quiet(self) -> None:
         """Nothing is left anywhere, within the lease and the time that ejected servers are left alone."""
         servers = [seat.server for seat in self.seats.values()]
-        await split_pair.quiet(self.proxy, servers, LEASE_S + 60.0)
+        stepping = asyncio.create_task(self._keep_stepping())
+        try:
+            await split_pair.quiet(self.proxy, servers, LEASE_S + 60.0)
+        finally:
+            stepping.cancel()
+            await asyncio.gather(stepping, return_exceptions=True)
+
+    async def _keep_stepping(self) -> None:
+        """Ask the prefill server for a token now and then.
+
+        Without NIXL's progress thread it answers reads only while its engine steps, and those of requests
+        that were given up hold blocks of the decode server until then.
+        """
+        body = body_of(8, "a step", max_tokens=1)
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                await split_pair.text_alone(self.client, self.seats[READER].server, body)
+            await asyncio.sleep(1.0)
 
     async def ask(self, body: dict[str, Any]) -> Answer:
         return await split_pair.ask(self.client, self.proxy.url, body)
