@@ -99,20 +99,33 @@ def without(name: str) -> Callable[[], None]:
     """
     if name and compiled():
         raise RuntimeError(f"without {name}: expected hetlb interpreted, {late_binding.__file__} is compiled")
-    owner: Any
-    owner, attribute, value = {
-        "": (late_binding, "_LATE", late_binding._LATE),
-        "lookahead": (late_binding.Hetlb, "lookahead", 1),
-        "passing over": (late_binding._Evaluation, "_pass_over", lambda self: None),
-        "first token weight": (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
-        "lateness": (late_binding, "_LATE", math.inf),
-        "overbooking": (late_binding, "_OVERBOOK_STEPS", 0.0),
-        "late binding": (late_binding, "_OVERBOOK_STEPS", 1e9),
-        "speed correction": (speed, "TRUST", math.inf),
+    evaluation: Any = late_binding._Evaluation
+    changes: tuple[tuple[Any, str, Any], ...] = {
+        "": (),
+        "lookahead": ((late_binding.Hetlb, "lookahead", 1),),
+        "passing over": (
+            (evaluation, "_pass_over", lambda self, room: None),
+            (late_binding, "_LONG", math.inf),
+        ),
+        "first token weight": (
+            (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
+            (late_binding, "_FIRST_SHARE", 1.0),
+            (late_binding, "_START_WEIGHT", late_binding.JOINING_STEPS),
+        ),
+        "lateness": ((late_binding, "_LATE", math.inf),),
+        "overbooking": ((late_binding, "_OVERBOOK_STEPS", 0.0),),
+        "late binding": ((late_binding, "_OVERBOOK_STEPS", 1e9),),
+        "speed correction": ((speed, "TRUST", math.inf),),
     }[name]
-    before = getattr(owner, attribute)
-    setattr(owner, attribute, value)
-    return lambda: setattr(owner, attribute, before)
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
+    for change in changes:
+        setattr(*change)
+
+    def put_back() -> None:
+        for was in before:
+            setattr(*was)
+
+    return put_back
 
 
 def simulate(case: Case) -> dict[str, float]:
